@@ -1,0 +1,56 @@
+"""halfbyte: neural networks in 4 and 8 bits, fast on the CPU or GPU at hand."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint import convert as convert
+    from halfbyte.checkpoint import load as load
+    from halfbyte.checkpoint import load_tensors as load_tensors
+    from halfbyte.checkpoint import save as save
+    from halfbyte.dispatch.explain import explain as explain
+    from halfbyte.errors import HalfbyteError as HalfbyteError
+    from halfbyte.formats.codes import Codes as Codes
+    from halfbyte.formats.spec import Format as Format
+    from halfbyte.formats.spec import as_format as as_format
+    from halfbyte.layouts.base import Packed as Packed
+    from halfbyte.nn.convert import Config as Config
+    from halfbyte.nn.convert import quantize_ as quantize_
+    from halfbyte.nn.convert import report as report
+    from halfbyte.ops import dequantize as dequantize
+    from halfbyte.ops import embedding as embedding
+    from halfbyte.ops import linear as linear
+    from halfbyte.ops import pack as pack
+    from halfbyte.ops import qlinear as qlinear
+    from halfbyte.ops import quantize as quantize
+    from halfbyte.ops import unpack as unpack
+
+# Where each public name lives. Names are imported when they are first used, so that `import halfbyte` stays light.
+_HOMES = {
+    "halfbyte.errors": ("HalfbyteError",),
+    "halfbyte.formats.spec": ("Format", "as_format"),
+    "halfbyte.formats.codes": ("Codes",),
+    "halfbyte.layouts.base": ("Packed",),
+    "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "embedding", "dequantize"),
+    "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
+    "halfbyte.dispatch.explain": ("explain",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""What numbers mean: formats and codes."""
+
+from halfbyte.formats.codes import Codes as Codes
+from halfbyte.formats.spec import PRESETS as PRESETS
+from halfbyte.formats.spec import Format as Format
+from halfbyte.formats.spec import as_format as as_format

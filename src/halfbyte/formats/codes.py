@@ -1,0 +1,122 @@
+"""A quantized tensor in canonical order: the form that is saved, loaded, and packed for a machine.
+
+    data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
+            of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
+    scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
+    zero    None, or points (uint8) or offsets (the scale's dtype), in the scale's shape
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.spec import Format
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """uint8 [..., K] of values below 16 -> uint8 [..., ceil(K/2)], even elements in the low nibble."""
+    if nibbles.shape[-1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
+    """The inverse of `pack_nibbles`: uint8 [..., ceil(K/2)] -> uint8 [..., K]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :k]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Codes:
+    """A quantized tensor of logical `shape` [..., N, K]; this module's text gives the order of its bytes."""
+
+    format: Format
+    shape: tuple[int, ...]
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fmt, shape = self.format, self.shape
+        if len(shape) < 1 or any(s < 0 for s in shape):
+            raise FormatError(f"codes have a shape of at least one dimension, got {list(shape)}")
+        width = (shape[-1] + 1) // 2 if fmt.bits == 4 else shape[-1]
+        expected = {
+            "data": (self.data, (*shape[:-1], width), torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8),
+            "scale": (self.scale, fmt.scale_shape(shape), fmt.scale),
+        }
+        if fmt.zero != "none":
+            zero_dtype = torch.uint8 if fmt.zero == "point" else fmt.scale
+            if self.zero is None:
+                raise FormatError(f"{fmt} codes need a {fmt.zero} for each scale, got none")
+            expected["zero"] = (self.zero, fmt.scale_shape(shape), zero_dtype)
+        elif self.zero is not None:
+            raise FormatError(f"{fmt} codes have no zero, got a tensor of shape {list(self.zero.shape)}")
+        for name, (tensor, wanted, dtype) in expected.items():
+            if tuple(tensor.shape) != wanted or tensor.dtype != dtype:
+                raise FormatError(
+                    f"the {name} of {fmt} codes of shape {list(shape)} is {dtype} {list(wanted)}, "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+
+    @classmethod
+    def from_values(cls, fmt: Format, values: Tensor, scale: Tensor, zero: Tensor | None = None) -> Codes:
+        """From integer codes, one an element, of any integer dtype: [..., N, K] within the format's range."""
+        if values.numel() and (int(values.min()) < fmt.q_min or int(values.max()) > fmt.q_max):
+            raise FormatError(f"{fmt} codes lie in [{fmt.q_min}, {fmt.q_max}], got [{int(values.min())}, {int(values.max())}]")
+        if fmt.bits == 8:
+            data = values.to(torch.int8 if fmt.signed else torch.uint8)
+        else:
+            data = pack_nibbles((values - fmt.q_min).to(torch.uint8))
+        return cls(fmt, tuple(values.shape), data, scale, zero)
+
+    def values(self) -> Tensor:
+        """The integer codes q, int16 [..., N, K]."""
+        if self.format.bits == 8:
+            return self.data.to(torch.int16)
+        return unpack_nibbles(self.data, self.shape[-1]).to(torch.int16) + self.format.q_min
+
+    def spread(self, per_block: Tensor) -> Tensor:
+        """A value for each block (scales, zeros) spread over its elements: [..., N, K], or all ones where one is for all."""
+        if self.format.block == "tensor":
+            return per_block
+        k = self.shape[-1]
+        return per_block.repeat_interleave(self.format.block_size(k), dim=-1)[..., :k]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that these codes stand for, [..., N, K]: computed in float64, rounded once to `dtype`."""
+        q, scale = self.values().double(), self.spread(self.scale.double())
+        if self.zero is None:
+            return (q * scale).to(dtype)
+        zero = self.spread(self.zero.double())
+        return ((q - zero) * scale if self.format.zero == "point" else q * scale + zero).to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors().values())
+
+    @property
+    def rows(self) -> int:
+        """N of the matrix [N, K] that all leading dimensions make together."""
+        return math.prod(self.shape[:-1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by name: data, scale and, where the format has one, zero."""
+        named = {"data": self.data, "scale": self.scale, "zero": self.zero}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
+        """The inverse of `tensors()`; raises FormatError where a shape or dtype does not fit."""
+        if missing := {"data", "scale"} - set(tensors):
+            raise FormatError(f"{fmt} codes of shape {list(shape)} lack their {' and '.join(sorted(missing))}")
+        return cls(fmt, tuple(shape), tensors["data"], tensors["scale"], tensors.get("zero"))
+
+    def to(self, device: torch.device | str) -> Codes:
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)

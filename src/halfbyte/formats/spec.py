@@ -1,0 +1,137 @@
+"""How a quantized number is stored: `Format`, its names, and the grammar that parses and prints them.
+
+    w = scale * q                 zero = "none"
+    w = scale * (q - point)       zero = "point",  an integer in the range of q
+    w = scale * q + offset        zero = "offset", a float of the scale's dtype
+
+Names:  int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32]
+The scale's dtype is left out where it is the usual one: float16 for blocks, float32 for a channel or a tensor.
+Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1 (ggml), inferllm_q4_0, inferllm_q8_0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from halfbyte.errors import FormatError
+
+Zero = Literal["none", "point", "offset"]
+Family = Literal["int", "ggml", "inferllm"]
+Scope = int | Literal["channel", "tensor"]
+
+SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
+_ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
+_GRAMMAR = re.compile(r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a number is stored.
+
+    bits    4 or 8
+    block   elements along K that share a scale, or "channel" (one scale a row), or "tensor" (one in all)
+    zero    "none", "point" (integer) or "offset" (float); see this module's equations
+    scale   dtype of scales and offsets
+    family  whose rules the quantizer follows and whose byte order `blocks.py` writes:
+            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"
+    sums    each block also carries scale * sum(q) when written out (Q8_1)
+
+    Codes without a zero are signed, [-2^(bits-1), 2^(bits-1) - 1]; with one they are unsigned, [0, 2^bits - 1].
+    """
+
+    bits: int
+    block: Scope
+    zero: Zero = "none"
+    scale: torch.dtype = torch.float16
+    family: Family = "int"
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise FormatError(f"a format has 4 or 8 bits, not {self.bits!r}")
+        if self.block not in ("channel", "tensor") and not (isinstance(self.block, int) and 0 < self.block < 10**9):
+            raise FormatError(f'a format\'s block is a positive number of elements, "channel" or "tensor", not {self.block!r}')
+        if self.zero not in _ZERO_NAMES:
+            raise FormatError(f'a format\'s zero is "none", "point" or "offset", not {self.zero!r}')
+        if self.scale not in _SCALE_NAMES:
+            raise FormatError(f"a format's scales are float16, bfloat16 or float32, not {self.scale!r}")
+
+    @property
+    def signed(self) -> bool:
+        return self.zero == "none"
+
+    @property
+    def q_min(self) -> int:
+        return -(1 << (self.bits - 1)) if self.signed else 0
+
+    @property
+    def q_max(self) -> int:
+        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+
+    def block_size(self, k: int) -> int:
+        """Elements of a row of K that share a scale (never more than K, never less than 1)."""
+        return max(1, min(self.block, k)) if isinstance(self.block, int) else max(1, k)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales (and of the zeros) of a weight of `shape` [..., N, K]: [..., N, blocks], or all ones."""
+        if self.block == "tensor":
+            return (1,) * len(shape)
+        k = shape[-1]
+        return (*shape[:-1], -(-k // self.block_size(k)) if k else 0)
+
+    def bits_per_weight(self, k: int) -> float:
+        """Stored bits for each weight of a row of K, scales and zeros included (per tensor: codes alone)."""
+        if self.block == "tensor":
+            return float(self.bits)
+        zero_bits = {"none": 0, "point": 8, "offset": 8 * self.scale.itemsize}[self.zero]
+        return self.bits + (8 * self.scale.itemsize + zero_bits) / self.block_size(k)
+
+    def __str__(self) -> str:
+        if self in _NAMES:
+            return _NAMES[self]
+        scope = f"g{self.block}" if isinstance(self.block, int) else self.block
+        scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
+        return f"int{self.bits}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+
+
+def _usual_scale(block: Scope) -> torch.dtype:
+    return torch.float16 if isinstance(block, int) else torch.float32
+
+
+PRESETS: dict[str, Format] = {
+    "q4_0": Format(4, 32, family="ggml"),
+    "q4_1": Format(4, 32, zero="offset", family="ggml"),
+    "q8_0": Format(8, 32, family="ggml"),
+    "q8_1": Format(8, 32, family="ggml", sums=True),
+    "inferllm_q4_0": Format(4, 32, scale=torch.float32, family="inferllm"),
+    "inferllm_q8_0": Format(8, 32, scale=torch.float32, family="inferllm"),
+}
+_NAMES = {preset: name for name, preset in PRESETS.items()}
+
+
+def as_format(name: str | Format) -> Format:
+    """The Format that `name` spells; a Format is returned as it is.
+
+    >>> as_format("int4_g128_zp")
+    Format(bits=4, block=128, zero='point', scale=torch.float16, family='int', sums=False)
+    >>> str(as_format("int8_channel"))
+    'int8_channel'
+    """
+    if isinstance(name, Format):
+        return name
+    if name in PRESETS:
+        return PRESETS[name]
+    match = _GRAMMAR.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise FormatError(
+            f"unknown format {name!r}: use one of {', '.join(PRESETS)} or spell it out as "
+            "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32], for example int4_g128_zp"
+        )
+    block: Scope = int(match["block"]) if match["block"] else match["scope"]
+    zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"
+    return Format(int(match["bits"]), block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block))

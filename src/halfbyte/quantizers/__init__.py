@@ -1,0 +1,1 @@
+"""Float weights to codes."""
