@@ -1,1 +1,6 @@
-"""Float weights to codes."""
+"""From floating point to Codes, by name of the method."""
+
+from halfbyte.quantizers.absmax import absmax as absmax
+from halfbyte.quantizers.check import check_finite as check_finite
+
+METHODS = {"absmax": absmax}

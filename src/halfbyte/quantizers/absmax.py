@@ -1,0 +1,139 @@
+"""Scales from the largest magnitude (or from both ends) of each block: the plain, fast method.
+
+Every step is one float32 operation, rounded to nearest even, with no fused multiply-add, so that any kernel can repeat
+it bit for bit. Of a block of weights x (converted to float32 first, which is exact):
+
+    lo = min(x)   hi = max(x)   amax = max(-lo, hi)
+    inverse(s) = 1 / s, or 0 where s = 0 or where 1 / s overflows
+    rne(v)  rounds to nearest, ties to even;  away(v)  rounds to nearest, ties away from zero (C's roundf)
+    clamp   is to the format's [q_min, q_max]
+
+"int", no zero   scale  = amax / q_max, rounded to the scale dtype
+                 q      = clamp(rne(x * inverse(scale)))
+"int", point     lo, hi = min(lo, 0), max(hi, 0), so that zero is exact
+                 scale  = (hi - lo) / q_max, rounded to the scale dtype
+                 point  = clamp(rne(-lo * inverse(scale)))
+                 q      = clamp(rne(x * inverse(scale)) + point)
+"int", offset    scale  = (hi - lo) / q_max, rounded to the scale dtype;  offset = lo, rounded to it too
+                 q      = clamp(rne((x - offset) * inverse(scale)))
+ggml q4_0        peak   = the x of largest magnitude, the first of several
+                 d      = peak / -8;  id = 1 / d, or 0 where d = 0
+                 q      = clamp(trunc(x * id + 8.5) - 8), and -8 where id overflows
+ggml q4_1        d      = (hi - lo) / 15
+                 q      = clamp(trunc((x - lo) * inverse(d) + 0.5))                    offset = lo
+ggml q8_0, q8_1, inferllm
+                 d      = amax / q_max
+                 q      = clamp(away(x * inverse(d)))
+
+In the "int" family codes are computed with the scale as it is stored; the other projects compute them with the unrounded
+float32 d (and lo), and round these to the scale dtype afterwards. A scale that underflows to 0 in the scale dtype stands for
+a block of zeros (or of its offset). One that overflows is an error.
+
+Sources: ggml's quantize_row_q4_0_ref, q4_1_ref, q8_0_ref (ggml-quants.c), of which the `gguf` package's quants.py has a
+bit-exact copy; InferLLM's quantize_row_q4_0_reference and q8_0 (src/kern/naive/quantize.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.quantizers.walk import Builder, Grid, as_blocks
+
+
+@torch.no_grad()
+def absmax(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
+    """Quantizes `weight` to `fmt` by the rules above.
+
+    weight  float32, float16 or bfloat16 [..., N, K], any strides, any device; N or K may be 0
+    name    what error messages call the tensor
+
+    Raises ArgumentError for another dtype or where a value is NaN or infinite, FormatError where a scale or an offset
+    overflows the format's scale dtype. Memory beyond the result: a few MB.
+    """
+    builder = Builder(weight, fmt, name)
+    for group in builder:
+        grid = absmax_grid(builder, group)
+        builder.add(group, grid, (encode(fmt, as_blocks(rows, fmt), grid) for rows in group))
+    return builder.codes()
+
+
+def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
+    """The grid of a group of row slices; raises as `absmax` does."""
+    fmt = builder.fmt
+    if fmt.family == "ggml" and fmt.bits == 4 and fmt.zero == "none":
+        return _ggml_q4_0(builder, as_blocks(group[0], fmt))
+    lo, hi = limits(fmt, group)
+    if fmt.zero == "none":
+        exact, zero = _divide(torch.maximum(-lo, hi), fmt.q_max), None
+    else:
+        if fmt.zero == "point":
+            lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+        exact, zero = _divide(hi - lo, fmt.q_max), lo
+    grid = stored_grid(fmt, exact, zero)
+    builder.check("scale", exact, grid.scale)
+    if fmt.zero == "offset" and zero is not None and grid.zero is not None:
+        builder.check("offset", zero, grid.zero)
+    # ggml and InferLLM: the codes come from the float32 values, which are rounded for storage only afterwards.
+    return grid if fmt.family == "int" else Grid(grid.scale, grid.zero, _inverse(exact), zero)
+
+
+def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The least and the greatest weight of each block, float32 [r, nb]."""
+    pairs = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
+    lo, hi = pairs[0].min, pairs[0].max
+    for pair in pairs[1:]:
+        lo, hi = torch.minimum(lo, pair.min), torch.maximum(hi, pair.max)
+    return lo, hi
+
+
+def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
+    """The grid of scales and, for a format with a zero, of lower ends `lo`, float32 [r, nb], as rounded for storage."""
+    stored = scale.to(fmt.scale)
+    inverse = _inverse(stored.float())
+    if lo is None:
+        return Grid(stored, None, inverse)
+    if fmt.zero == "point":
+        return Grid(stored, torch.round(-lo * inverse).clamp(0, fmt.q_max).to(torch.uint8), inverse)
+    offset = lo.to(fmt.scale)
+    return Grid(stored, offset, inverse, offset.float())
+
+
+def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
+    """The codes of a piece x, float32 [r, nb, B], on a grid: float32 integers in the format's range."""
+    if grid.start is not None:
+        x = x - grid.start.unsqueeze(-1)
+    v = x * grid.inverse.unsqueeze(-1)
+    if fmt.family == "int":
+        q = torch.round(v)
+        if fmt.zero == "point" and grid.zero is not None:
+            q = q + grid.zero.unsqueeze(-1).float()
+    elif fmt.bits == 4 and fmt.family == "ggml":
+        half = 8.5 if fmt.signed else 0.5
+        # On x86 ggml's cast to a byte makes 0 of the infinities and NaNs that an overflowed reciprocal gives.
+        q = torch.trunc(torch.nan_to_num(v + half, 0.0, 0.0, 0.0)) + fmt.q_min
+    else:
+        whole = torch.trunc(v)
+        q = whole + torch.where((v - whole).abs() >= 0.5, torch.sign(v), 0.0)
+    return q.clamp(fmt.q_min, fmt.q_max)
+
+
+def _ggml_q4_0(builder: Builder, x: Tensor) -> Grid:
+    peak = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)  # argmax gives the first of equals
+    d = peak / -8  # exact, or one rounding where d is subnormal
+    stored = d.to(builder.fmt.scale)
+    builder.check("scale", d, stored)
+    return Grid(stored, None, torch.where(d == 0, 0.0, d.reciprocal()))
+
+
+def _divide(x: Tensor, by: int) -> Tensor:
+    return x / torch.full_like(x, by)  # by a tensor: division by a Python number may become a multiplication on a GPU
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    inverse = scale.reciprocal()
+    return torch.where(torch.isfinite(inverse), inverse, 0.0)

@@ -1,0 +1,58 @@
+"""What a quantizer refuses: values that are not numbers, and scales that their dtype cannot hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.formats.spec import Format
+
+_CHUNK = 1 << 22  # elements looked at together: temporaries stay at a few MB whatever the tensor's size
+
+
+def check_weight(weight: Tensor, name: str) -> None:
+    """Raises ArgumentError unless `weight` is float32, float16 or bfloat16 [..., K]."""
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ArgumentError(
+            f"{name} is {weight.dtype}, and only float32, float16 and bfloat16 weights are quantized: convert it with .float() first"
+        )
+    if weight.dim() < 1:
+        raise ArgumentError(f"{name} has no dimensions, and a weight has at least one: [..., N, K]")
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """Raises ArgumentError naming the tensor, how many of its values are NaN or infinite, and the index of the first.
+
+    weight: floating point, any shape. Reads it in pieces; a non-contiguous one is copied.
+    """
+    flat = weight.detach().reshape(-1)
+    bad, first = 0, -1
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        # x - x is 0 for a number and NaN otherwise, and one NaN makes the sum NaN: a read without a mask.
+        if math.isfinite(float((piece - piece).sum())):
+            continue
+        wrong = ~torch.isfinite(piece)
+        bad += int(wrong.sum())
+        if first < 0:
+            first = start + int(wrong.to(torch.uint8).argmax())
+    if bad:
+        place = [int(i) for i in torch.unravel_index(torch.tensor(first), weight.shape)]
+        raise ArgumentError(
+            f"{name} {list(weight.shape)} holds {bad} NaN or infinite value{'s' * (bad > 1)}, the first ({float(flat[first])}) at {place}: "
+            "only finite weights can be quantized"
+        )
+
+
+def overflow(fmt: Format, name: str, what: str, place: str, value: float) -> FormatError:
+    """The error for a `what` ("scale" or "offset") of `value` that is more than the format's scale dtype holds."""
+    limit = torch.finfo(fmt.scale).max
+    remedy = "multiply the weight by a smaller factor"
+    if fmt.scale == torch.float16:
+        wide = replace(fmt, scale=torch.bfloat16, family="int", sums=False)
+        remedy = f"use bfloat16 or float32 scales, for example {wide}"
+    return FormatError(f"{name}: the {what} of {place} is {value:.6g}, and {str(fmt.scale)[6:]} holds at most {limit:.6g}: {remedy}")

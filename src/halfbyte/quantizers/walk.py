@@ -1,0 +1,114 @@
+"""How a quantizer goes through a weight: in pieces that fit the caches, whatever the format's blocks are.
+
+A weight [..., N, K] is taken as rows [R, K]. A *piece* is a few of its rows as blocks, float32 [r, nb, B]; a short last
+block of a row is filled up with copies of the row's last element, which changes neither its minimum nor its maximum.
+A *group* is the list of row slices whose blocks are decided together: one slice, or all of them for a format with one
+scale in all, whose pieces are [1, 1, r * K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes, pack_nibbles
+from halfbyte.formats.spec import Format
+from halfbyte.quantizers.check import check_finite, check_weight, overflow
+
+_CHUNK = 1 << 18  # elements of a piece: 1 MB in float32, so that a quantizer's temporaries stay in the L2 or L3 cache
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grid:
+    """Where the codes of each block lie on the line of real numbers. Every tensor is [r, nb].
+
+    scale    in the format's scale dtype, as stored
+    zero     points (uint8) or offsets (scale dtype), as stored; None where the format has none
+    inverse  float32, what a weight is multiplied by: 1 / scale, or 0
+    start    float32, what is subtracted from a weight before (formats with an offset)
+    """
+
+    scale: Tensor
+    zero: Tensor | None
+    inverse: Tensor
+    start: Tensor | None = None
+
+    def where(self, take: Tensor, other: Grid) -> Grid:
+        """This grid's blocks where `take` (bool [r, nb]), the other's elsewhere."""
+
+        def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+            return None if a is None or b is None else torch.where(take, a, b)
+
+        scale, inverse = torch.where(take, self.scale, other.scale), torch.where(take, self.inverse, other.inverse)
+        return Grid(scale, pick(self.zero, other.zero), inverse, pick(self.start, other.start))
+
+
+def as_blocks(rows: Tensor, fmt: Format) -> Tensor:
+    """Row slice [r, K] -> piece [r, nb, B], float32 (a view where it can be)."""
+    rows = rows.float()
+    if fmt.block == "tensor":
+        return rows.reshape(1, 1, -1)
+    size = fmt.block_size(rows.shape[-1])
+    short = -rows.shape[-1] % size
+    if short:
+        rows = torch.cat((rows, rows[:, -1:].expand(-1, short)), dim=-1)
+    return rows.reshape(rows.shape[0], -1, size)
+
+
+def groups(rows: Tensor, fmt: Format) -> Iterator[list[Tensor]]:
+    """Rows [R, K] as groups of row slices."""
+    slices = list(rows.split(max(1, _CHUNK // max(1, rows.shape[-1])))) if rows.numel() else []
+    if fmt.block == "tensor" and slices:
+        yield slices
+    else:
+        yield from ([piece] for piece in slices)
+
+
+class Builder:
+    """Collects the codes of a weight, group by group in order, into preallocated tensors."""
+
+    def __init__(self, weight: Tensor, fmt: Format, name: str) -> None:
+        check_weight(weight, name)
+        self.weight, self.fmt, self.name = weight, fmt, name
+        self.rows = weight.detach().reshape(-1, weight.shape[-1]) if weight.numel() else weight.new_empty(0, weight.shape[-1])
+        width = (weight.shape[-1] + 1) // 2 if fmt.bits == 4 else weight.shape[-1]
+        signed_bytes = fmt.bits == 8 and fmt.signed
+        self.data = torch.empty(len(self.rows), width, dtype=torch.int8 if signed_bytes else torch.uint8, device=weight.device)
+        flat = (1, 1) if fmt.block == "tensor" else fmt.scale_shape(tuple(self.rows.shape))
+        self.scale = torch.zeros(flat, dtype=fmt.scale, device=weight.device)
+        self.zero = None if fmt.zero == "none" else torch.zeros_like(self.scale, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
+        self._row = 0
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return groups(self.rows, self.fmt)
+
+    def add(self, group: list[Tensor], grid: Grid, codes: Iterator[Tensor]) -> None:
+        """Stores a group's grid and, piece by piece, its codes (float32 integers [r, nb, B])."""
+        fmt, first = self.fmt, self._row
+        at = slice(None) if fmt.block == "tensor" else slice(first, first + len(group[0]))
+        self.scale[at] = grid.scale
+        if self.zero is not None and grid.zero is not None:
+            self.zero[at] = grid.zero
+        for rows, piece in zip(group, codes, strict=True):
+            q = piece.reshape(len(rows), -1)[:, : rows.shape[-1]]
+            out = self.data[self._row : self._row + len(rows)]
+            out.copy_(q if fmt.bits == 8 else pack_nibbles((q - fmt.q_min).to(torch.uint8)))
+            self._row += len(rows)
+
+    def check(self, what: str, exact: Tensor, stored: Tensor) -> None:
+        """Raises unless every `stored` value of a group ([r, nb]) is finite; `exact` is the same before it was rounded."""
+        if bool(torch.isfinite(stored).all()):
+            return
+        check_finite(self.weight, self.name)  # a NaN or Inf in the weight is the likelier cause, and the better message
+        row, block = (int(i) for i in (~torch.isfinite(stored)).nonzero()[0])
+        place = "the whole tensor" if self.fmt.block == "tensor" else f"row {self._row + row}, block {block}"
+        raise overflow(self.fmt, self.name, what, place, float(exact[row, block]))
+
+    def codes(self) -> Codes:
+        shape = tuple(self.weight.shape)
+        sizes = self.fmt.scale_shape(shape)
+        zero = None if self.zero is None else self.zero.reshape(sizes)
+        return Codes(self.fmt, shape, self.data.reshape(*shape[:-1], self.data.shape[-1]), self.scale.reshape(sizes), zero)
