@@ -1,0 +1,350 @@
+"""A small emitter of LLVM IR: Python loops unroll, `for i in f.loop(n)` runs.
+
+A `Value` is one SSA value with Python's operators. A `Variable` is a stack slot that LLVM turns into a register.
+A `Function` collects the text of one function, a `Module` that of all its functions and the intrinsics they call.
+
+Arithmetic means what it says: no fast-math flags, no contraction; where a fused multiply-add is meant, `Function.fma` says so.
+Offsets of pointers are bytes. Integers are signed unless a method's name says otherwise. Types are LLVM's own spelling
+("i32", "<16 x float>", "ptr"), made by `vector`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+_FLOATS = {"half", "bfloat", "float", "double"}
+_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
+
+
+def vector(element: str, lanes: int) -> str:
+    return f"<{lanes} x {element}>" if lanes > 1 else element
+
+
+def lanes_of(type_: str) -> int:
+    return int(type_[1:].split(" ", 1)[0]) if type_[0] == "<" else 1
+
+
+def element_of(type_: str) -> str:
+    return type_[:-1].rsplit(" ", 1)[1] if type_[0] == "<" else type_
+
+
+def bytes_of(type_: str) -> int:
+    return lanes_of(type_) * _BITS[element_of(type_)] // 8
+
+
+def is_float(type_: str) -> bool:
+    return element_of(type_) in _FLOATS
+
+
+def mangled(type_: str) -> str:
+    """The suffix by which an intrinsic's overload for `type_` is known: "<8 x float>" -> "v8f32"."""
+    element, lanes = element_of(type_), lanes_of(type_)
+    name = "bf16" if element == "bfloat" else f"f{_BITS[element]}" if element in _FLOATS else element
+    return f"v{lanes}{name}" if lanes > 1 else name
+
+
+def literal(type_: str, x: float) -> str:
+    if not is_float(type_):
+        return str(int(x))
+    # LLVM spells a float by the bits of the double that equals it.
+    exact = struct.unpack("f", struct.pack("f", x))[0] if element_of(type_) == "float" else x
+    return f"0x{struct.unpack('<Q', struct.pack('<d', exact))[0]:016X}"
+
+
+class Value:
+    """One SSA value: operators emit instructions into the function that it belongs to."""
+
+    __slots__ = ("fn", "name", "type")
+
+    def __init__(self, fn: Function, type_: str, name: str) -> None:
+        self.fn, self.type, self.name = fn, type_, name
+
+    def _binary(self, integer: str, floating: str, other: Value | float, swap: bool = False) -> Value:
+        right = self.fn.value(self.type, other)
+        a, b = (right, self) if swap else (self, right)
+        op = floating if is_float(self.type) else integer
+        if not op:
+            raise TypeError(f"{integer or floating} has no meaning for {self.type}")
+        return self.fn.emit(self.type, f"{op} {self.type} {a.name}, {b.name}")
+
+    def __add__(self, other: Value | float) -> Value:
+        if self.type != "ptr":
+            return self._binary("add", "fadd", other)
+        if not isinstance(other, Value) and other == 0:
+            return self
+        return self.fn.emit("ptr", f"getelementptr i8, ptr {self.name}, i64 {self.fn.value('i64', other).name}")
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._binary("sub", "fsub", other)
+
+    def __rsub__(self, other: Value | float) -> Value:
+        return self._binary("sub", "fsub", other, swap=True)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._binary("mul", "fmul", other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._binary("", "fdiv", other)
+
+    def __rtruediv__(self, other: Value | float) -> Value:
+        return self._binary("", "fdiv", other, swap=True)
+
+    def __floordiv__(self, other: Value | float) -> Value:
+        """Unsigned division: what sizes and indices need."""
+        return self._binary("udiv", "", other)
+
+    def __mod__(self, other: Value | float) -> Value:
+        return self._binary("urem", "", other)
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._binary("and", "", other)
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._binary("or", "", other)
+
+    def __xor__(self, other: Value | int) -> Value:
+        return self._binary("xor", "", other)
+
+    def __lshift__(self, other: Value | int) -> Value:
+        return self._binary("shl", "", other)
+
+    def __rshift__(self, other: Value | int) -> Value:
+        """Logical shift: zeros come in from the left."""
+        return self._binary("lshr", "", other)
+
+    def shift_signed(self, other: Value | int) -> Value:
+        return self._binary("ashr", "", other)
+
+    def _compare(self, integer: str, floating: str, other: Value | float) -> Value:
+        right = self.fn.value(self.type, other)
+        op = f"fcmp {floating}" if is_float(self.type) else f"icmp {integer}"
+        return self.fn.emit(vector("i1", lanes_of(self.type)), f"{op} {self.type} {self.name}, {right.name}")
+
+    def __lt__(self, other: Value | float) -> Value:
+        """Signed for integers; for floats false where either is NaN."""
+        return self._compare("slt", "olt", other)
+
+    def __gt__(self, other: Value | float) -> Value:
+        return self._compare("sgt", "ogt", other)
+
+    def __ge__(self, other: Value | float) -> Value:
+        return self._compare("sge", "oge", other)
+
+    def equals(self, other: Value | float) -> Value:
+        return self._compare("eq", "oeq", other)
+
+    def select(self, yes: Value, no: Value | float) -> Value:
+        """`yes` where this condition holds, else `no`."""
+        other = self.fn.value(yes.type, no)
+        return self.fn.emit(yes.type, f"select {self.type} {self.name}, {yes.type} {yes.name}, {other.type} {other.name}")
+
+    def max_or(self, other: Value | float) -> Value:
+        """max(self, other); where self is NaN it stays."""
+        right = self.fn.value(self.type, other)
+        return (self < right).select(right, self)
+
+    def min_or(self, other: Value | float) -> Value:
+        right = self.fn.value(self.type, other)
+        return (self > right).select(right, self)
+
+    def to(self, element: str, *, unsigned: bool = False) -> Value:
+        """Convert each element: integers are extended or truncated, int <-> float converts the number."""
+        source, type_ = element_of(self.type), vector(element, lanes_of(self.type))
+        if source == element:
+            return self
+        wider = _BITS[element] > _BITS[source]
+        if source in _FLOATS:
+            op = ("fpext" if wider else "fptrunc") if element in _FLOATS else "fptosi"
+        elif element in _FLOATS:
+            op = "uitofp" if unsigned else "sitofp"
+        else:
+            op = ("zext" if unsigned else "sext") if wider else "trunc"
+        return self.fn.emit(type_, f"{op} {self.type} {self.name} to {type_}")
+
+    def bits(self, type_: str) -> Value:
+        """The same bits seen as another type of the same size."""
+        return self if type_ == self.type else self.fn.emit(type_, f"bitcast {self.type} {self.name} to {type_}")
+
+    def splat(self, lanes: int) -> Value:
+        if lanes == 1:
+            return self
+        type_ = vector(self.type, lanes)
+        first = self.fn.emit(type_, f"insertelement {type_} poison, {self.type} {self.name}, i32 0")
+        return self.fn.emit(type_, f"shufflevector {type_} {first.name}, {type_} poison, <{lanes} x i32> zeroinitializer")
+
+    def shuffle(self, picks: Sequence[int], other: Value | None = None) -> Value:
+        """Lanes by number; those of `other` go on counting after this value's."""
+        type_ = vector(element_of(self.type), len(picks))
+        mask = ", ".join(f"i32 {p}" for p in picks)
+        second = "poison" if other is None else other.name
+        return self.fn.emit(type_, f"shufflevector {self.type} {self.name}, {self.type} {second}, <{len(picks)} x i32> <{mask}>")
+
+    def reduce(self, op: str) -> Value:
+        """One number of all lanes: op is "add", "umax", "fmax" … as in llvm.vector.reduce.<op>."""
+        element = element_of(self.type)
+        return self.fn.call(element, f"llvm.vector.reduce.{op}.{mangled(self.type)}", self)
+
+    def load(self, type_: str, offset: Value | int = 0, align: int = 1) -> Value:
+        return self.fn.emit(type_, f"load {type_}, ptr {(self + offset).name}, align {align}")
+
+    def store(self, value: Value, offset: Value | int = 0, align: int = 1) -> None:
+        self.fn.line(f"store {value.type} {value.name}, ptr {(self + offset).name}, align {align}")
+
+
+class Variable:
+    """A variable: `.value` reads and assigns. LLVM keeps it in a register."""
+
+    def __init__(self, fn: Function, start: Value) -> None:
+        self._fn, self._type, self._slot = fn, start.type, fn.alloca(start.type, 1, bytes_of(start.type))
+        self.value = start
+
+    @property
+    def value(self) -> Value:
+        return self._slot.load(self._type, align=max(1, bytes_of(self._type)))
+
+    @value.setter
+    def value(self, new: Value) -> None:
+        self._slot.store(new, align=max(1, bytes_of(self._type)))
+
+
+class Function:
+    """One function under construction; the parameters are `self.parameters`."""
+
+    def __init__(self, module: Module, name: str, types: Sequence[str], returns: str = "void") -> None:
+        self.module, self.name, self.returns = module, name, returns
+        self._count, self._entry, self._body = 0, list[str](), list[str]()
+        self.parameters = [Value(self, type_, f"%p{i}") for i, type_ in enumerate(types)]
+        self._result = Value(self, returns, "") if returns == "void" else None
+        module.functions.append(self)
+
+    def _fresh(self, prefix: str) -> str:
+        self._count += 1
+        return f"{prefix}{self._count}"
+
+    def line(self, text: str) -> None:
+        self._body.append("  " + text)
+
+    def _label(self, name: str) -> None:
+        self._body.append(name + ":")
+
+    def emit(self, type_: str, text: str) -> Value:
+        name = self._fresh("%v")
+        self.line(f"{name} = {text}")
+        return Value(self, type_, name)
+
+    def value(self, type_: str, x: Value | float) -> Value:
+        """A constant of `type_` (the same in all lanes); a Value passes through."""
+        if isinstance(x, Value):
+            return x
+        return self.constant(type_, [x] * lanes_of(type_))
+
+    def constant(self, type_: str, lanes: Sequence[float]) -> Value:
+        element = element_of(type_)
+        texts = [literal(element, x) for x in lanes]
+        return Value(self, type_, texts[0] if len(texts) == 1 else "<" + ", ".join(f"{element} {t}" for t in texts) + ">")
+
+    def alloca(self, type_: str, count: int, align: int) -> Value:
+        """Stack memory for `count` of `type_`, there from the function's entry on."""
+        name = self._fresh("%s")
+        self._entry.append(f"  {name} = alloca {type_}, i64 {count}, align {align}")
+        return Value(self, "ptr", name)
+
+    def variable(self, start: Value) -> Variable:
+        return Variable(self, start)
+
+    def loop(self, stop: Value | int, start: Value | int = 0, step: int = 1) -> Iterator[Value]:
+        """`for i in f.loop(n):` the body is emitted once and runs for i = start, start + step, … below stop (unsigned)."""
+        index, label = self.variable(self.value("i64", start)), self._fresh("loop")
+        self.line(f"br label %{label}.head")
+        self._label(f"{label}.head")
+        i = index.value
+        inside = self.emit("i1", f"icmp ult i64 {i.name}, {self.value('i64', stop).name}")
+        self.line(f"br i1 {inside.name}, label %{label}.body, label %{label}.exit")
+        self._label(f"{label}.body")
+        yield i
+        index.value = i + step
+        self.line(f"br label %{label}.head")
+        self._label(f"{label}.exit")
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """`with f.when(c):` the body runs where c holds."""
+        label = self._fresh("when")
+        self.line(f"br i1 {condition.name}, label %{label}.yes, label %{label}.no")
+        self._label(f"{label}.yes")
+        yield
+        self.line(f"br label %{label}.no")
+        self._label(f"{label}.no")
+
+    def call(self, returns: str, name: str, *args: Value) -> Value:
+        """Call an intrinsic or a function of this module by name."""
+        self.module.declare(returns, name, [a.type for a in args])
+        return self._call(returns, f"@{name}", args)
+
+    def call_pointer(self, pointer: Value, *args: Value) -> None:
+        """Call the function without result whose address is `pointer`."""
+        self._call("void", pointer.name, args)
+
+    def _call(self, returns: str, target: str, args: Sequence[Value]) -> Value:
+        text = f"call {returns} {target}({', '.join(f'{a.type} {a.name}' for a in args)})"
+        if returns != "void":
+            return self.emit(returns, text)
+        self.line(text)
+        return Value(self, "void", "")
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once."""
+        return self.call(a.type, f"llvm.fma.{mangled(a.type)}", a, b, c)
+
+    def umin(self, a: Value, b: Value) -> Value:
+        return self.call(a.type, f"llvm.umin.{mangled(a.type)}", a, b)
+
+    def prefetch(self, address: Value, locality: int = 3) -> None:
+        """Ask for the cache line at `address`; harmless where no memory is mapped."""
+        self.module.declare("void", "llvm.prefetch.p0", ["ptr", "i32", "i32", "i32"])
+        self.line(f"call void @llvm.prefetch.p0(ptr {address.name}, i32 0, i32 {locality}, i32 1)")
+
+    def fence(self) -> None:
+        """Keep loads on their side of this point. Costs nothing at run time.
+
+        LLVM's machine scheduler hoists the loads of a big unrolled tile, runs out of registers and spills; between the
+        steps of a tile this empty statement stops it, for this function alone.
+        """
+        self.line('call void asm sideeffect "", "~{memory}"()')
+
+    def returning(self, value: Value) -> None:
+        self._result = value
+
+    def text(self) -> str:
+        parameters = ", ".join(f"{p.type} {p.name}" for p in self.parameters)
+        end = "ret void" if self._result is None or self.returns == "void" else f"ret {self.returns} {self._result.name}"
+        lines = [f"define {self.returns} @{self.name}({parameters}) #0 {{", "entry:", *self._entry, *self._body, f"  {end}", "}"]
+        return "\n".join(lines)
+
+
+class Module:
+    """The functions that are compiled together."""
+
+    def __init__(self, vector_bits: int = 0) -> None:
+        self.functions: list[Function] = []
+        self._declarations: dict[str, str] = {}
+        self._vector_bits = vector_bits
+
+    def function(self, name: str, types: Sequence[str], returns: str = "void") -> Function:
+        return Function(self, name, types, returns)
+
+    def declare(self, returns: str, name: str, types: Sequence[str]) -> None:
+        self._declarations.setdefault(name, f"declare {returns} @{name}({', '.join(types)})")
+
+    def text(self) -> str:
+        own = {f.name for f in self.functions}
+        declarations = [text for name, text in self._declarations.items() if name not in own]
+        # Without these two LLVM splits 512-bit vectors on the CPUs whose default is 256.
+        width = f' "prefer-vector-width"="{self._vector_bits}" "min-legal-vector-width"="{self._vector_bits}"' if self._vector_bits else ""
+        return "\n".join([*declarations, *(f.text() for f in self.functions), f"attributes #0 = {{ nounwind{width} }}", ""])

@@ -1,0 +1,165 @@
+"""From IR to callable code: compile with llvmlite, keep the object on disk, link it into the process.
+
+An object's name is the SHA-256 of everything that it depends on (IR, target, compiler version), and the file begins with
+the SHA-256 of the object itself, so a damaged file is seen and made anew. The folder must belong to the user with mode
+0700: code from a folder that others can write is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from halfbyte import env
+from halfbyte.errors import KernelError
+from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.isa import ISA
+
+_lock = threading.RLock()
+_linker: Any = None
+_libraries: list[Any] = []  # llvmlite frees the code of a library that nobody holds
+_warned: set[str] = set()
+_initialized = False
+
+
+def _initialize() -> None:
+    global _initialized  # noqa: PLW0603
+    if not _initialized:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        llvm.initialize_native_asmparser()  # Function.fence is inline assembly
+        _initialized = True
+
+
+def _target_machine(isa: ISA) -> Any:
+    _initialize()
+    target = llvm.Target.from_triple(isa.triple)
+    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="static", codemodel="jitdefault")
+
+
+def _optimized(text: str, isa: ISA) -> tuple[Any, Any]:
+    machine = _target_machine(isa)
+    try:
+        module = llvm.parse_assembly(f'target triple = "{isa.triple}"\n{text}')
+        module.verify()
+    except RuntimeError as error:
+        raise KernelError(f"the generated code for {isa.name} is not valid LLVM IR ({error}): this is a fault in halfbyte, please report it") from error
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    # The emitter has unrolled and vectorized as it wants it.
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return module, machine
+
+
+def compile_object(module: Module, isa: ISA) -> bytes:
+    """Machine code of `module` for `isa`, as a relocatable object. Needs no such machine at hand."""
+    with _lock:
+        optimized, machine = _optimized(module.text(), isa)
+        return bytes(machine.emit_object(optimized))
+
+
+def compile_assembly(module: Module, isa: ISA) -> str:
+    with _lock:
+        optimized, machine = _optimized(module.text(), isa)
+        return str(machine.emit_assembly(optimized))
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled objects, made if need be; None, with one warning, where it can't be used safely."""
+    folder = env.cache_folder() / "cpu"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
+            reason = f"it belongs to user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}, and only a folder of your own with mode 700 is trusted"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = "it can't be written"
+        else:
+            return folder
+    except OSError as error:
+        reason = str(error)
+    if str(folder) not in _warned:
+        _warned.add(str(folder))
+        warnings.warn(
+            f"compiled kernels are not cached in {folder}: {reason}; every process compiles them anew until HALFBYTE_CACHE names a usable folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
+
+
+def _read_cached(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, body = content[:32], content[32:]
+    return body if hashlib.sha256(body).digest() == digest else None
+
+
+def _write_cached(path: Path, body: bytes) -> None:
+    """Beside, then renamed: a reader sees all of it or nothing. A full disk costs the cache entry, nothing else."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(body).digest() + body)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        if "write" not in _warned:
+            _warned.add("write")
+            warnings.warn(f"a compiled kernel could not be cached ({error}); it will be compiled again next time", RuntimeWarning, stacklevel=2)
+
+
+def _dump(name: str, text: str, module: Module, isa: ISA) -> None:
+    folder = env.dump_folder()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.{isa.name}.ll").write_text(text)
+        (folder / f"{name}.{isa.name}.s").write_text(compile_assembly(module, isa))
+
+
+def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
+    """Addresses of the functions of the module that `build(isa)` makes; `name` is for people (dumps, libraries).
+
+    KernelError where this process's CPU lacks what `isa` needs: such code would abort the process.
+    """
+    global _linker  # noqa: PLW0603
+    if reason := isa.missing():
+        raise KernelError(f"kernels for {isa.name} can't run here: {reason}; unset HALFBYTE_ISA to let halfbyte choose")
+    module = build(isa)
+    text = module.text()
+    target = f"{isa.triple} {isa.cpu} {isa.features} {llvmlite.__version__} {llvm.llvm_version_info}"
+    key = hashlib.sha256(f"{target}\n{text}".encode()).hexdigest()
+    with _lock:
+        _initialize()
+        _dump(name, text, module, isa)
+        folder = cache_folder()
+        path = None if folder is None else folder / f"{key}.o"
+        body = None if path is None else _read_cached(path)
+        if body is None:
+            body = compile_object(module, isa)
+            if path is not None:
+                _write_cached(path, body)
+        if _linker is None:
+            _linker = llvm.create_lljit_compiler(_target_machine(isa))
+        builder = llvm.JITLibraryBuilder().add_object_img(body).add_current_process()
+        for function in module.functions:
+            builder.export_symbol(function.name)
+        library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
+        _libraries.append(library)
+        return {function.name: int(library[function.name]) for function in module.functions}

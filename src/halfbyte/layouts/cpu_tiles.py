@@ -1,0 +1,246 @@
+"""The one weight layout of the CPU kernels: it serves every number of rows M, int4 and int8, integer and float compute.
+
+    weight = panels of 32 rows   (N is padded with rows that are 0)
+    panel  = records, one for each block along K
+    record = data | 32 scales | 32 zeros | padding to 64 bytes
+
+    data, 4 bits, for each 8 k:  128 bytes; byte 4*row + j holds k = j in its low nibble and k = 4 + j in its high nibble
+    data, 8 bits, for each 4 k:  128 bytes; byte 4*row + j holds k = j
+
+      byte   0   1   2   3 | 4   5   6   7 | …  127
+      row    0   0   0   0 | 1   1   1   1 | …   31          so that one 32-bit lane holds four k of one row,
+      low   k0  k1  k2  k3 |k0  k1  k2  k3 | …   k3          which is what a dot-product instruction reads
+      high  k4  k5  k6  k7 |k4  k5  k6  k7 | …   k7
+
+Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero. Elements that pad a
+block stand for 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only).
+A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.spec import Format
+from halfbyte.layouts.base import Packed
+
+NAME = "cpu_tiles"
+PANEL = 32  # rows of a panel
+LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
+_CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of a weight [N, K] of `format` in this layout. A block is padded to whole `unit`s of k."""
+
+    format: Format
+    n: int
+    k: int
+
+    @property
+    def block(self) -> int:
+        """Real elements of a record: the format's block, or a piece of it where it is too long."""
+        size = self.format.block_size(self.k)
+        if size >= self.k or size <= LONGEST_BLOCK:
+            return min(size, LONGEST_BLOCK)
+        return next(size // pieces for pieces in range(-(-size // LONGEST_BLOCK), size + 1) if size % pieces == 0)
+
+    @property
+    def unit(self) -> int:
+        """Elements that a kernel takes at a time: 32, or 8 where blocks are short and no multiple of 32."""
+        return 32 if self.block % 32 == 0 or self.block > 256 else 8
+
+    @property
+    def padded(self) -> int:
+        return _round_up(self.block, self.unit)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k // self.block)
+
+    @property
+    def last(self) -> int:
+        """Real elements of the last record."""
+        return self.k - (self.blocks - 1) * self.block if self.k else 0
+
+    @property
+    def last_padded(self) -> int:
+        return _round_up(self.last, self.unit)
+
+    @property
+    def panels(self) -> int:
+        return -(-self.n // PANEL)
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.format.scale.itemsize
+
+    @property
+    def zero_bytes(self) -> int:
+        return {"none": 0, "point": 1, "offset": self.scale_bytes}[self.format.zero]
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of a record after its data."""
+        return _round_up(PANEL * (self.scale_bytes + self.zero_bytes), 64)
+
+    def record_bytes(self, padded: int) -> int:
+        return PANEL * padded * self.format.bits // 8 + self.tail_bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        return (self.blocks - 1) * self.record_bytes(self.padded) + self.record_bytes(self.last_padded) if self.k else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels * self.panel_bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
+    """Of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
+    n = 1
+    for size in shape[:-1]:
+        n *= size
+    return Geometry(fmt, n, shape[-1])
+
+
+def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:
+    """u [..., size] -> [..., padded], filled with `fill` (broadcastable to [..., 1])."""
+    if u.shape[-1] == padded:
+        return u
+    out = u.new_empty(*u.shape[:-1], padded)
+    out[...] = fill
+    out[..., : u.shape[-1]] = u
+    return out
+
+
+def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tensor:
+    """u uint8 [P, 32, blocks, padded], tails [P, 32, blocks] each -> uint8 [P, blocks, record bytes]."""
+    panels, _, blocks, _ = u.shape
+    quads = u.view(panels, PANEL, blocks, padded // 4, 4)
+    if geo.format.bits == 4:
+        quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << 4
+    out = u.new_zeros(panels, blocks, geo.record_bytes(padded))
+    at = PANEL * padded * geo.format.bits // 8
+    out[:, :, :at] = quads.permute(0, 2, 3, 1, 4).reshape(panels, blocks, at)
+    for tail in tails:
+        size = PANEL * tail.element_size()
+        out[:, :, at : at + size] = tail.permute(0, 2, 1).contiguous().view(torch.uint8).view(panels, blocks, size)
+        at += size
+    return out
+
+
+def pack(codes: Codes) -> Packed:
+    """Codes -> Packed on the CPU."""
+    fmt, geo = codes.format, geometry(codes.format, codes.shape)
+    n, k = geo.n, geo.k
+    if n == 0 or k == 0:
+        return Packed(fmt, codes.shape, NAME, torch.empty(0, dtype=torch.uint8))
+    data = codes.data.reshape(n, -1)
+    tails = [_per_row(t, n, geo) for t in (codes.scale, codes.zero) if t is not None]
+    out = torch.empty(geo.panels, geo.panel_bytes, dtype=torch.uint8)
+    full = geo.blocks - 1  # the last record may be shorter
+    step = max(1, _CHUNK_ELEMENTS // (PANEL * k))
+    for start in range(0, geo.panels, step):
+        stop = min(geo.panels, start + step)
+        rows = slice(start * PANEL, min(n, stop * PANEL))
+        missing = (stop - start) * PANEL - (rows.stop - rows.start)
+        u = _stored(data[rows], k, fmt)
+        u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=-fmt.q_min).view(stop - start, PANEL, k)
+        parts = [torch.nn.functional.pad(t[rows], (0, 0, 0, missing)).view(stop - start, PANEL, geo.blocks) for t in tails]
+        fill = parts[1].unsqueeze(-1) if fmt.zero == "point" else torch.tensor(-fmt.q_min, dtype=torch.uint8).expand(stop - start, PANEL, geo.blocks, 1)
+        cut = full * geo.record_bytes(geo.padded)
+        if full:
+            body = u[:, :, : full * geo.block].reshape(stop - start, PANEL, full, geo.block)
+            body = _pad_k(body, geo.padded, fill[:, :, :full])
+            out[start:stop, :cut] = _records(body, [p[:, :, :full] for p in parts], geo.padded, geo).flatten(1)
+        last = _pad_k(u[:, :, full * geo.block :].unsqueeze(2), geo.last_padded, fill[:, :, full:])
+        out[start:stop, cut:] = _records(last, [p[:, :, full:] for p in parts], geo.last_padded, geo).flatten(1)
+    return Packed(fmt, codes.shape, NAME, out.view(-1))
+
+
+def _stored(data: Tensor, k: int, fmt: Format) -> Tensor:
+    """Canonical data of some rows -> one unsigned byte an element."""
+    if fmt.bits == 4:
+        return unpack_nibbles(data, k)
+    return data.view(torch.uint8) ^ 128 if fmt.signed else data
+
+
+def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
+    """Scales or zeros in canonical shape -> [N, records]."""
+    if geo.format.block == "tensor":
+        return per_block.reshape(1, 1).expand(n, geo.blocks)
+    flat = per_block.reshape(n, -1)
+    if flat.shape[1] == geo.blocks:
+        return flat
+    return flat[:, torch.arange(geo.blocks) * geo.block // geo.format.block_size(geo.k)]
+
+
+def unpack(packed: Packed) -> Codes:
+    """The exact inverse of `pack`."""
+    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
+    if packed.layout != NAME or packed.data.numel() != geo.nbytes:
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {packed.data.numel()} in layout {packed.layout}")
+    n, k, full = geo.n, geo.k, geo.blocks - 1
+    scale_shape = fmt.scale_shape(shape)
+    if k == 0 or n == 0:
+        width = (k + 1) // 2 if fmt.bits == 4 else k
+        data = torch.empty(*shape[:-1], width, dtype=torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8)
+        zero = None if fmt.zero == "none" else torch.zeros(scale_shape, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
+        return Codes(fmt, shape, data, torch.zeros(scale_shape, dtype=fmt.scale), zero)
+    panels = packed.data.view(geo.panels, geo.panel_bytes)
+    cut = full * geo.record_bytes(geo.padded)
+    data_parts, tail_parts = list[Tensor](), list[list[Tensor]]()
+    step = max(1, _CHUNK_ELEMENTS // (PANEL * k))
+    for start in range(0, geo.panels, step):
+        chunk = panels[start : start + step]
+        sections = [(chunk[:, :cut].reshape(len(chunk), full, -1), geo.padded, geo.block)] if full else []
+        sections.append((chunk[:, cut:].unsqueeze(1), geo.last_padded, geo.last))
+        read = [_read_records(records, padded, size, geo) for records, padded, size in sections]
+        rows = min(n, (start + len(chunk)) * PANEL) - start * PANEL
+        u = torch.cat([r[0] for r in read], dim=1)[:rows]
+        data_parts.append(pack_nibbles(u) if fmt.bits == 4 else (u ^ 128).view(torch.int8) if fmt.signed else u)
+        tail_parts.append([torch.cat(column, dim=1)[:rows] for column in zip(*(r[1] for r in read), strict=True)])
+    tails = [_canonical(torch.cat(column), scale_shape, geo) for column in zip(*tail_parts, strict=True)]
+    data = torch.cat(data_parts)
+    return Codes(fmt, shape, data.reshape(*shape[:-1], data.shape[-1]), *tails)
+
+
+def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tuple[Tensor, list[Tensor]]:
+    """uint8 [P, blocks, record bytes] -> elements uint8 [P*32, blocks*size], tails [P*32, blocks] each."""
+    fmt, (panels, blocks, _) = geo.format, records.shape
+    at = PANEL * padded * fmt.bits // 8
+    quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)
+    if fmt.bits == 4:
+        quads = torch.stack((quads & 15, quads >> 4), dim=4)
+    u = quads.reshape(panels * PANEL, blocks, padded)[:, :, :size].reshape(panels * PANEL, blocks * size)
+    tails = []
+    kinds = [fmt.scale] if fmt.zero == "none" else [fmt.scale, torch.uint8 if fmt.zero == "point" else fmt.scale]
+    for dtype in kinds:
+        width = PANEL * dtype.itemsize
+        tail = records[:, :, at : at + width].contiguous().view(dtype).view(panels, blocks, PANEL)
+        tails.append(tail.permute(0, 2, 1).reshape(panels * PANEL, blocks))
+        at += width
+    return u, tails
+
+
+def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Tensor:
+    """[N, records] -> the canonical shape of scales and zeros."""
+    if geo.format.block == "tensor":
+        return tail[:1, :1].reshape(scale_shape).clone()
+    blocks = scale_shape[-1]
+    if blocks != geo.blocks:
+        tail = tail[:, torch.arange(blocks) * geo.format.block_size(geo.k) // geo.block]
+    return tail.reshape(scale_shape).contiguous()
