@@ -1,0 +1,93 @@
+"""The HALFBYTE_* environment variables: one accessor each, read when called, never at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from platformdirs import user_cache_path
+
+from halfbyte.errors import ArgumentError
+
+Isa = Literal["avx512_vnni", "avx2", "generic"]
+
+_MAX_THREADS = 4096
+
+
+class Variable(NamedTuple):
+    """One environment variable. `default` says in words what holds where it is not set."""
+
+    name: str
+    meaning: str
+    default: str
+
+
+VARIABLES = (
+    Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
+    Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
+    Variable("HALFBYTE_ISA", "instruction set of the CPU kernels: avx512_vnni, avx2 or generic", "the best that the CPU has"),
+    Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
+)
+
+
+def cache() -> Path:
+    """The folder for what is worth keeping between runs (HALFBYTE_CACHE). It need not exist yet.
+
+    Raises ArgumentError if it is something other than a folder.
+    """
+    return _folder("HALFBYTE_CACHE") or user_cache_path("halfbyte", appauthor=False)
+
+
+def dump() -> Path | None:
+    """The folder that receives IR and assembly (HALFBYTE_DUMP), or None. It need not exist yet.
+
+    Raises ArgumentError if it is something other than a folder.
+    """
+    return _folder("HALFBYTE_DUMP")
+
+
+def isa() -> Isa | None:
+    """The instruction set that the user insists on (HALFBYTE_ISA), or None. Raises ArgumentError for any other name."""
+    text = _text("HALFBYTE_ISA")
+    if text is None:
+        return None
+    for name in get_args(Isa):
+        if text.lower() == name:
+            return name  # type: ignore[no-any-return]
+    raise ArgumentError(f"HALFBYTE_ISA is {text!r}: use one of {', '.join(get_args(Isa))}, or unset it")
+
+
+def threads() -> int | None:
+    """Threads for the CPU kernels (HALFBYTE_THREADS), or None. Raises ArgumentError for anything but a whole number from 1 to 4096."""
+    text = _text("HALFBYTE_THREADS")
+    if text is None:
+        return None
+    # The length comes first: int() itself refuses thousands of digits with an error of its own.
+    if len(text) > 9 or not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= _MAX_THREADS:
+        raise ArgumentError(f"HALFBYTE_THREADS is {text!r}: use a whole number from 1 to {_MAX_THREADS}, or unset it")
+    return int(text)
+
+
+def unknown() -> list[str]:
+    """Variables in the environment that begin with HALFBYTE_ and mean nothing here, sorted: most likely misspelt."""
+    known = {variable.name for variable in VARIABLES}
+    return sorted(name for name in os.environ if name.startswith("HALFBYTE_") and name not in known)
+
+
+def _text(name: str) -> str | None:
+    """The value without surrounding blanks; empty counts as not set."""
+    return os.environ.get(name, "").strip() or None
+
+
+def _folder(name: str) -> Path | None:
+    text = _text(name)
+    if text is None:
+        return None
+    try:
+        path = Path(text).expanduser().absolute()
+        if path.is_dir() or not path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown ~user, a name that the file system refuses
+        raise ArgumentError(f"{name} is {text!r}, which cannot be a folder ({error}): name another, or unset it") from error
+    raise ArgumentError(f"{name} is {text!r}, which is not a folder: name another, or unset it")

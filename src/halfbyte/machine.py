@@ -1,0 +1,166 @@
+"""The machine that halfbyte runs on. What the operating system does not tell is None; nothing here raises."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+# Vendors as x86's CPUID, an Arm MIDR register (through /proc/cpuinfo) and Windows spell them.
+_VENDORS = {
+    "AuthenticAMD": "AMD",
+    "GenuineIntel": "Intel",
+    "0x41": "Arm",
+    "0x46": "Fujitsu",
+    "0x48": "HiSilicon",
+    "0x4e": "NVIDIA",
+    "0x51": "Qualcomm",
+    "0x61": "Apple",
+    "0xc0": "Ampere",
+}
+_ARCHES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+_SYSFS_CPUS = Path("/sys/devices/system/cpu")
+
+
+class Caches(NamedTuple):
+    """Bytes of the caches that one core sees (a shared one counts whole); None where unknown or absent."""
+
+    l1d: int | None = None
+    l2: int | None = None
+    l3: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels need to know about the CPU.
+
+    arch      "x86_64", "aarch64", or what the operating system says in lower case
+    cpu       the brand, for people to read
+    vendor    "AMD", "Intel", "Arm", "Apple", …
+    features  what the CPU has and the operating system has enabled, as LLVM spells it: "avx2", "fma", "avx512vnni", "dotprod", …
+    llvm_cpu  LLVM's name, such as "znver3"; a virtual machine may lack features that the name implies, so ask `features`
+    cores     logical CPUs that this process may use
+    caches    of the first of those CPUs
+    memory    bytes of main memory
+    """
+
+    arch: str
+    cpu: str
+    vendor: str | None
+    features: frozenset[str]
+    llvm_cpu: str
+    cores: int
+    caches: Caches
+    memory: int | None
+
+
+@cache
+def machine() -> Machine:
+    """This machine, asked once."""
+    llvm_cpu, features = _llvm()
+    brand, vendor = _brand()
+    arch = platform.machine().lower()
+    cpus = _usable_cpus()
+    return Machine(
+        arch=_ARCHES.get(arch, arch),
+        cpu=brand or platform.processor() or llvm_cpu,
+        vendor=_VENDORS.get(vendor, vendor) or None,
+        features=features,
+        llvm_cpu=llvm_cpu,
+        cores=len(cpus),
+        caches=_caches(cpus[0]),
+        memory=_memory(),
+    )
+
+
+def _llvm() -> tuple[str, frozenset[str]]:
+    # A machine that runs only GPU kernels need not have llvmlite.
+    with suppress(ImportError, OSError, RuntimeError):
+        from llvmlite import binding
+
+        name = binding.get_host_cpu_name()
+        # LLVM asks the CPU and, for the wide registers, whether the operating system saves them.
+        return name, frozenset(feature.lower() for feature, present in binding.get_host_cpu_features().items() if present)
+    return "generic", frozenset()
+
+
+def _usable_cpus() -> list[int]:
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _brand() -> tuple[str, str]:
+    """(brand, vendor), empty where unknown."""
+    brand = vendor = ""
+    with suppress(OSError, AttributeError):
+        if sys.platform == "win32":
+            import winreg
+
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+                brand = str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+                vendor = str(winreg.QueryValueEx(key, "VendorIdentifier")[0]).strip()
+        elif sys.platform == "darwin":
+            brand = _sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode("utf-8", "replace")
+            vendor = "Apple" if brand.startswith("Apple") else _sysctl("machdep.cpu.vendor").rstrip(b"\0").decode("utf-8", "replace")
+        else:
+            brand, vendor = _cpuinfo(Path("/proc/cpuinfo").read_text(errors="replace"))
+    return brand, vendor
+
+
+def _cpuinfo(text: str) -> tuple[str, str]:
+    """(brand, vendor) of the first CPU in the text of /proc/cpuinfo. Arm gives no brand."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip().lower(), value.strip())
+    return fields.get("model name", ""), fields.get("vendor_id") or fields.get("cpu implementer", "")
+
+
+def _caches(cpu: int) -> Caches:
+    sizes: dict[str, int | None] = {}
+    with suppress(OSError, AttributeError):
+        if sys.platform == "darwin":
+            for level in ("l1d", "l2", "l3"):
+                # Apple's own CPUs list theirs by kind of core, the fast ones first.
+                size = _sysctl(f"hw.perflevel0.{level}cachesize") or _sysctl(f"hw.{level}cachesize")
+                sizes[level] = int.from_bytes(size, "little") or None
+        else:
+            for index in sorted((_SYSFS_CPUS / f"cpu{cpu}" / "cache").glob("index*")):
+                if (index / "type").read_text().strip() != "Instruction":
+                    level = (index / "level").read_text().strip()
+                    sizes["l1d" if level == "1" else f"l{level}"] = _bytes((index / "size").read_text())
+    return Caches(sizes.get("l1d"), sizes.get("l2"), sizes.get("l3"))
+
+
+def _bytes(text: str) -> int | None:
+    """Bytes that Linux means by "32K" or "8M"."""
+    text = text.strip()
+    number, unit = text.rstrip("KMG"), text.lstrip("0123456789")
+    if not number.isdecimal() or unit not in ("", "K", "M", "G"):
+        return None
+    return int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit] or None
+
+
+def _memory() -> int | None:
+    with suppress(OSError, ValueError, AttributeError):  # Windows has no sysconf
+        if sys.platform != "win32":
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return total if total > 0 else None
+    return None
+
+
+def _sysctl(name: str) -> bytes:
+    """A value of the macOS kernel as it lies in memory, empty where there is none of that name."""
+    import ctypes
+
+    size = ctypes.c_size_t(256)
+    buffer = ctypes.create_string_buffer(size.value)
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), buffer, ctypes.byref(size), None, 0)
+    return b"" if failed else buffer.raw[: size.value]
