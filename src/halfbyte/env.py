@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from platformdirs import user_cache_path
 
 from halfbyte.errors import ArgumentError
 
-Isa = Literal["avx512_vnni", "avx2", "generic"]
+Isa = Literal["avx512_bf16", "avx512_vnni", "avx2", "generic"]
+ISAS: tuple[Isa, ...] = ("avx512_bf16", "avx512_vnni", "avx2", "generic")
 
 _MAX_THREADS = 4096
 
@@ -26,7 +27,7 @@ class Variable(NamedTuple):
 VARIABLES = (
     Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
-    Variable("HALFBYTE_ISA", "instruction set of the CPU kernels: avx512_vnni, avx2 or generic", "the best that the CPU has"),
+    Variable("HALFBYTE_ISA", "instruction set of the CPU kernels: avx512_bf16, avx512_vnni, avx2 or generic", "the best that the CPU has"),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
 )
 
@@ -52,10 +53,10 @@ def isa() -> Isa | None:
     text = _text("HALFBYTE_ISA")
     if text is None:
         return None
-    for name in get_args(Isa):
-        if text.lower() == name:
-            return name  # type: ignore[no-any-return]
-    raise ArgumentError(f"HALFBYTE_ISA is {text!r}: use one of {', '.join(get_args(Isa))}, or unset it")
+    for name in ISAS:
+        if name == text.lower():
+            return name
+    raise ArgumentError(f"HALFBYTE_ISA is {text!r}: use one of {', '.join(ISAS)}, or unset it")
 
 
 def threads() -> int | None:

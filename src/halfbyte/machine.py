@@ -99,7 +99,7 @@ def _usable_cpus() -> list[int]:
 def _brand() -> tuple[str, str]:
     """(brand, vendor), empty where unknown."""
     brand = vendor = ""
-    with suppress(OSError, AttributeError):
+    with suppress(ImportError, OSError, AttributeError):
         if sys.platform == "win32":
             import winreg
 

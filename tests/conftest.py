@@ -1,0 +1,28 @@
+"""What every test starts from: a cache folder of its own, a fixed seed, and hypothesis without a clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Compiling a kernel takes longer than hypothesis allows one example by default.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels are compiled anew in each session, and the user's cache stays as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFBYTE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,99 @@
+"""HALFBYTE_* variables: defaults, values, and one clear error for a bad one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from platformdirs import user_cache_path
+
+from halfbyte import env
+from halfbyte.errors import ArgumentError
+
+ACCESSORS: dict[str, Callable[[], object]] = {
+    "HALFBYTE_CACHE": env.cache,
+    "HALFBYTE_DUMP": env.dump,
+    "HALFBYTE_ISA": env.isa,
+    "HALFBYTE_THREADS": env.threads,
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("HALFBYTE_"):
+            monkeypatch.delenv(name)
+
+
+def test_table_lists_every_variable_that_is_read() -> None:
+    assert [variable.name for variable in env.VARIABLES] == list(ACCESSORS)
+    assert all(variable.meaning and variable.default for variable in env.VARIABLES)
+
+
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_unset_and_empty_give_the_default(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    for name in ACCESSORS:
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert env.cache() == user_cache_path("halfbyte", appauthor=False)
+    assert (env.dump(), env.isa(), env.threads()) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    read = ACCESSORS[name]
+    monkeypatch.setenv(name, str(tmp_path))
+    assert read() == tmp_path
+    monkeypatch.setenv(name, str(tmp_path / "new"))  # read again at each call; need not exist, is not made
+    assert read() == tmp_path / "new"
+    assert not (tmp_path / "new").exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "relative")
+    assert read() == tmp_path / "relative"
+    monkeypatch.setenv(name, os.path.join("~", "x"))
+    assert read() == Path.home() / "x"
+
+
+@pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
+def test_a_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for value in (str(file), "~no-such-user-here/x", "x" * 5000):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ArgumentError, match=name):
+            ACCESSORS[name]()
+
+
+@pytest.mark.parametrize("value", env.ISAS)
+def test_isa(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", f" {value.upper()} ")
+    assert env.isa() == value
+
+
+@pytest.mark.parametrize("value", ["avx", "avx2,generic", "sse4.2"])
+def test_unknown_isa(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", value)
+    with pytest.raises(ArgumentError, match=r"HALFBYTE_ISA is .*avx2, generic"):
+        env.isa()
+
+
+@pytest.mark.parametrize(("value", "count"), [("1", 1), (" 8 ", 8), ("004", 4), ("4096", 4096)])
+def test_threads(monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
+    monkeypatch.setenv("HALFBYTE_THREADS", value)
+    assert env.threads() == count
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "1_0", "٤", "4097", "9" * 9999, "0x2", "1 2"])
+def test_bad_threads(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HALFBYTE_THREADS", value)
+    with pytest.raises(ArgumentError, match=r"HALFBYTE_THREADS is .*from 1 to 4096"):
+        env.threads()
+
+
+def test_unknown_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.unknown() == []
+    for name in ("HALFBYTE_THREAD", "HALFBYTE_CASHE", "HALFBYTE_ISA", "NOT_HALFBYTE_X"):
+        monkeypatch.setenv(name, "1")
+    assert env.unknown() == ["HALFBYTE_CASHE", "HALFBYTE_THREAD"]

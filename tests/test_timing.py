@@ -1,0 +1,101 @@
+"""The clocks, on a clock that the test turns by hand."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+
+from halfbyte import timing
+from halfbyte.errors import ArgumentError
+from halfbyte.timing import Timing, interleave, measure
+
+
+class Clock:
+    """Nanoseconds that pass only when something takes them."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def taking(self, *nanoseconds: int) -> Callable[[], None]:
+        """A function whose calls take these times, in turn and round again."""
+        calls = 0
+
+        def fn() -> None:
+            nonlocal calls
+            self.now += nanoseconds[calls % len(nanoseconds)]
+            calls += 1
+
+        return fn
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "perf_counter_ns", lambda: clock.now)
+    return clock
+
+
+def test_median_and_ends(clock: Clock) -> None:
+    got = measure(clock.taking(1000, 2000, 3000, 50_000, 2500), min_time=0, min_runs=5, warmup=0)
+    assert got == Timing(median=2.5e-6, min=1e-6, max=5e-5, runs=5, seconds=5.85e-5)
+
+
+def test_warmup_is_not_counted(clock: Clock) -> None:
+    got = measure(clock.taking(9_000_000, 9_000_000, 10, 10, 10), min_time=0, min_runs=3, warmup=2)
+    assert (got.max, got.runs) == (1e-8, 3)
+
+
+@pytest.mark.parametrize(("each", "runs"), [(300_000_000, 5), (10_000_000, 20), (10_500_000, 20), (100_000_000, 5)])
+def test_runs_until_both_bounds_are_met(clock: Clock, each: int, runs: int) -> None:
+    got = measure(clock.taking(each), min_time=0.2, min_runs=5)
+    assert got.runs == runs
+    assert got.seconds == pytest.approx(runs * each / 1e9)
+
+
+def test_a_real_clock() -> None:
+    got = measure(lambda: time.sleep(0.002), min_time=0, min_runs=3)
+    assert 0.0015 <= got.min <= got.median <= got.max
+
+
+def test_interleave_takes_turns_and_goes_back(clock: Clock) -> None:
+    order = []
+
+    def contender(name: str, nanoseconds: int) -> Callable[[], None]:
+        take = clock.taking(nanoseconds)
+
+        def fn() -> None:
+            order.append(name)
+            take()
+
+        return fn
+
+    got = interleave({"a": contender("a", 1000), "b": contender("b", 2000), "c": contender("c", 3000)}, rounds=3)
+    assert "".join(order) == "abc" + "abc" + "cba" + "abc"
+    assert [(name, t.median, t.runs) for name, t in got.items()] == [("a", 1e-6, 3), ("b", 2e-6, 3), ("c", 3e-6, 3)]
+
+
+def test_interleave_nobody() -> None:
+    assert interleave({}) == {}
+
+
+@pytest.mark.parametrize("bad", [{"min_runs": 0}, {"warmup": -1}, {"min_time": -1.0}, {"min_time": math.nan}, {"min_time": math.inf}])
+def test_bad_measure(bad: dict[str, float]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(bad))):
+        measure(pytest.fail, **bad)
+
+
+@pytest.mark.parametrize("bad", [{"rounds": 0}, {"warmup": -1}])
+def test_bad_interleave(bad: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(bad))):
+        interleave({"a": pytest.fail}, **bad)
+
+
+def test_an_error_inside_comes_out() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        measure(fail)
