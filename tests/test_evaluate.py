@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ArgumentError
-from halfbyte.evaluate import compare_embeddings, compare_outputs, pool
+from halfbyte.evaluate import compare_embeddings, compare_outputs, merge_outputs, pool
 
 
 def _axes(*rows: tuple[float, float]) -> torch.Tensor:
@@ -94,6 +94,8 @@ def test_outputs_by_hand() -> None:
     quality = compare_outputs(reference, candidate)
     assert quality.n == 2
     assert quality.max_relative == pytest.approx(3 / 4)
+    halves = [compare_outputs(reference[:, rows], candidate[:, rows]) for rows in (slice(0, 1), slice(1, 2))]
+    assert merge_outputs(halves) == quality
     assert quality.min_cosine == pytest.approx(math.sqrt(0.5))
     assert quality.same_argmax == 0.5
     assert compare_outputs(torch.zeros(1, 2), torch.zeros(1, 2)).max_relative == 0

@@ -7,7 +7,7 @@ in the report of `halfbyte.nn`. Everything here is computed in float64 on the CP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class OutputQuality:
     n                    rows (positions) compared
     mean_cosine          mean over the rows of the cosine between the two
     min_cosine           the smallest of them
-    max_relative         largest |candidate - reference| of any element, over the largest |reference| of any element
+    max_relative         largest over the rows of max |candidate - reference| / max |reference|
     same_argmax          fraction of the rows whose largest entry is the same (for logits: the same next token)
     """
 
@@ -105,10 +105,25 @@ def compare_outputs(reference: Tensor, candidate: Tensor) -> OutputQuality:
     flat_ref, flat_cand = (t.reshape(-1, t.shape[-1]).double().cpu() for t in (reference, candidate))
     ref, cand = _unit_rows(flat_ref, flat_cand, "outputs")
     cosine = (ref * cand).sum(-1).clamp(-1, 1)
-    largest, difference = float(flat_ref.abs().max()), float((flat_cand - flat_ref).abs().max())
-    relative = difference / largest if largest else float(difference > 0)
+    difference, largest = (flat_cand - flat_ref).abs().amax(-1), flat_ref.abs().amax(-1)
+    # A row of zeros is met exactly or not at all.
+    relative = torch.where(largest > 0, difference / largest.clamp_min(torch.finfo(torch.float64).tiny), (difference > 0).double())
     same = (flat_ref.argmax(-1) == flat_cand.argmax(-1)).double().mean()
-    return OutputQuality(len(ref), float(cosine.mean()), float(cosine.min()), relative, float(same))
+    return OutputQuality(len(ref), float(cosine.mean()), float(cosine.min()), float(relative.max()), float(same))
+
+
+def merge_outputs(parts: Sequence[OutputQuality]) -> OutputQuality:
+    """What `compare_outputs` finds for all rows together, from what it found for parts of them."""
+    if not parts:
+        raise ArgumentError("there are no outputs to merge")
+    n = sum(part.n for part in parts)
+    return OutputQuality(
+        n=n,
+        mean_cosine=sum(part.mean_cosine * part.n for part in parts) / n,
+        min_cosine=min(part.min_cosine for part in parts),
+        max_relative=max(part.max_relative for part in parts),
+        same_argmax=sum(part.same_argmax * part.n for part in parts) / n,
+    )
 
 
 def batches_by_length(tokenizer: Any, texts: Sequence[str], batch_size: int, max_length: int) -> list[tuple[list[int], dict[str, Tensor]]]:
@@ -130,19 +145,31 @@ def pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def embed(model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, max_length: int = 256) -> Tensor:
+def embed(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 32,
+    max_length: int = 256,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
     """Embeddings of texts by an encoder, float32 [n, d] of length 1: the mean of its last hidden states (sentence-transformers' pooling).
 
     model      called with the tokenizer's inputs, answers with `last_hidden_state`, as transformers' encoders do
     tokenizer  a transformers tokenizer
+    progress   told the number of texts done, after each batch
     """
     if not texts:
         raise ArgumentError("there are no texts to embed")
-    rows: list[Tensor | None] = [None] * len(texts)
+    order: list[int] = []
+    rows: list[Tensor] = []
     for indices, inputs in batches_by_length(tokenizer, texts, batch_size, max_length):
-        for index, row in zip(indices, pool(model(**inputs).last_hidden_state, inputs["attention_mask"]), strict=True):
-            rows[index] = row
-    return torch.stack([row for row in rows if row is not None])
+        rows.append(pool(model(**inputs).last_hidden_state, inputs["attention_mask"]))
+        order += indices
+        if progress is not None:
+            progress(len(order))
+    return torch.cat(rows)[torch.tensor(order).argsort()]
 
 
 def _unit_rows(reference: Tensor, candidate: Tensor, name: str) -> tuple[Tensor, Tensor]:
