@@ -72,9 +72,10 @@ def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 @pytest.mark.skipif(sys.platform != "linux", reason="pretends on Linux to be another system")
-def test_another_system_without_its_interfaces(monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+def test_another_system_without_its_interfaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: str) -> None:
     """No sysctlbyname and no winreg here: the answers are missing, the call is not."""
     monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(module, "_SYSFS_CPUS", tmp_path / "absent")
     m = machine.__wrapped__()
     assert m.cpu
     assert m.vendor is None

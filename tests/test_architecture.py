@@ -1,0 +1,252 @@
+"""The house rules, read from the source: who may import whom, and how big things may grow.
+
+`check` takes a module's name and text, so that each rule is shown to fail on a text that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+
+SRC = Path(halfbyte.__file__).parent
+
+# Imports go from a higher rank to a lower one. The files of rank 0 stand in an order of their own.
+RANKS = {
+    "errors": 0.0,
+    "env": 0.1,
+    "machine": 0.2,
+    "timing": 0.3,
+    "formats": 1,
+    "quantizers": 2,
+    "layouts": 2,
+    "kernels": 3,
+    "io": 3,
+    "dispatch": 4,
+    "ops": 5,
+    "nn": 6,
+    "bench": 6,
+    "checkpoint": 7,
+    "integrations": 8,
+    "evaluate": 8,
+    "cli": 9,
+}
+# Packages that `import halfbyte` must not need, and the one part that may import each at module level.
+HEAVY = {
+    "llvmlite": "halfbyte.kernels.cpu",
+    "triton": "halfbyte.kernels.gpu",
+    "transformers": "halfbyte.integrations",
+    "rich": "halfbyte.cli",
+    "gguf": None,
+    "sentence_transformers": None,
+    "onnxruntime": None,
+    "openvino": None,
+}
+MAX_LINES = 600
+MAX_PARAMETERS = 12
+
+
+def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
+    """What is wrong with a module called `module`, one sentence each."""
+    tree = ast.parse(text)
+    found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree)]
+    if is_package:
+        found += _logic(module, tree)
+    if (lines := len(text.splitlines())) > MAX_LINES:
+        found.append(f"{lines} lines, over {MAX_LINES}")
+    return [f"{module}: {sentence}" for sentence in found]
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere in the tree, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                # A plain `import halfbyte` is judged by what is taken from it.
+                yield from (alias.name for alias in node.names if (alias.name, alias.asname) != ("halfbyte", None))
+            case ast.Attribute(value=ast.Name(id="halfbyte"), attr=name):
+                yield f"halfbyte.{name}"
+            case ast.ImportFrom(level=0, module="halfbyte"):
+                yield from (f"halfbyte.{alias.name}" for alias in node.names)
+            case ast.ImportFrom():
+                yield "." * node.level + (node.module or "")
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if ast.unparse(node.func).endswith("import_module"):
+                yield name
+
+
+def _wrong_imports(module: str, tree: ast.AST) -> Iterator[str]:
+    if module == "halfbyte":
+        return
+    room = module.split(".")[1]
+    if room not in RANKS:
+        yield f"the room {room} has no rank"
+        return
+    for name in _imported(tree):
+        top, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if top == "":
+            yield f"relative import of {name}"
+        elif top != "halfbyte" or other == room or other.startswith("__"):
+            continue
+        elif other not in RANKS:
+            if RANKS[room] == max(RANKS.values()):  # above all rooms, the public face is as good as any
+                continue
+            yield f"imports {name}: name the module that it lives in"
+        elif RANKS[other] == RANKS[room]:
+            yield f"imports {name}, a room of its own rank"
+        elif RANKS[other] > RANKS[room]:
+            yield f"imports {name}, which is of a higher rank"
+
+
+def _heavy_imports(module: str, tree: ast.Module) -> Iterator[str]:
+    for statement in _run_at_import(tree.body):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for name in _imported(statement):
+                package = name.split(".")[0]
+                home = HEAVY.get(package)
+                if package in HEAVY and (home is None or not f"{module}.".startswith(f"{home}.")):
+                    yield f"imports {package} at module level"
+
+
+def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when the module is imported, those inside if, try, with and class included."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        blocks = ["body", "orelse", "finalbody"]
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            blocks.remove("body")
+        for block in blocks:
+            yield from _run_at_import(getattr(statement, block, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _run_at_import(handler.body)
+
+
+def _too_many_parameters(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            a = node.args
+            names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if count > MAX_PARAMETERS:
+                yield f"{getattr(node, 'name', 'lambda')} has {count} parameters, over {MAX_PARAMETERS}: group them"
+
+
+def _logic(module: str, tree: ast.Module) -> Iterator[str]:
+    """A package's __init__ holds a docstring, imports and tables. The root may look its names up lazily besides."""
+    root = module == "halfbyte"
+    imports = (ast.Import, ast.ImportFrom)
+    for statement in tree.body:
+        match statement:
+            case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+                continue
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), body=body, orelse=[]) if all(isinstance(s, imports) for s in body):
+                continue
+            case ast.Assign() | ast.AnnAssign() if root or statement.value is None or _is_table(statement.value):
+                continue
+            case ast.FunctionDef(name="__getattr__" | "__dir__") if root:
+                continue
+        yield f"line {statement.lineno} is logic, which a package's __init__ has none of"
+
+
+def _is_table(value: ast.expr) -> bool:
+    computing = ast.Call | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Await | ast.NamedExpr
+    return not any(isinstance(node, computing) for node in ast.walk(value))
+
+
+def _sources() -> list[tuple[str, Path]]:
+    """(module name, file) of the whole package."""
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        parts = ("halfbyte", *path.relative_to(SRC).with_suffix("").parts)
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), _sources(), ids=lambda value: value if isinstance(value, str) else "")
+def test_house_rules(module: str, path: Path) -> None:
+    assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
+
+
+def test_the_whole_package_is_read() -> None:
+    modules = {module for module, _ in _sources()}
+    assert {"halfbyte", "halfbyte.errors", "halfbyte.formats", "halfbyte.formats.spec", "halfbyte.kernels.cpu"} <= modules
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "complaint"),
+    [
+        ("halfbyte.formats.spec", "from halfbyte.ops import linear", "imports halfbyte.ops, which is of a higher rank"),
+        ("halfbyte.formats.spec", "import halfbyte.cli.main as m", "imports halfbyte.cli.main, which is of a higher rank"),
+        ("halfbyte.formats.spec", "from halfbyte import ops", "imports halfbyte.ops, which is of a higher rank"),
+        ("halfbyte.formats.spec", "def f():\n    from halfbyte.nn import x", "imports halfbyte.nn, which is of a higher rank"),
+        ("halfbyte.formats.spec", "if TYPE_CHECKING:\n    import halfbyte.nn", "imports halfbyte.nn, which is of a higher rank"),
+        ("halfbyte.formats.spec", "importlib.import_module('halfbyte.nn')", "imports halfbyte.nn, which is of a higher rank"),
+        ("halfbyte.layouts.base", "from halfbyte.quantizers import absmax", "imports halfbyte.quantizers, a room of its own rank"),
+        ("halfbyte.io.gguf", "from halfbyte.kernels.problem import P", "imports halfbyte.kernels.problem, a room of its own rank"),
+        ("halfbyte.env", "from halfbyte.machine import machine", "imports halfbyte.machine, which is of a higher rank"),
+        ("halfbyte.errors", "from halfbyte import env", "imports halfbyte.env, which is of a higher rank"),
+        ("halfbyte.nn.modules", "from halfbyte import Format", "imports halfbyte.Format: name the module that it lives in"),
+        ("halfbyte.nn.modules", "import halfbyte\nhalfbyte.load()", "imports halfbyte.load: name the module that it lives in"),
+        ("halfbyte.nn.modules", "import halfbyte\nhalfbyte.cli.main()", "imports halfbyte.cli, which is of a higher rank"),
+        ("halfbyte.nn.modules", "import halfbyte as hb", "imports halfbyte: name the module that it lives in"),
+        ("halfbyte.nn.modules", "from . import convert", "relative import of ."),
+        ("halfbyte.nn.modules", "from ..ops import linear", "relative import of ..ops"),
+        ("halfbyte.attic.old", "", "the room attic has no rank"),
+        ("halfbyte.ops", "import llvmlite.binding", "imports llvmlite at module level"),
+        ("halfbyte.kernels.cpux", "import llvmlite", "imports llvmlite at module level"),
+        ("halfbyte.nn.convert", "try:\n    import transformers\nfinally:\n    pass", "imports transformers at module level"),
+        ("halfbyte.nn.convert", "try:\n    pass\nexcept OSError:\n    import rich", "imports rich at module level"),
+        ("halfbyte.nn.convert", "class A:\n    from rich import table", "imports rich at module level"),
+        ("halfbyte.io.gguf", "from gguf import quants", "imports gguf at module level"),
+        ("halfbyte.cli.main", "import transformers", "imports transformers at module level"),
+        ("halfbyte.ops", "x = 1\n" * 601, "601 lines, over 600"),
+        ("halfbyte.ops", "def f(a, b, c, d, e, f, /, g, h, i, *j, k, l, **m): ...", "f has 13 parameters, over 12: group them"),
+        ("halfbyte.ops", "f = lambda a, b, c, d, e, f, g, h, i, j, k, l, m: 0", "lambda has 13 parameters, over 12: group them"),
+    ],
+)
+def test_a_broken_rule_is_found(module: str, text: str, complaint: str) -> None:
+    assert check(module, text) == [f"{module}: {complaint}"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def f(): ...",
+        "class A: ...",
+        "x = f()",
+        "x = [y for y in z]",
+        "TABLE = {'a': lambda x: x}",
+        "for x in y: ...",
+        "print('hello')",
+        "if TYPE_CHECKING:\n    x = 1",
+        "def __getattr__(name): ...",
+    ],
+)
+def test_logic_in_a_package_is_found(line: str) -> None:
+    module = "halfbyte.formats"
+    assert check(module, f'"""Words."""\n{line}', is_package=True) == [f"{module}: line 2 is logic, which a package's __init__ has none of"]
+    assert not check(module, f'"""Words."""\n{line}')
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("halfbyte.ops", "import torch\nfrom halfbyte import env, machine\nfrom halfbyte.formats.spec import Format"),
+        ("halfbyte.ops", "if TYPE_CHECKING:\n    import rich\ndef f():\n    import llvmlite, transformers, gguf"),
+        ("halfbyte.kernels.cpu.jit", "import llvmlite.binding\nfrom halfbyte.kernels.problem import Problem"),
+        ("halfbyte.cli", "from rich.table import Table\nfrom halfbyte.cli.main import main as main\nT: dict[str, int] = {'a': main}"),
+        ("halfbyte.checkpoint", "from halfbyte import __version__\nimport halfbyte\nprint(halfbyte.__file__)"),
+        ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),
+        ("halfbyte", "from halfbyte.cli import main\nX = {a: b for a, b in T.items()}\ndef __getattr__(name): ...\ndef __dir__(): ..."),
+        ("halfbyte.ops", "x = 1\n" * 600),
+        ("halfbyte.ops", "class A:\n    def f(self, a, b, c, d, e, f, g, h, i, j, k, l): ..."),
+    ],
+)
+def test_sound_text_passes(module: str, text: str) -> None:
+    assert not check(module, text, is_package=module in ("halfbyte", "halfbyte.cli"))

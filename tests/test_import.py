@@ -1,0 +1,73 @@
+"""`import halfbyte` is light, and every public name says what it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+import halfbyte
+
+OPTIONAL = ("llvmlite", "triton", "transformers", "rich", "gguf", "sentence_transformers")
+
+
+def _home_exists(name: str) -> bool:
+    """Whether the module that a public name lives in has been written."""
+    try:
+        return find_spec(halfbyte._HOME_OF[name]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+PUBLIC = [name for name in halfbyte.__all__ if name != "__version__"]
+WRITTEN = [name for name in PUBLIC if _home_exists(name)]
+
+
+def _new_modules(statements: str) -> set[str]:
+    """Which of OPTIONAL a fresh process has after `statements` and did not have after `import torch`."""
+    code = f"""
+import json, sys
+import torch
+before = set(sys.modules)
+{statements}
+print(json.dumps([name for name in {OPTIONAL} if name in sys.modules and name not in before]))
+"""
+    return set(json.loads(_run(code)))
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_import_needs_no_optional_package() -> None:
+    assert _new_modules("import halfbyte") == set()
+
+
+def test_the_whole_face_needs_llvmlite_at_most() -> None:
+    """The CPU's kernels are the one part of the face that may import something big."""
+    names = "".join(f"halfbyte.{name}\n" for name in WRITTEN)
+    assert _new_modules(f"import halfbyte\n{names}") <= {"llvmlite"}
+
+
+def test_import_is_fast() -> None:
+    code = "import torch, time; start = time.perf_counter(); import halfbyte; print(time.perf_counter() - start)"
+    assert min(float(_run(code)) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_docstrings(name: str) -> None:
+    if name not in WRITTEN:
+        pytest.skip(f"{halfbyte._HOME_OF[name]} is not written yet")
+    doc = inspect.getdoc(getattr(halfbyte, name))
+    assert doc
+    assert not doc.startswith(f"{name}("), "a dataclass's generated docstring says nothing"
+
+
+def test_names_are_listed_and_no_others_are_found() -> None:
+    assert set(halfbyte.__all__) == set(dir(halfbyte))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = halfbyte.nonsense
