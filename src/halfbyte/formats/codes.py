@@ -31,6 +31,19 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :k]
 
 
+def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of each tensor that codes of logical `shape` consist of, by name: data, scale and perhaps zero."""
+    width = (shape[-1] + 1) // 2 if fmt.bits == 4 else shape[-1]
+    scale_shape = fmt.scale_shape(shape)
+    stored = {
+        "data": (torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8, (*shape[:-1], width)),
+        "scale": (fmt.scale, scale_shape),
+    }
+    if fmt.zero != "none":
+        stored["zero"] = (torch.uint8 if fmt.zero == "point" else fmt.scale, scale_shape)
+    return stored
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Codes:
     """A quantized tensor of logical `shape` [..., N, K]; this module's text gives the order of its bytes."""
@@ -45,28 +58,35 @@ class Codes:
         fmt, shape = self.format, self.shape
         if len(shape) < 1 or any(s < 0 for s in shape):
             raise FormatError(f"codes have a shape of at least one dimension, got {list(shape)}")
-        width = (shape[-1] + 1) // 2 if fmt.bits == 4 else shape[-1]
-        expected = {
-            "data": (self.data, (*shape[:-1], width), torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8),
-            "scale": (self.scale, fmt.scale_shape(shape), fmt.scale),
-        }
-        if fmt.zero != "none":
-            zero_dtype = torch.uint8 if fmt.zero == "point" else fmt.scale
-            if self.zero is None:
-                raise FormatError(f"{fmt} codes need a {fmt.zero} for each scale, got none")
-            expected["zero"] = (self.zero, fmt.scale_shape(shape), zero_dtype)
-        elif self.zero is not None:
+        if self.zero is None and fmt.zero != "none":
+            raise FormatError(f"{fmt} codes need a {fmt.zero} for each scale, got none")
+        if self.zero is not None and fmt.zero == "none":
             raise FormatError(f"{fmt} codes have no zero, got a tensor of shape {list(self.zero.shape)}")
-        for name, (tensor, wanted, dtype) in expected.items():
+        tensors = self.tensors()
+        for name, (dtype, wanted) in stored_tensors(fmt, shape).items():
+            tensor = tensors[name]
             if tuple(tensor.shape) != wanted or tensor.dtype != dtype:
                 raise FormatError(
                     f"the {name} of {fmt} codes of shape {list(shape)} is {dtype} {list(wanted)}, "
                     f"got {tensor.dtype} {list(tensor.shape)}"
                 )
 
+    def check_values(self) -> None:
+        """Raises FormatError where a value is one that no quantizer writes. Codes from outside are checked before use."""
+        for name, tensor in {"scale": self.scale, "offset": self.zero}.items():
+            if tensor is not None and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise FormatError(f"{self.format} codes of shape {list(self.shape)} have a {name} that is not finite")
+        if self.format.bits == 4 and self.data.numel():
+            if self.format.zero == "point" and self.zero is not None and int(self.zero.max()) > self.format.q_max:
+                raise FormatError(f"the points of {self.format} codes lie in [0, {self.format.q_max}], got {int(self.zero.max())}")
+            if self.shape[-1] % 2 and bool((self.data[..., -1] > 15).any()):
+                raise FormatError(f"the unused last nibble of {self.format} codes of shape {list(self.shape)} is 0, got another value")
+
     @classmethod
     def from_values(cls, fmt: Format, values: Tensor, scale: Tensor, zero: Tensor | None = None) -> Codes:
         """From integer codes, one an element, of any integer dtype: [..., N, K] within the format's range."""
+        if values.is_floating_point():
+            raise FormatError(f"{fmt} codes are integers, got {values.dtype}: round them first")
         if values.numel() and (int(values.min()) < fmt.q_min or int(values.max()) > fmt.q_max):
             raise FormatError(f"{fmt} codes lie in [{fmt.q_min}, {fmt.q_max}], got [{int(values.min())}, {int(values.max())}]")
         if fmt.bits == 8:
