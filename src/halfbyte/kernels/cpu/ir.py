@@ -11,7 +11,7 @@ Offsets of pointers are bytes. Integers are signed unless a method's name says o
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 _FLOATS = {"half", "bfloat", "float", "double"}
@@ -185,8 +185,16 @@ class Value:
         second = "poison" if other is None else other.name
         return self.fn.emit(type_, f"shufflevector {self.type} {self.name}, {self.type} {second}, <{len(picks)} x i32> <{mask}>")
 
+    def fold(self, op: Callable[[Value, Value], Value]) -> Value:
+        """One number of all lanes, by `op` on halves, quarters, …: a fixed order, for floats."""
+        value = self
+        while (n := lanes_of(value.type)) > 2:
+            value = op(value.shuffle(range(n // 2)), value.shuffle(range(n // 2, n)))
+        first, second = (self.fn.emit(element_of(value.type), f"extractelement {value.type} {value.name}, i32 {i}") for i in (0, 1))
+        return op(first, second)
+
     def reduce(self, op: str) -> Value:
-        """One number of all lanes: op is "add", "umax", "fmax" … as in llvm.vector.reduce.<op>."""
+        """One number of all integer lanes: op is "add", "umax" … as in llvm.vector.reduce.<op>."""
         element = element_of(self.type)
         return self.fn.call(element, f"llvm.vector.reduce.{op}.{mangled(self.type)}", self)
 
@@ -269,6 +277,19 @@ class Function:
         self._label(f"{label}.body")
         yield i
         index.value = i + step
+        self.line(f"br label %{label}.head")
+        self._label(f"{label}.exit")
+
+    def draw(self, draw: Callable[[], Value], stop: Value) -> Iterator[Value]:
+        """`for i in f.draw(next, n):` the body runs for each i that `next()` emits, while i is below n (unsigned)."""
+        label = self._fresh("draw")
+        self.line(f"br label %{label}.head")
+        self._label(f"{label}.head")
+        i = draw()
+        inside = self.emit("i1", f"icmp ult i64 {i.name}, {stop.name}")
+        self.line(f"br i1 {inside.name}, label %{label}.body, label %{label}.exit")
+        self._label(f"{label}.body")
+        yield i
         self.line(f"br label %{label}.head")
         self._label(f"{label}.exit")
 

@@ -77,7 +77,7 @@ def compile_assembly(module: Module, isa: ISA) -> str:
 
 def cache_folder() -> Path | None:
     """The folder of compiled objects, made if need be; None, with one warning, where it can't be used safely."""
-    folder = env.cache_folder() / "cpu"
+    folder = env.cache() / "cpu"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
@@ -126,7 +126,7 @@ def _write_cached(path: Path, body: bytes) -> None:
 
 
 def _dump(name: str, text: str, module: Module, isa: ISA) -> None:
-    folder = env.dump_folder()
+    folder = env.dump()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.{isa.name}.ll").write_text(text)

@@ -1,0 +1,185 @@
+"""Activations, one row at a time, into the order that `tile.py` reads: quantized to int8, or as floats.
+
+    symmetric, over a block (or the whole row):  scale = amax * (1/127),  q = round(x * (127 / amax))
+    with an offset:                              offset = (lo + hi) / 2,  scale and q as above for x - offset
+
+Each step is float32, rounded to nearest; x * (127 / amax) is rounded to an integer once, ties to even. Where amax is 0, or
+so small that 127 / amax overflows, every q is 0. A NaN or infinity makes the scale NaN and with it the row's results.
+`kernels/reference.py` has the same steps, and the codes are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.tile import FIELDS, Inner
+
+_ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+_ROUND_BITS = 0x4B400000
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """What the conversion of a row is compiled for.
+
+    source    "f32", "bf16" or "f16"
+    inner, unit, single, by_row, shifted   as in TileSpec
+    correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
+    sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
+    """
+
+    source: str
+    inner: Inner
+    unit: int
+    single: bool
+    by_row: bool
+    shifted: bool
+    correction: int
+    sums: str
+
+    @property
+    def name(self) -> str:
+        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
+        sign = "m" if self.correction < 0 else ""
+        return f"rows_{self.inner}{scheme}_{self.source}_u{self.unit}{'s' if self.single else ''}_c{sign}{abs(self.correction)}_{self.sums}"
+
+
+def build(spec: RowSpec, isa: ISA) -> Module:
+    """A module with one function: spec.name(arguments, x, tile, rows of the tile, which of them)."""
+    module = Module(isa.vector_bits)
+    f = module.function(spec.name, ["ptr"] * 3 + ["i64"] * 2)
+    (_Int8Row if spec.inner == "int8" else _FloatRow)(spec, isa, f).emit()
+    return module
+
+
+class _Row:
+    def __init__(self, spec: RowSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, self.x, self.tile, self.rows, self.row = f.parameters
+        self.raw_type = vector("float" if spec.source == "f32" else "i16", spec.unit)
+        self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
+        self.element_bytes = bytes_of(self.raw_type) // spec.unit
+        self.buffer = f.alloca(self.raw_type, 1, 64)
+
+    def blocks(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
+        """For each block: its x, its real elements, its units, and where this row's data and the record's fields lie."""
+        f, spec = self.f, self.spec
+        blocks, units, last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        block, last = (LINEAR.load(self.args, field) for field in ("block", "last"))
+        unit_bytes = spec.unit * {"int8": 1, "bf16": 2, "float": 4}[spec.inner]
+        x, record = f.variable(self.x), f.variable(self.tile)
+        for b in f.loop(blocks):
+            ends = (b + 1).equals(blocks)
+            real = ends.select(last, block)
+            n = f.value("i64", 1) if spec.single else ends.select(last_units, units)
+            fields = record.value + n * self.rows * unit_bytes
+            yield x.value, real, n, record.value + self.row * unit_bytes, fields
+            x.value = x.value + block * self.element_bytes
+            record.value = fields + self.rows * (4 * FIELDS)
+
+    def chunk(self, x: Value, left: Value) -> Value:
+        """A unit of x as stored; where only `left` elements are left, the others are zero and not read."""
+        f, n = self.f, self.spec.unit
+        short = left < n
+        with f.when(short):
+            self.buffer.store(f.value(self.raw_type, 0), align=64)
+            for i in f.loop(left):
+                element = "float" if self.spec.source == "f32" else "i16"
+                at = i * self.element_bytes
+                self.buffer.store(x.load(element, at), at)
+        return short.select(self.buffer, x).load(self.raw_type)
+
+    def units(self, x: Value, real: Value, n: Value | int) -> Iterator[tuple[Value, Value, Value]]:
+        """(index, elements left, x as stored) of each unit of a block."""
+        f, unit = self.f, self.spec.unit
+        loop = iter([f.value("i64", 0)]) if self.spec.single and isinstance(n, Value) and not self.spec.by_row else f.loop(n)
+        for u in loop:
+            left = real - u * unit
+            yield u, left, self.chunk(x + u * (unit * self.element_bytes), left)
+
+    def field(self, fields: Value, which: int, value: Value) -> None:
+        at = (self.rows * which + self.row) * 4
+        fields.store(value, at, 4)
+
+
+class _Int8Row(_Row):
+    def emit(self) -> None:
+        f, spec = self.f, self.spec
+        whole = None
+        if spec.by_row:
+            k = LINEAR.load(self.args, "k")
+            whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
+        for x, real, n, data, fields in self.blocks():
+            scale, inverse, offset = whole if whole is not None else self._range(x, real, n)
+            total = f.variable(f.value(self.ints, 0))
+            for u, left, raw in self.units(x, real, n):
+                q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
+                (data + u * self.rows * spec.unit).store(q.to("i8"))
+                total.value = total.value + q
+            codes = total.value.reduce("add")
+            self.field(fields, 0, scale)
+            self.field(fields, 1, codes * spec.correction)
+            if spec.sums == "codes":
+                self.field(fields, 2, codes.to("float"))
+            elif spec.sums == "values":
+                values = codes.to("float") * scale
+                self.field(fields, 2, values if offset is None else f.fma(real.to("float"), offset, values))
+            if offset is not None:
+                self.field(fields, 3, offset)
+
+    def _codes(self, x: Value, left: Value, inverse: Value, offset: Value | None) -> Value:
+        f, unit = self.f, self.spec.unit
+        if offset is not None:
+            x = x - offset.splat(unit)
+        q = f.fma(x, inverse.splat(unit), f.value(self.floats, _ROUND)).bits(self.ints) - _ROUND_BITS
+        if offset is None:
+            return q
+        # x - offset may be rounded to just beyond the half range; what pads a unit must be 0, not -offset.
+        q = q.max_or(-127).min_or(127)
+        inside = f.constant(self.ints, range(unit)) < left.to("i32").splat(unit)
+        return inside.select(q, 0)
+
+    def _range(self, x: Value, real: Value, n: Value) -> tuple[Value, Value, Value | None]:
+        """Scale, its inverse and the offset of `real` elements from x on."""
+        f, spec = self.f, self.spec
+        size = f.variable(f.value(self.ints, 0))
+        low, high = (f.variable(f.value(self.floats, v)) for v in (float("inf"), float("-inf")))
+        for _, left, raw in self.units(x, real, n):
+            v = self.isa.to_float(raw, spec.source)
+            # As integers: the order of magnitudes is the same, and NaN is the largest of all.
+            size.value = f.call(self.ints, f"llvm.umax.v{spec.unit}i32", size.value, v.bits(self.ints) & 0x7FFFFFFF)
+            if spec.shifted:
+                inside = f.constant(self.ints, range(spec.unit)) < left.to("i32").splat(spec.unit)
+                low.value = inside.select(v, float("inf")).min_or(low.value)
+                high.value = inside.select(v, float("-inf")).max_or(high.value)
+        bits = size.value.reduce("umax")
+        finite = bits < 0x7F800000
+        extent, offset = bits.bits("float"), None
+        if spec.shifted:
+            lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
+            extent, offset = (hi - lo) * 0.5, (lo + hi) * 0.5
+        inverse = f.value("float", 127.0) / extent
+        inverse = (inverse < float("inf")).select(inverse, 0.0)
+        scale = finite.select(extent * (1 / 127), float("nan"))
+        return scale, finite.select(inverse, 0.0), offset
+
+
+class _FloatRow(_Row):
+    def emit(self) -> None:
+        f, spec = self.f, self.spec
+        for x, real, n, data, fields in self.blocks():
+            total = f.variable(f.value(self.floats, 0.0))
+            for u, _, raw in self.units(x, real, n):
+                if spec.inner == "bf16":
+                    order = [8 * g + k for g in range(spec.unit // 8) for k in (0, 2, 4, 6, 1, 3, 5, 7)]  # AVX512BF16.bf16_pairs
+                    (data + u * self.rows * (2 * spec.unit)).store(raw.shuffle(order))
+                else:
+                    (data + u * self.rows * (4 * spec.unit)).store(self.isa.to_float(raw, spec.source))
+                if spec.sums != "none":
+                    total.value = total.value + self.isa.to_float(raw, spec.source)
+            if spec.sums != "none":
+                self.field(fields, 2, total.value.fold(lambda a, b: a + b))

@@ -1,0 +1,69 @@
+"""The loops around the micro-kernel, for every format and instruction set alike: rows in phase 0, panels in phase 1.
+
+Rows of activations are cut into tiles whose sizes differ by one at most, so that no tail of M costs more than its share.
+Threads share the rows evenly and draw groups of panels from a counter: a thread that is held up costs a group, not its
+half of the work. A group's weights stay in the core's own cache while all row tiles pass over them.
+
+Row and tile functions come as addresses in the arguments (`arguments.LINEAR`), so this code is compiled once.
+"""
+
+from __future__ import annotations
+
+from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.layouts.cpu_tiles import PANEL
+
+
+def build(isa: ISA) -> Module:
+    """A module with the two phases: rows(arguments, thread, threads) and panels(arguments, thread, threads)."""
+    module = Module(isa.vector_bits)
+    _rows(module.function("rows", ["ptr", "i64", "i64"]))
+    _panels(module.function("panels", ["ptr", "i64", "i64"]))
+    return module
+
+
+def _rows(f: Function) -> None:
+    args, thread, threads = f.parameters
+    function, x, scratch = (LINEAR.load(args, field, "ptr") for field in ("row_function", "x", "scratch"))
+    stride, row_bytes, m = (LINEAR.load(args, field) for field in ("x_stride", "row_bytes", "m"))
+    big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
+    split = big * count  # rows in the tiles of the larger size
+    for r in f.loop((thread + 1) * m // threads, thread * m // threads):
+        first_kind = f.emit("i1", f"icmp ult i64 {r.name}, {split.name}")
+        rows = first_kind.select(big, big - 1)
+        inside = first_kind.select(r, r - split) % rows
+        f.call_pointer(function, args, x + r * stride, scratch + (r - inside) * row_bytes, rows, inside)
+
+
+def _panels(f: Function) -> None:
+    args = f.parameters[0]
+    group, counter = LINEAR.load(args, "group"), LINEAR.address(args, "counter")
+    panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
+    groups = (panels + (group - 1)) // group
+    for drawn in f.draw(lambda: f.emit("i64", f"atomicrmw add ptr {counter.name}, i64 1 monotonic"), groups):
+        start = drawn * group
+        _group(f, args, start, f.umin(start + group, panels))
+
+
+def _group(f: Function, args: Value, start: Value, stop: Value) -> None:
+    """All row tiles over the panels start … stop - 1."""
+    big, count, lesser_count = (LINEAR.load(args, field) for field in ("tile_rows", "tiles", "lesser_tiles"))
+    row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
+    scratch, out = LINEAR.load(args, "scratch", "ptr"), LINEAR.load(args, "out", "ptr")
+    weights, panel_bytes = LINEAR.load(args, "weights", "ptr"), LINEAR.load(args, "panel_bytes")
+    bias, zeros = LINEAR.load(args, "bias", "ptr"), LINEAR.load(args, "zeros", "ptr")
+    has_bias = f.emit("i1", f"icmp ne ptr {bias.name}, null")
+    out_bytes, n = LINEAR.load(args, "out_bytes"), LINEAR.load(args, "n")
+    function, lesser = LINEAR.load(args, "tile_function", "ptr"), LINEAR.load(args, "lesser_tile_function", "ptr")
+    row = f.variable(f.value("i64", 0))
+    for t in f.loop(count + lesser_count):
+        first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
+        tile = first_kind.select(function, lesser)
+        a, o = scratch + row.value * row_bytes, out + row.value * out_stride
+        prefetch = t.equals(0).select(f.value("i64", 1), 0)
+        for p in f.loop(stop, start):
+            panel_bias = has_bias.select(bias + p * (4 * PANEL), zeros)
+            columns = f.umin(n - p * PANEL, f.value("i64", PANEL))
+            f.call_pointer(tile, args, weights + p * panel_bytes, a, o + p * out_bytes * PANEL, panel_bias, columns, prefetch)
+        row.value = row.value + first_kind.select(big, big - 1)

@@ -1,0 +1,118 @@
+"""Running generated code on threads: the OpenMP pool that torch already has, or a plain thread pool.
+
+A kernel is one or two phases, each a function phase(arguments, thread, threads) that does its share of the work; every
+thread has finished the first phase before any begins the second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from halfbyte import env
+from halfbyte.kernels.cpu import jit
+from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.ir import Module, Value
+from halfbyte.kernels.cpu.isa import ISA, current
+
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+_forked = False
+
+
+def _after_fork() -> None:
+    # An OpenMP pool does not live on in a forked child: GOMP_parallel would wait for threads that do not exist.
+    global _forked  # noqa: PLW0603
+    _forked = True
+    runner.cache_clear()
+
+
+def build(isa: ISA) -> Module:
+    """A module with run(arguments, threads), which starts an OpenMP region."""
+    module = Module(isa.vector_bits)
+    region = module.function("region", ["ptr"])
+    args = region.parameters[0]
+    table = LINEAR.load(args, "openmp", "ptr")
+    number, count = (region.emit("i32", f"call i32 {table.load('ptr', 8 * i).name}()").to("i64") for i in (1, 2))
+    second = LINEAR.load(args, "second_phase", "ptr")
+    region.call_pointer(LINEAR.load(args, "first_phase", "ptr"), args, number, count)
+    with region.when(region.emit("i1", f"icmp ne ptr {second.name}, null")):
+        region.call_pointer(table.load("ptr", 8 * 3))
+        region.call_pointer(second, args, number, count)
+    run = module.function("run", ["ptr", "i64"])
+    args, threads = run.parameters
+    alone = threads.equals(1)
+    with run.when(alone):
+        run.call_pointer(LINEAR.load(args, "first_phase", "ptr"), args, run.value("i64", 0), threads)
+        second = LINEAR.load(args, "second_phase", "ptr")
+        with run.when(run.emit("i1", f"icmp ne ptr {second.name}, null")):
+            run.call_pointer(second, args, run.value("i64", 0), threads)
+    with run.when(alone.equals(0)):
+        parallel = LINEAR.load(args, "openmp", "ptr").load("ptr")
+        run.call_pointer(parallel, Value(run, "ptr", "@region"), args, threads.to("i32"), run.value("i32", 0))
+    return module
+
+
+@functools.cache
+def _openmp_table() -> ctypes.Array[ctypes.c_void_p] | None:
+    """Addresses of torch's own OpenMP functions; None where torch brings another runtime."""
+    names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
+    import sys
+
+    library = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "torch_cpu.dll")
+    try:
+        # A symbol is looked up in what libtorch_cpu itself depends on: other packages may bring OpenMP runtimes of their own.
+        torch_cpu = ctypes.CDLL(str(library))
+        return (ctypes.c_void_p * 4)(*(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in _OPENMP))
+    except (OSError, AttributeError):
+        return None
+
+
+def name() -> str:
+    """Which threads run kernels, for people."""
+    return "OpenMP threads of torch" if _openmp_table() is not None else "a thread pool of halfbyte's own"
+
+
+def openmp_address() -> int:
+    table = _openmp_table()
+    return 0 if table is None else ctypes.addressof(table)
+
+
+@functools.cache
+def _forced_threads() -> int | None:
+    return env.threads()
+
+
+def threads() -> int:
+    """Threads that a large kernel runs on: HALFBYTE_THREADS (read once), else as many as torch uses."""
+    return 1 if _forked else _forced_threads() or torch.get_num_threads()
+
+
+@functools.cache
+def runner() -> Callable[[int, int], None]:
+    """run(address of the arguments, threads): blocks until all phases are done. The GIL is free meanwhile."""
+    phase_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    if _openmp_table() is not None or _forked:
+        address = jit.load("runtime", build, current())["run"]
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
+    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="halfbyte")
+    lock = threading.Lock()
+
+    def run(arguments: int, count: int) -> None:
+        with lock:  # phases of two calls must not wait for each other's threads
+            for address in (ctypes.c_int64 * 2).from_address(arguments):
+                if address:
+                    phase = phase_type(address)
+                    list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
+
+    return run
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,313 @@
+"""The micro-kernel: a tile of R rows of activations times one panel of 32 rows of weights, over all of K.
+
+    y[i, n] = sum over blocks b of  scale[n, b] * sum over k in b of (q[n, k] - point[n, b]) * x[i, k]  + offset[n, b] * sum(x[i, b])
+
+Weights are read in the order of `layouts/cpu_tiles.py` and unpacked in registers for each tile: no unpacked copy exists.
+Activations were written by `activations.py` in the order that the tile reads them, for each block along K:
+
+    for each unit of 8 or 32 k: R rows of that unit | R scales | R corrections | R sums | R offsets   (4 bytes each)
+
+Arithmetic. int8: products are summed in int32, exactly, for each block; the sum becomes float32 (exact below 2^24), has its
+point's share taken off, is multiplied by the activation's scale, and is added to the output with one fused multiply-add by
+the weight's scale. float: products of the codes and float32 activations are summed by fused multiply-adds for each block,
+then scaled as above. bf16: as float, with pairs of bfloat16 products summed by the CPU's dot-product instruction.
+
+All of K is done in one pass, so an output is written once, with its bias added and clamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
+from halfbyte.kernels.cpu.isa import ISA, AVX512BF16
+from halfbyte.layouts.cpu_tiles import PANEL
+
+Inner = Literal["int8", "float", "bf16"]
+FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
+PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
+_REGISTER_TOTALS = {16: 12, 8: 4, 4: 8}  # lanes -> vectors of float totals that fit beside the block's accumulators
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """What a tile is compiled for. M, N, K and the block's length are arguments.
+
+    inner    what the products are made of
+    bits, signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
+    unit     elements of K taken at a time; `single`: a block is one unit of 32
+    by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
+    rows     R
+    out      "f32", "bf16" or "f16"
+    """
+
+    inner: Inner
+    bits: int
+    scale: str
+    zero: str
+    unit: int
+    single: bool
+    by_row: bool
+    shifted: bool
+    rows: int
+    vectors: int
+    out: str
+
+    @property
+    def signed(self) -> bool:
+        return self.zero == "none"
+
+    @property
+    def activation_bytes(self) -> int:
+        return {"int8": 1, "bf16": 2, "float": 4}[self.inner]
+
+    @property
+    def name(self) -> str:
+        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
+        shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
+        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}"
+
+
+def build(spec: TileSpec, isa: ISA) -> Module:
+    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, prefetch)."""
+    module = Module(isa.vector_bits)
+    f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
+    tile = _Tile(spec, isa, f)
+    passes = PANEL // (isa.lanes * spec.vectors)
+    if passes == 1:
+        tile.emit(f.value("i64", 0))
+    else:
+        for part in f.loop(passes):
+            tile.emit(part * (isa.lanes * spec.vectors))
+    return module
+
+
+class _Tile:
+    def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = f.parameters
+        self.unit_bytes = PANEL * spec.unit * spec.bits // 8
+        zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
+        self.tail_bytes = -(-PANEL * (self.scale_bytes + zero_bytes) // 64) * 64
+        self.count = spec.rows * spec.vectors
+        self.in_registers = self.count <= _REGISTER_TOTALS[isa.lanes]
+        size = isa.lanes * 4
+        self.scratch = f.alloca(isa.floats, max(self.count, 2 * spec.rows * 8), size)
+        self.totals: list[Variable] = []
+        self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 if self.spec.scale == "f32" else 2
+
+    def emit(self, first: Value) -> None:
+        """The outputs from row `first` of the panel on."""
+        spec, isa, f = self.spec, self.isa, self.f
+        zero = f.value(isa.floats, 0.0)
+        if self.in_registers:
+            self.totals = [f.variable(zero) for _ in range(self.count)]
+        else:
+            for i in range(self.count):
+                self.scratch.store(zero, i * isa.lanes * 4, isa.lanes * 4)
+        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        w, a = f.variable(self.weights), f.variable(self.activations)
+        for b in f.loop(blocks):
+            n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
+            self._block(w, a, n, first)
+        if spec.by_row:  # every record holds the row's scale; the last one is nearest
+            fields = a.value + -(4 * FIELDS * spec.rows)
+            for i, slot in enumerate(self.row_scale):
+                slot.store(fields.load("float", 4 * i, 4), align=4)
+        self._write(first)
+
+    # One block along K
+
+    def _block(self, w: Variable, a: Variable, units: Value, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        unit_activations = spec.rows * spec.unit * spec.activation_bytes
+        tail = w.value + (self.unit_bytes if spec.single else units * self.unit_bytes)
+        fields = a.value + (unit_activations if spec.single else units * unit_activations)
+        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
+        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
+        start = self._start(fields, zeros, units)
+        sums = f.value(isa.ints, 0) if spec.shifted else None
+        weight_sums = [sums] * spec.vectors if sums is not None else []
+        if spec.single:
+            totals, weight_sums = self._unit(w.value, a.value, first, start, weight_sums)
+        else:
+            kept = [f.variable(v) for v in (*start, *weight_sums)]
+            for u in f.loop(units):
+                values = [k.value for k in kept]
+                new, new_sums = self._unit(w.value + u * self.unit_bytes, a.value + u * unit_activations, first, values[: self.count], values[self.count :])
+                for k, v in zip(kept, (*new, *new_sums), strict=True):
+                    k.value = v
+            totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
+        self._finish(totals, fields, scales, zeros, weight_sums, units)
+        w.value = tail + self.tail_bytes
+        a.value = fields + 4 * FIELDS * spec.rows
+
+    def _lanes(self, tail: Value, first: Value, v: int, at: int = 0) -> Value:
+        """Scales (or offsets, `at` bytes further) of one vector of rows, as they are stored."""
+        kind = vector("float" if self.spec.scale == "f32" else "i16", self.isa.lanes)
+        return (tail + first * self.scale_bytes).load(kind, at + v * self.isa.lanes * self.scale_bytes, self.scale_bytes)
+
+    def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
+        spec, lanes = self.spec, self.isa.lanes
+        if spec.zero == "none":
+            return None
+        after = PANEL * self.scale_bytes
+        if spec.zero == "offset":
+            return self.isa.to_float(self._lanes(tail, first, v, after), spec.scale)
+        return (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True).to("float")
+
+    def _field(self, fields: Value, which: int, row: int, kind: str) -> Value:
+        """A row's scale, correction, sum or offset, in every lane."""
+        return fields.load(kind, 4 * (which * self.spec.rows + row), 4).splat(self.isa.lanes)
+
+    def _start(self, fields: Value, zeros: list[Value | None], units: Value) -> list[Value]:
+        """What the block's accumulators begin at."""
+        spec, f = self.spec, self.f
+        if spec.inner == "int8":  # what turns unit weights into codes: for free here
+            return [self._field(fields, 1, i, "i32") for i in range(spec.rows) for _ in range(spec.vectors)]
+        if spec.zero != "point":
+            return [f.value(self.isa.floats, 0.0)] * self.count
+        sums = [self._field(fields, 2, i, "float") for i in range(spec.rows)]
+        return [f.value(self.isa.floats, -0.0) - zero * s for s in sums for zero in zeros if zero is not None]
+
+    def _unit(self, w: Value, a: Value, first: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
+        """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
+        spec, isa, f = self.spec, self.isa, self.f
+        with f.when(self.prefetching.equals(1)):
+            for line in range(0, self.unit_bytes + (self.tail_bytes if spec.single else 0), 64):
+                f.prefetch(w + (PREFETCH_BYTES + line))
+        rows = w + first * 4
+        if spec.inner == "int8":
+            return self._int8_unit(rows, a, totals, weight_sums)
+        step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
+        row_k = 32 // spec.bits
+        for t in range(spec.unit // row_k):
+            totals = step(rows + t * PANEL * 4, a + t * row_k * spec.activation_bytes, totals)
+            f.fence()
+        return totals, weight_sums
+
+    def _stored(self, row: Value) -> Iterator[Value]:
+        for v in range(self.spec.vectors):
+            yield row.load(self.isa.quads, v * self.isa.lanes * 4, self.isa.lanes * 4)
+
+    def _int8_unit(self, rows: Value, a: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
+        spec, isa, f = self.spec, self.isa, self.f
+        accs = [isa.start(f, t, spec.bits) for t in totals]
+        sum_accs = [isa.start(f, t, spec.bits) for t in weight_sums]
+        ones = f.value("i32", 0x01010101).splat(isa.lanes)
+        at = 0
+        for t in range(spec.unit * spec.bits // 32):
+            by_vector = [isa.unit_weights(s, spec.bits) for s in self._stored(rows + t * PANEL * 4)]
+            for weights in zip(*by_vector, strict=True):
+                for i in range(spec.rows):
+                    four = a.load("i32", i * spec.unit + at, 4).splat(isa.lanes)
+                    for v, weight in enumerate(weights):
+                        n = i * spec.vectors + v
+                        accs[n] = isa.dot(f, accs[n], weight, four, spec.bits)
+                sum_accs = [isa.dot(f, acc, weight, ones, spec.bits) for acc, weight in zip(sum_accs, weights, strict=bool(sum_accs))]
+                at += 4
+                f.fence()
+        widened = [isa.widen(f, acc, t, spec.bits) for acc, t in zip(accs, totals, strict=True)]
+        return widened, [isa.widen(f, acc, t, spec.bits) for acc, t in zip(sum_accs, weight_sums, strict=True)]
+
+    def _float_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
+        spec, isa, f = self.spec, self.isa, self.f
+        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in self._stored(row)]
+        out = list(totals)
+        for parts in zip(*by_vector, strict=True):
+            for i in range(spec.rows):
+                x = a.load("float", 4 * (i * spec.unit + parts[0][0]), 4).splat(isa.lanes)
+                for v, (_, code) in enumerate(parts):
+                    out[i * spec.vectors + v] = f.fma(code, x, out[i * spec.vectors + v])
+        return out
+
+    def _bf16_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
+        spec, isa, f = self.spec, self.isa, self.f
+        assert isinstance(isa, AVX512BF16) and spec.bits == 4
+        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in self._stored(row)]
+        out = list(totals)
+        for s, codes in enumerate(zip(*by_vector, strict=True)):
+            for i in range(spec.rows):
+                pair = a.load("i32", 2 * i * spec.unit + 4 * s, 4).splat(isa.lanes)
+                for v, code in enumerate(codes):
+                    out[i * spec.vectors + v] = isa.bf16_multiply(f, out[i * spec.vectors + v], code, pair)
+        return out
+
+    def _finish(self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value) -> None:
+        """Scale the block's accumulators and add them to the outputs."""
+        spec, f = self.spec, self.f
+        code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
+        for i in range(spec.rows):
+            scaled = spec.inner == "int8" and not spec.by_row
+            scale = self._field(fields, 0, i, "float") if scaled else None
+            total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
+            for v in range(spec.vectors):
+                x, zero = totals[i * spec.vectors + v], zeros[v]
+                if spec.inner == "int8":
+                    x = x.to("float")
+                    if spec.zero == "point" and zero is not None and total_x is not None:
+                        x = f.fma(f.value(x.type, -0.0) - zero, total_x, x)
+                if scale is not None:
+                    x = f.fma(x, scale, code_sums[v] * self._field(fields, 3, i, "float")) if spec.shifted else x * scale
+                n, out = i * spec.vectors + v, self._total(i * spec.vectors + v)
+                if spec.zero == "offset" and zero is not None and total_x is not None:
+                    out = f.fma(zero, total_x, out)
+                self._set_total(n, f.fma(x, scales[v], out))
+            f.fence()
+
+    def _code_sum(self, unit_sum: Value, zero: Value | None, units: Value) -> Value:
+        """Sum of the block's weight codes, points taken off, as float: what an offset of the activations multiplies."""
+        spec = self.spec
+        count = units * spec.unit
+        correction = count * self.isa.correction(spec.bits, spec.signed)
+        total = (unit_sum + correction.to("i32").splat(self.isa.lanes)).to("float")
+        if spec.zero == "point" and zero is not None:  # elements that pad a block hold the point itself
+            return self.f.fma(self.f.value(total.type, -0.0) - zero, count.to("float").splat(self.isa.lanes), total)
+        return total
+
+    # The outputs
+
+    def _total(self, n: int) -> Value:
+        size = self.isa.lanes * 4
+        return self.totals[n].value if self.in_registers else self.scratch.load(self.isa.floats, n * size, size)
+
+    def _set_total(self, n: int, value: Value) -> None:
+        size = self.isa.lanes * 4
+        if self.in_registers:
+            self.totals[n].value = value
+        else:
+            self.scratch.store(value, n * size, size)
+
+    def _write(self, first: Value) -> None:
+        """Add the bias, clamp, convert and store; a panel's columns beyond `columns` are not touched."""
+        spec, isa, f = self.spec, self.isa, self.f
+        out_bytes = 4 if spec.out == "f32" else 2
+        stride = LINEAR.load(self.args, "out_stride")
+        low, high = (LINEAR.address(self.args, "clamp").load("float", at, 4) for at in (0, 4))
+        for n in range(self.count):
+            value = self._total(n)
+            if spec.by_row:
+                value = value * self.row_scale[n // spec.vectors].load("float", align=4).splat(isa.lanes)
+            self.scratch.store(value, n * isa.lanes * 4, isa.lanes * 4)
+        inside = (self.columns - first) > isa.lanes * spec.vectors - 1
+        with f.when(inside):
+            for n in range(self.count):
+                row, column = n // spec.vectors, n % spec.vectors * isa.lanes
+                bias = (self.bias + first * 4).load(isa.floats, column * 4, 4)
+                value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
+                value = value.max_or(low.splat(isa.lanes)).min_or(high.splat(isa.lanes))
+                (self.out + stride * row + first * out_bytes).store(isa.from_float(value, spec.out), column * out_bytes, out_bytes)
+        with f.when(inside.equals(0)):
+            some = (self.columns - first).max_or(0)
+            for row in range(spec.rows):
+                for c in f.loop(some):
+                    value = self.scratch.load("float", c * 4 + row * spec.vectors * isa.lanes * 4, 4)
+                    value = (value + self.bias.load("float", (c + first) * 4, 4)).max_or(low).min_or(high)
+                    (self.out + stride * row).store(isa.from_float(value, spec.out), (c + first) * out_bytes, out_bytes)
