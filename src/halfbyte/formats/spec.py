@@ -25,8 +25,19 @@ Scope = int | Literal["channel", "tensor"]
 
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
+# The formats of other projects, field by field.
+_FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
+    "q4_0": (4, 32, "none", torch.float16, "ggml", False),
+    "q4_1": (4, 32, "offset", torch.float16, "ggml", False),
+    "q8_0": (8, 32, "none", torch.float16, "ggml", False),
+    "q8_1": (8, 32, "none", torch.float16, "ggml", True),
+    "inferllm_q4_0": (4, 32, "none", torch.float32, "inferllm", False),
+    "inferllm_q8_0": (8, 32, "none", torch.float32, "inferllm", False),
+}
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
-_GRAMMAR = re.compile(r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?")
+_GRAMMAR = re.compile(
+    r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +65,15 @@ class Format:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise FormatError(f"a format has 4 or 8 bits, not {self.bits!r}")
-        if self.block not in ("channel", "tensor") and not (isinstance(self.block, int) and 0 < self.block < 10**9):
+        if self.block not in ("channel", "tensor") and not (type(self.block) is int and 0 < self.block < 10**9):
             raise FormatError(f'a format\'s block is a positive number of elements, "channel" or "tensor", not {self.block!r}')
         if self.zero not in _ZERO_NAMES:
             raise FormatError(f'a format\'s zero is "none", "point" or "offset", not {self.zero!r}')
         if self.scale not in _SCALE_NAMES:
             raise FormatError(f"a format's scales are float16, bfloat16 or float32, not {self.scale!r}")
+        fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
+        if (self.family != "int" or self.sums) and fields not in _FOREIGN.values():
+            raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 
     @property
     def signed(self) -> bool:
@@ -103,14 +117,7 @@ def _usual_scale(block: Scope) -> torch.dtype:
     return torch.float16 if isinstance(block, int) else torch.float32
 
 
-PRESETS: dict[str, Format] = {
-    "q4_0": Format(4, 32, family="ggml"),
-    "q4_1": Format(4, 32, zero="offset", family="ggml"),
-    "q8_0": Format(8, 32, family="ggml"),
-    "q8_1": Format(8, 32, family="ggml", sums=True),
-    "inferllm_q4_0": Format(4, 32, scale=torch.float32, family="inferllm"),
-    "inferllm_q8_0": Format(8, 32, scale=torch.float32, family="inferllm"),
-}
+PRESETS: dict[str, Format] = {name: Format(*fields) for name, fields in _FOREIGN.items()}
 _NAMES = {preset: name for name, preset in PRESETS.items()}
 
 

@@ -3,7 +3,7 @@
 Every step is one float32 operation, rounded to nearest even, with no fused multiply-add, so that any kernel can repeat
 it bit for bit. Of a block of weights x (converted to float32 first, which is exact):
 
-    lo = min(x)   hi = max(x)   amax = max(-lo, hi)
+    lo = min(x)   hi = max(x)   amax = max(|x|)   (each +0 where it is a zero of either sign)
     inverse(s) = 1 / s, or 0 where s = 0 or where 1 / s overflows
     rne(v)  rounds to nearest, ties to even;  away(v)  rounds to nearest, ties away from zero (C's roundf)
     clamp   is to the format's [q_min, q_max]
@@ -30,7 +30,8 @@ float32 d (and lo), and round these to the scale dtype afterwards. A scale that 
 a block of zeros (or of its offset). One that overflows is an error.
 
 Sources: ggml's quantize_row_q4_0_ref, q4_1_ref, q8_0_ref (ggml-quants.c), of which the `gguf` package's quants.py has a
-bit-exact copy; InferLLM's quantize_row_q4_0_reference and q8_0 (src/kern/naive/quantize.h).
+bit-exact copy (which differs from this only where the lo of a q4_1 block is -0: it stores that sign, or not, as the order of
+its comparisons has it; the dequantized weights are the same); InferLLM's quantize_row_q4_0_reference and q8_0 (src/kern/naive/quantize.h).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
         return _ggml_q4_0(builder, as_blocks(group[0], fmt))
     lo, hi = limits(fmt, group)
     if fmt.zero == "none":
-        exact, zero = _divide(torch.maximum(-lo, hi), fmt.q_max), None
+        exact, zero = _divide(torch.maximum(lo.abs(), hi.abs()), fmt.q_max), None
     else:
         if fmt.zero == "point":
             lo, hi = lo.clamp(max=0), hi.clamp(min=0)
@@ -83,12 +84,12 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
 
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The least and the greatest weight of each block, float32 [r, nb]."""
+    """The least and the greatest weight of each block, float32 [r, nb]; a zero is +0."""
     pairs = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
     lo, hi = pairs[0].min, pairs[0].max
     for pair in pairs[1:]:
         lo, hi = torch.minimum(lo, pair.min), torch.maximum(hi, pair.max)
-    return lo, hi
+    return lo + 0.0, hi + 0.0
 
 
 def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:

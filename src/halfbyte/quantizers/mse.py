@@ -80,7 +80,7 @@ def _search(fmt: Format, group: Sequence[Tensor], plain: Grid) -> Grid:
     best = _Best(fmt, group, plain)
     lo, hi = limits(fmt, group)
     if fmt.zero == "none":
-        amax = torch.maximum(-lo, hi)
+        amax = torch.maximum(lo.abs(), hi.abs())
         signs = (1, -1) if fmt.family == "ggml" and fmt.bits == 4 else (1,)
         for factor in _FACTORS:
             for sign in signs:
