@@ -28,6 +28,7 @@ from halfbyte.kernels.cpu.isa import ISA
 _lock = threading.RLock()
 _linker: Any = None
 _libraries: list[Any] = []  # llvmlite frees the code of a library that nobody holds
+_loaded: dict[str, dict[str, int]] = {}  # by key
 _warned: set[str] = set()
 _initialized = False
 
@@ -146,6 +147,8 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     target = f"{isa.triple} {isa.cpu} {isa.features} {llvmlite.__version__} {llvm.llvm_version_info}"
     key = hashlib.sha256(f"{target}\n{text}".encode()).hexdigest()
     with _lock:
+        if key in _loaded:
+            return _loaded[key]
         _initialize()
         _dump(name, text, module, isa)
         folder = cache_folder()
@@ -162,4 +165,5 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
             builder.export_symbol(function.name)
         library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
         _libraries.append(library)
-        return {function.name: int(library[function.name]) for function in module.functions}
+        _loaded[key] = {function.name: int(library[function.name]) for function in module.functions}
+        return _loaded[key]
