@@ -1,0 +1,288 @@
+"""safetensors files, read and written one tensor at a time.
+
+    bytes 0-7      length H of the header, unsigned, little-endian
+    bytes 8-8+H    the header, JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}; offsets count
+                   from the header's end; "__metadata__" may hold an object of strings
+    the rest       the tensors, row-major, little-endian, without holes or overlaps
+
+Tensors are read by plain reads, not through a memory map: a mapped file that another process truncates kills the reader,
+and mapped pages count as its memory. They are written at offsets that are known beforehand, so that no more than one
+tensor is ever held.
+
+Wider dtypes are written first, so that every tensor is aligned to its elements, as readers that map the file expect.
+
+Source: the format's text at https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_HEADER_LIMIT = 100_000_000  # bytes; the same as the safetensors package's
+_CHUNK = 4 << 20  # elements that are converted at a time
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor is, without its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: `spec.nbytes` bytes of the file at `path`, from `offset` on."""
+
+    path: Path
+    offset: int
+    spec: Spec
+
+
+def load_json(path: Path, limit: int = _HEADER_LIMIT) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(limit + 1)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+    if len(text) > limit:
+        raise CheckpointError(f"{path} is longer than {limit} bytes, which no {path.name} needs: check that it is the right file")
+    return parse_json(text, str(path))
+
+
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `text` spells; a name that comes twice is an error."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        parsed = dict(pairs)
+        "".join(parsed).encode()  # an escaped lone surrogate is no text, and raises
+        if len(parsed) < len(pairs):
+            raise ValueError("a name comes twice")
+        return parsed
+
+    try:
+        parsed = json.loads(text.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CheckpointError(f"{what} is not JSON ({str(e) or 'nested too deeply'}): the file is damaged") from e
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(parsed).__name__}, not an object: the file is damaged")
+    return parsed
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 (zlib's) of a CPU tensor's bytes, row-major."""
+    return zlib.crc32(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_header(path: Path) -> dict[str, Place]:
+    """Where each tensor of a file lies. Raises CheckpointError for a header that breaks any rule of the format."""
+    if sys.byteorder != "little":
+        raise UnsupportedError("safetensors files are little-endian and this machine is not: load the model on another machine")
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(_HEADER_LIMIT, size - 8):
+                raise CheckpointError(f"{path} has {size} bytes, its header would have {length}: it is no safetensors file or is cut short")
+            header = parse_json(file.read(length), f"the header of {path}")
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+    header.pop("__metadata__", None)
+    start = 8 + length
+    places = {name: _place(path, start, name, entry) for name, entry in header.items()}
+    end = start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
+        if place.offset != end:
+            raise CheckpointError(f"{path}: tensor {name!r} begins at byte {place.offset}, not {end}, where the one before it ends")
+        end += place.spec.nbytes
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, its header speaks of {end}: the file is damaged or cut short")
+    return places
+
+
+def _place(path: Path, start: int, name: str, entry: object) -> Place:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} has no description in the header: the file is damaged")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(f"{where} has dtype {dtype!r}: halfbyte reads {', '.join(_DTYPES)}")
+    if not (isinstance(shape, list) and is_shape(shape)):
+        raise CheckpointError(f"{where} has shape {shape!r}, which is no list of sizes: the file is damaged")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets))):
+        raise CheckpointError(f"{where} has offsets {offsets!r}, which are no pair of places: the file is damaged")
+    spec = Spec(_DTYPES[dtype], tuple(shape))
+    if offsets[1] - offsets[0] != spec.nbytes:
+        raise CheckpointError(f"{where} has {offsets[1] - offsets[0]} bytes, but {dtype} {shape} takes {spec.nbytes}: the file is damaged")
+    return Place(path, start + offsets[0], spec)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value from JSON is a size that torch can take."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_shape(value: list[Any]) -> bool:
+    """Whether a list from JSON is a shape whose strides torch can compute, zero-size ones included."""
+    return len(value) <= 64 and all(map(is_count, value)) and math.prod(s or 1 for s in value) < 1 << 60
+
+
+class Reader:
+    """The tensors of one or more safetensors files, by name.
+
+    places  name -> where it lies, in the order of the headers
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.places: dict[str, Place] = {}
+        for path in paths:
+            for name, place in read_header(path).items():
+                if name in self.places:
+                    raise CheckpointError(f"tensor {name!r} is in both {self.places[name].path} and {path}: remove one of the files")
+                self.places[name] = place
+
+    def spec(self, name: str) -> Spec:
+        return self.places[name].spec
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, converted to `dtype` piece by piece if one is named. Holds one copy of it and a few MB."""
+        place = self.places[name]
+        spec = place.spec
+        out = torch.empty(spec.shape, dtype=dtype or spec.dtype)
+        flat = out.view(-1)
+        try:
+            with open(place.path, "rb", buffering=0) as file:
+                file.seek(place.offset)
+                if out.dtype == spec.dtype:
+                    _fill(file, flat, place)
+                else:
+                    for piece in flat.split(_CHUNK):
+                        raw = torch.empty(piece.shape, dtype=spec.dtype)
+                        _fill(file, raw, place)
+                        piece.copy_(raw)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
+        return out
+
+
+def _fill(file: FileIO, tensor: Tensor, place: Place) -> None:
+    view = _bytes_of(tensor)
+    while view:
+        if (count := file.readinto(view)) == 0:
+            raise CheckpointError(f"{place.path} became shorter while it was read: load it again when nothing writes to it")
+        view = view[count:]
+
+
+class Writer:
+    """Files that together hold `tensors`, each of at most `shard_bytes` where its tensors allow it.
+
+    One file is called `<stem>.safetensors`, more are `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
+
+    files      the files' names
+    file_of    name of a tensor -> name of its file
+    checksums  name of a tensor that has been written -> CRC-32 of its bytes
+    """
+
+    def __init__(self, folder: Path, stem: str, tensors: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> None:
+        shards = list(_split(tensors, shard_bytes))
+        count = len(shards)
+        self.files = [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        self.file_of: dict[str, str] = {}
+        self.checksums: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        for name, shard in zip(self.files, shards, strict=True):
+            header, places = _header(folder / name, {tensor: tensors[tensor] for tensor in shard})
+            self._places |= places
+            self.file_of |= dict.fromkeys(shard, name)
+            with open(folder / name, "xb") as file:
+                file.write(header)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, which must have the dtype and shape that were announced."""
+        place = self._places[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (place.spec.dtype, place.spec.shape):
+            raise ArgumentError(
+                f"{name} was announced as {place.spec.dtype} {list(place.spec.shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+        view = _bytes_of(tensor.cpu())
+        with open(place.path, "r+b") as file:
+            file.seek(place.offset)
+            file.write(view)
+        self.checksums[name] = zlib.crc32(view)
+
+    def finish(self) -> None:
+        """Raises ArgumentError if a tensor has not been written."""
+        if missing := self._places.keys() - self.checksums.keys():
+            raise ArgumentError(f"{len(missing)} announced tensors were not written, the first is {min(missing)}")
+
+
+def _split(tensors: Mapping[str, Spec], shard_bytes: int) -> Iterator[list[str]]:
+    """Names in their order, cut where the next tensor would make a file larger than `shard_bytes`. At least one list."""
+    shard: list[str] = []
+    size = 0
+    for name, spec in tensors.items():
+        if shard and size + spec.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += spec.nbytes
+    yield shard
+
+
+def _header(path: Path, tensors: Mapping[str, Spec]) -> tuple[bytes, dict[str, Place]]:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n)):
+        spec = tensors[name]
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {spec.dtype}, which safetensors cannot hold: it holds {', '.join(str(d) for d in _NAMES)}")
+        begins[name], end = end, end + spec.nbytes
+        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: Place(path, start + begin, tensors[name]) for name, begin in begins.items()}

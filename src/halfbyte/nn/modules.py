@@ -1,0 +1,233 @@
+"""Modules whose weight is packed: QuantLinear in place of nn.Linear, QuantEmbedding in place of nn.Embedding.
+
+The weight is frozen. Gradients flow to the activations. In a state_dict it appears in canonical order, as `weight.data`,
+`weight.scale` and, where the format has one, `weight.zero` (see `Codes`), so that it means the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.layouts.base import Packed
+
+COMPUTES = ("auto", "int8", "float")
+ACTIVATIONS = ("block", "row", "block_offset", "row_offset")
+
+
+class WeightView(Tensor):
+    """A packed weight that looks like a float tensor: shape, dtype and device at once, numbers only when they are used.
+
+    Each operation on it sees the dequantized weight, made anew: code that reads `module.weight.dtype` costs nothing, code
+    that multiplies by `module.weight` gets the right product slowly. Nothing can write to it.
+    """
+
+    packed: Packed
+
+    @staticmethod
+    def __new__(cls, packed: Packed, dtype: torch.dtype) -> WeightView:
+        view: WeightView = Tensor._make_wrapper_subclass(cls, packed.shape, dtype=dtype, device=packed.device)
+        view.packed = packed
+        return view
+
+    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    def _numbers(self) -> Tensor:
+        return ops.dequantize(self.packed, self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:
+            raise UnsupportedError(f"{func} would write to a quantized weight, which is frozen: change the float weight and quantize again")
+        if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
+            return cls(args[0].packed, args[0].dtype)
+        args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise UnsupportedError("a quantized weight is frozen: change the float weight and quantize again")
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._numbers()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.format})"
+
+
+class QuantModule(nn.Module):
+    """What QuantLinear and QuantEmbedding share: the packed weight, its place in buffers and state_dict, what `.to` does.
+
+    packed  the weight, logical shape [N, K]
+    dtype   of the float weight that it stands for; follows `.to(dtype)`, which does not touch the packed bytes
+    error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
+    kind    the module that it stands for, "Linear" or "Embedding"
+    """
+
+    kind: ClassVar[str]
+    packed_data: Tensor
+    dtype_mark: Tensor
+
+    def __init__(self, packed: Packed, dtype: torch.dtype, error: float | None) -> None:
+        super().__init__()
+        if len(packed.shape) != 2:
+            raise ArgumentError(f"a module's weight is [N, K], got shape {list(packed.shape)}")
+        self.error = error
+        # Buffers, so that torch counts and compiles them as the module's; not persistent: a layout is never stored.
+        self.register_buffer("packed_data", packed.data, persistent=False)
+        self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
+        self._packed = packed
+
+    @property
+    def packed(self) -> Packed:
+        return self._packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtype_mark.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, [N, K], for code that looks at it; computed when it is used."""
+        if torch.compiler.is_compiling():
+            return ops.dequantize(self._packed, self.dtype)
+        return WeightView(self._packed, self.dtype)
+
+    def codes(self) -> Codes:
+        """The weight in canonical order."""
+        return ops.unpack(self._packed)
+
+    def _set_packed(self, packed: Packed) -> None:
+        self.packed_data = packed.data
+        self._packed = packed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self._packed.device)).device
+        if device != self._packed.device:
+            raise UnsupportedError(
+                f"a weight packed for {self._packed.device} does not move to {device}: save the model, then load it for that device"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._set_packed(replace(self._packed, data=self.packed_data))
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.codes().tensors().items():
+            destination[f"{prefix}weight.{name}"] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        fmt, shape = self._packed.format, self._packed.shape
+        names = {name: f"{prefix}weight.{name}" for name in stored_tensors(fmt, shape)}
+        found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
+        rest = {key: value for key, value in state_dict.items() if key not in names.values()}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if len(found) < len(names):
+            missing_keys.extend(key for name, key in names.items() if name not in found)
+            return
+        try:
+            codes = Codes.from_tensors(fmt, shape, found)
+            codes.check_values()
+        except FormatError as e:
+            error_msgs.append(f"{prefix}weight: {e}")
+            return
+        self._set_packed(ops.pack(codes, self._packed.device))
+        self.error = None
+
+
+class QuantLinear(QuantModule):
+    """y = x W^T + bias, as nn.Linear, with a quantized W.
+
+    packed      W, [out_features, in_features]
+    bias        [out_features] or None; kept in floating point, frozen
+    compute     "float": W is dequantized in registers. "int8": x is quantized on the fly. "auto": the faster for the format
+    activation  how "int8" quantizes x: per "block" or "row" of it, with an offset or without
+    """
+
+    kind = "Linear"
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        packed: Packed,
+        bias: Tensor | None = None,
+        compute: str = "auto",
+        activation: str = "block",
+        *,
+        dtype: torch.dtype | None = None,
+        error: float | None = None,
+    ) -> None:
+        super().__init__(packed, dtype or (torch.float32 if bias is None else bias.dtype), error)
+        self.out_features, self.in_features = packed.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ArgumentError(f"the bias of a weight of shape {list(packed.shape)} is [{self.out_features}], got {list(bias.shape)}")
+        check_compute(compute, activation)
+        self.compute = compute
+        self.activation = activation
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", bias if bias is None else bias.requires_grad_(False))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype."""
+        return ops.linear(x, self._packed, self.bias, compute=self.compute, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self._packed.format}"
+        )
+
+
+class QuantEmbedding(QuantModule):
+    """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype."""
+
+    kind = "Embedding"
+
+    def __init__(
+        self, packed: Packed, padding_idx: int | None = None, *, dtype: torch.dtype = torch.float32, error: float | None = None
+    ) -> None:
+        super().__init__(packed, dtype, error)
+        self.num_embeddings, self.embedding_dim = packed.shape
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self._packed, self.dtype)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.format}"
+
+
+def quantized_form(
+    module: nn.Module, packed: Packed, dtype: torch.dtype, compute: str, activation: str, error: float | None
+) -> QuantModule:
+    """What takes the place of `module` (a Linear or Embedding, quantized or not) once its weight is `packed`."""
+    if isinstance(module, nn.Embedding | QuantEmbedding):
+        return QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error).train(module.training)
+    assert isinstance(module, nn.Linear | QuantLinear)
+    return QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error).train(module.training)
+
+
+def check_compute(compute: str, activation: str) -> None:
+    """Raises ArgumentError for a `compute` or `activation` that does not exist."""
+    if compute not in COMPUTES:
+        raise ArgumentError(f"compute is one of {', '.join(COMPUTES)}, got {compute!r}")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")

@@ -1,0 +1,143 @@
+"""What was quantized, what was not and why, and what it saves."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfbyte.formats.spec import Format
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One module that holds parameters, or one tensor of a file.
+
+    kind      the module's class ("Linear"), or "tensor"
+    shape     of its weight
+    format    None where it stays as it is, and then `reason` says why
+    tied_to   the name of an earlier row that holds the same weight; its bytes are counted there
+    bytes_*   of all its parameters and persistent buffers, quantized weights in canonical order
+    error     ||float weight - quantized weight|| / ||float weight|| (Frobenius), if known
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    format: Format | None
+    reason: str | None
+    bytes_before: int
+    bytes_after: int
+    error: float | None = None
+    tied_to: str | None = None
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits for each weight, scales and zeros included."""
+        return None if self.format is None or not self.shape else self.format.bits_per_weight(self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows in the model's order. `str()` is a table, `to_json()` everything in plain types."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def quantized(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.format is not None)
+
+    @property
+    def kept(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.format is None)
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean over all quantized weights; 0 where there are none."""
+        rows = [(math.prod(row.shape), row.bits_per_weight or 0.0) for row in self.quantized if row.tied_to is None]
+        weights = sum(count for count, _ in rows)
+        return sum(count * bits for count, bits in rows) / weights if weights else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        rows = [
+            {
+                "name": row.name,
+                "kind": row.kind,
+                "shape": list(row.shape),
+                "format": None if row.format is None else str(row.format),
+                "reason": row.reason,
+                "tied_to": row.tied_to,
+                "bits_per_weight": row.bits_per_weight,
+                "error": row.error,
+                "bytes_before": row.bytes_before,
+                "bytes_after": row.bytes_after,
+            }
+            for row in self.rows
+        ]
+        totals = {
+            "quantized": len(self.quantized),
+            "kept": len(self.kept),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+        }
+        return {"rows": rows, "totals": totals}
+
+    def __str__(self) -> str:
+        lines = []
+        if self.quantized:
+            lines += _table([("name", "kind", "shape", "format", "bits", "error", "before", "after"), *map(_cells, self.quantized)], left=4)
+        if self.kept:
+            lines += ["", "kept as they are", *_table(list(self._kept_cells()), left=5)]
+        ratio = f", {self.bytes_before / self.bytes_after:.2f} times smaller" if self.bytes_after else ""
+        lines += ["", f"{len(self.quantized)} quantized at {self.bits_per_weight:.2f} bits a weight, {len(self.kept)} kept; "]
+        lines[-1] += f"{size_text(self.bytes_before)} before, {size_text(self.bytes_after)} after{ratio}"
+        return "\n".join(lines).lstrip("\n")
+
+    def _kept_cells(self) -> Iterator[tuple[str, ...]]:
+        """One line for all rows of a kind that stay for the same reason."""
+        groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        for row in self.kept:
+            groups[row.kind, row.reason or ""].append(row)
+        for (kind, reason), rows in groups.items():
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            yield rows[0].name, more.strip(), kind, reason, size_text(sum(row.bytes_after for row in rows))
+
+
+def size_text(count: int) -> str:
+    """A number of bytes for people, in powers of 1000: "90.9 MB"."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.95 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.tied_to is not None:
+        return row.name, row.kind, _shape_text(row), str(row.format), "", "", "tied to", row.tied_to
+    error = "" if row.error is None else f"{row.error:.4f}"
+    bits = f"{row.bits_per_weight:.2f}"
+    return row.name, row.kind, _shape_text(row), str(row.format), bits, error, size_text(row.bytes_before), size_text(row.bytes_after)
+
+
+def _shape_text(row: Row) -> str:
+    return "×".join(map(str, row.shape))
+
+
+def _table(lines: list[tuple[str, ...]], left: int) -> list[str]:
+    """Lines with aligned columns, of which the first `left` are flush left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    return [line.rstrip() for line in aligned]
