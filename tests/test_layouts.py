@@ -31,7 +31,8 @@ shapes = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.integers(0, 70), 
 def equal(a: Codes, b: Codes) -> bool:
     """The same format, shape and bits, which dequantize() and a checkpoint are made of."""
     mine, other = a.tensors(), b.tensors()
-    return (a.format, a.shape, mine.keys()) == (b.format, b.shape, other.keys()) and all(torch.equal(mine[name], other[name]) for name in mine)
+    same = (a.format, a.shape, mine.keys()) == (b.format, b.shape, other.keys())
+    return same and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 @given(formats, shapes)
@@ -63,7 +64,7 @@ def test_long_blocks_are_cut_into_records_with_the_same_scale(block: int | str, 
     monkeypatch.setattr(cpu_tiles, "LONGEST_BLOCK", 64)
     codes = random_codes(Format(4, block, zero), (35, 203))
     geo = geometry(codes.format, codes.shape)
-    # 203 elements in pieces of at most 64. Within a row of several blocks a piece divides the block: 200 = 4 * 50, 96 = 2 * 48, and 97 is prime.
+    # 203 elements in pieces of at most 64. In a row of several blocks a piece divides the block: 200 = 4 * 50, 96 = 2 * 48, 97 is prime.
     assert (geo.block, geo.blocks, geo.last) == {200: (50, 5, 3), 96: (48, 5, 11), 97: (1, 203, 1)}.get(block, (64, 4, 11))
     assert equal(unpack(pack(codes)), codes)
     assert pack(codes).data.tolist() == written_out(codes)
