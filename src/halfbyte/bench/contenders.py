@@ -1,0 +1,95 @@
+"""Who takes part: halfbyte in the formats asked for, and the peers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfbyte.bench import onnxruntime_peer, openvino_peer, own, torch_peers
+from halfbyte.bench.workload import Built, Workload
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import as_format
+
+Peak = Literal["dot_peak", "fma_peak"]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a contender computes in.
+
+    error   x [M, K] -> the most that ‖y - reference‖ / ‖reference‖ can reach
+    peak    the ceiling of its multiplications; None where none is probed
+    """
+
+    error: Callable[[Tensor], float]
+    peak: Peak | None
+
+
+def _step_error(levels: float, x: Tensor) -> float:
+    """Each activation is off by at most half a step of max|x| / levels, whatever block the scale spans."""
+    return float(x.abs().max() / x.square().mean().sqrt()) / (2 * levels)
+
+
+# A sum of K products, each rounded to 24 bits: a random walk of sqrt(K) half units, times 8 for the order of summing.
+_FLOAT32 = Arithmetic(lambda x: 8 * math.sqrt(x.shape[-1]) * 2**-24, "fma_peak")
+# Weights, activations and results rounded to 8 bits of mantissa, at most 2^-9 each, which rarely point the same way.
+_BFLOAT16 = Arithmetic(lambda x: 2**-8, None)
+_INT8 = Arithmetic(partial(_step_error, 127), "dot_peak")
+# max - min spans at most 2 max|x|, in 127 steps.
+_INT7 = Arithmetic(partial(_step_error, 63.5), "dot_peak")
+# halfbyte's `float` may round to bfloat16 where the CPU multiplies that faster.
+_FLOAT = Arithmetic(_BFLOAT16.error, "fma_peak")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table: `build` puts its weights in place; `weights` says how they are stored."""
+
+    name: str
+    label: str
+    weights: str
+    arithmetic: Arithmetic
+    build: Callable[[Workload], Built]
+    peer: bool = True
+
+
+PEERS = (
+    Contender("torch_fp32", "torch fp32", "float32", _FLOAT32, partial(torch_peers.dense, dtype=torch.float32)),
+    Contender("torch_bf16", "torch bf16", "bfloat16", _BFLOAT16, partial(torch_peers.dense, dtype=torch.bfloat16)),
+    Contender("torch_int4", "torch int4pack g128", "int4_g128", _BFLOAT16, partial(torch_peers.int4pack, format="int4_g128")),
+    Contender("torch_int8", "torch dynamic int8", "int8_channel", _INT7, partial(torch_peers.dynamic_int8, format="int8_channel")),
+    Contender("ort_int4_g32", "ONNX Runtime int4 g32", "q4_0", _INT8, partial(onnxruntime_peer.matmul_nbits, format="q4_0")),
+    Contender("ort_int4_g128", "ONNX Runtime int4 g128", "int4_g128", _INT8, partial(onnxruntime_peer.matmul_nbits, format="int4_g128")),
+    Contender("ov_int4_g32", "OpenVINO u4 g32", "int4_g32_zp", _INT8, partial(openvino_peer.compressed, format="int4_g32_zp")),
+    Contender("ov_int4_g128", "OpenVINO u4 g128", "int4_g128_zp", _INT8, partial(openvino_peer.compressed, format="int4_g128_zp")),
+    Contender("ov_int8", "OpenVINO i8", "int8_channel", _INT8, partial(openvino_peer.compressed, format="int8_channel")),
+)
+_PEERS = {peer.name: peer for peer in PEERS}
+
+
+def contender(name: str) -> Contender:
+    """The contender of a name: a peer's, or `halfbyte:<format>` with `:float` behind it for float compute.
+
+    Raises ArgumentError or FormatError if there is none.
+    """
+    if name in _PEERS:
+        return _PEERS[name]
+    own_name, _, rest = name.partition(":")
+    format, _, compute = rest.partition(":")
+    if own_name != "halfbyte" or compute not in ("", "float"):
+        raise ArgumentError(f"there is no contender {name!r}: use one of {', '.join(_PEERS)}, halfbyte:<format> or halfbyte:<format>:float")
+    fmt = str(as_format(format))
+    build = partial(own.linear, format=fmt, compute=compute or "auto")
+    return Contender(name, " ".join(filter(None, ("halfbyte", fmt, compute))), fmt, _FLOAT if compute else _INT8, build, peer=False)
+
+
+def select(formats: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """Names of the contenders, halfbyte's first. Raises ArgumentError or FormatError for a name that means nothing."""
+    own_names = [f"halfbyte:{fmt}{compute}" for fmt in formats for compute in ("", ":float")]
+    return [contender(name).name for name in (*own_names, *peers)]

@@ -1,0 +1,253 @@
+"""The CPU benchmark: halfbyte and its peers on linear layers, in turn, between probes of what the machine can do.
+
+Each contender lives in a process of its own, since the thread pools of several runtimes in one process spin against
+each other, and sleeps while another one runs. A round visits every M and every contender; the ceilings are probed before
+and after each visit. Rounds in which the host gave markedly less than its best are left out of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+import halfbyte
+from halfbyte.bench.contenders import PEERS, Contender, contender, select
+from halfbyte.bench.process import Worker, WorkerError
+from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, host_rate, markdown, rank, summarize, text
+from halfbyte.bench.workload import Workload
+from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.machine import machine
+
+_PACKAGES = ("torch", "onnxruntime", "openvino", "llvmlite", "numpy")
+_MEMORY_CAP = 4 << 30
+# Where the machine does not tell its own.
+_USUAL_MEMORY, _USUAL_CACHE = 16 << 30, 32 << 20
+
+
+Advance = Callable[[str, float], None]  # what is going on, and the part of the whole that is done
+
+
+def _usual_memory() -> int:
+    """A quarter of main memory (runtimes hold a weight twice while they arrange it) for as many contenders as there usually are."""
+    return min(_MEMORY_CAP, (machine().memory or _USUAL_MEMORY) // 4 // (len(PEERS) + 2))
+
+
+def _cache() -> int:
+    return max(level or 0 for level in machine().caches) or _USUAL_CACHE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    shapes        (N, K) of the weights
+    min_time      seconds that one visit measures for, at least
+    memory_bytes  that the weights of one contender may take
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ((14336, 4096),)
+    ms: tuple[int, ...] = (1, 4, 16, 128)
+    threads: tuple[int, ...] = (1, 2)
+    formats: tuple[str, ...] = ("q4_0",)
+    peers: tuple[str, ...] = tuple(peer.name for peer in PEERS)
+    rounds: int = 5
+    min_time: float = 0.1
+    memory_bytes: int = field(default_factory=_usual_memory)
+    cache_bytes: int = field(default_factory=_cache)
+
+    def check(self) -> list[str]:
+        """Names of the contenders. Raises ArgumentError or FormatError for a plan that cannot be run."""
+        if any(size < 1 for size in (*self.ms, *self.threads, self.rounds, *(side for shape in self.shapes for side in shape))):
+            raise ArgumentError("shapes, M, threads and rounds of a benchmark are whole numbers from 1 on")
+        if max(self.threads, default=1) > machine().cores:
+            raise ArgumentError(f"got {max(self.threads)} threads, this process may use {machine().cores} cores: ask for fewer")
+        names = select(self.formats, self.peers)
+        if not (names and self.shapes and self.ms and self.threads):
+            raise ArgumentError("nothing to measure: name at least one shape, M, thread count and contender")
+        return names
+
+
+def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
+    """Measures everything in the plan; raises what `Plan.check` does."""
+    names = plan.check()
+    report = Report(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        machine={"cpu": machine().cpu, "cores": machine().cores, "last-level cache": f"{plan.cache_bytes / 2**20:.0f} MiB"},
+        versions={"python": sys.version.split()[0], "halfbyte": halfbyte.__version__, **_versions()},
+        settings=asdict(plan),
+    )
+    groups = [Workload(n, k, threads, plan.cache_bytes, plan.memory_bytes) for threads in plan.threads for n, k in plan.shapes]
+    for at, work in enumerate(groups):
+
+        def advance(doing: str, done: float, at: int = at, work: Workload = work) -> None:
+            progress(f"{work.n}x{work.k}, {work.threads} threads: {doing}", (at + done) / len(groups))
+
+        with ExitStack() as stack:
+            workers = {name: stack.enter_context(Worker(work.threads)) for name in names}
+            probe = _Probe(stack.enter_context(Worker(work.threads)), work.threads, report)
+            ready = _prepare(plan, work, workers, report, advance)
+            report.measurements += _measure(plan, work, ready, probe, report, advance)
+    report.measurements = rank(report.measurements)
+    for one in report.measurements:
+        if one.copies * one.copy_bytes <= plan.cache_bytes:
+            report.note(f"{one.label} at N={one.n}, K={one.k}: its weights fit into the cache, and may have been read from there")
+        if not all(sample.idle for sample in one.samples):
+            report.note(f"{one.label}: its threads went on spinning after its turn, in others' time")
+    return report
+
+
+@dataclass
+class _Ready:
+    """A contender whose weights are in place and whose results are right."""
+
+    contender: Contender
+    worker: Worker
+    facts: dict[str, Any]
+    errors: dict[int, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[int, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Probe:
+    """Asks for the ceilings until that fails once, which it notes."""
+
+    def __init__(self, worker: Worker, threads: int, report: Report) -> None:
+        self._worker: Worker | None = worker
+        self._threads, self._report = threads, report
+
+    def __call__(self) -> Ceilings | None:
+        if self._worker is None:
+            return None
+        try:
+            return Ceilings(**self._worker.ask("probe", threads=self._threads))
+        except WorkerError as error:
+            self._worker = None
+            self._report.note(f"ceilings not probed: {error}")
+            return None
+
+
+def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: Report, advance: Advance) -> list[_Ready]:
+    """Puts every contender's weights in place and checks its results; who fails is reported absent."""
+    ready = []
+    for at, (name, worker) in enumerate(workers.items()):
+        one = contender(name)
+        advance(f"preparing {one.label}", 0.4 * at / len(workers))
+        try:
+            candidate = _Ready(one, worker, worker.ask("prepare", name=name, workload=asdict(work)))
+            for m in plan.ms:
+                candidate.errors[m] = checked = worker.ask("check", m=m)
+                if checked["error"] > checked["allowed"]:
+                    raise WorkerError(f"wrong result at M={m}: relative error {checked['error']:.2g}, {checked['allowed']:.2g} is right")
+            candidate.facts |= worker.ask("kernel")
+        except WorkerError as error:
+            report.absences.append(Absence(name, one.label, work.n, work.k, work.threads, str(error)))
+            worker.close()
+        else:
+            ready.append(candidate)
+    return ready
+
+
+def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, report: Report, advance: Advance) -> list[Measurement]:
+    """Visits every contender in each round, every other round backwards; who fails is reported absent."""
+    before = probe()
+    for turn in range(plan.rounds):
+        for at, m in enumerate(plan.ms):
+            for one in ready[:: -1 if turn % 2 else 1]:
+                advance(f"round {turn + 1}, M={m}, {one.contender.label}", 0.4 + 0.6 * (turn + at / len(plan.ms)) / plan.rounds)
+                try:
+                    taken = one.worker.ask("measure", m=m, min_time=plan.min_time)
+                except WorkerError as error:
+                    report.absences.append(Absence(one.contender.name, one.contender.label, work.n, work.k, work.threads, str(error)))
+                    ready.remove(one)
+                    continue
+                after = probe()
+                one.samples[m].append(Sample(**taken, before=before, after=after))
+                before = after
+    best_rate = max((host_rate(s) or 0 for one in ready for samples in one.samples.values() for s in samples), default=0)
+    return [_measurement(work, one, m, best_rate) for one in ready for m in plan.ms]
+
+
+def _measurement(work: Workload, one: _Ready, m: int, best_rate: float) -> Measurement:
+    operations = 2 * m * work.n * work.k
+    return Measurement(
+        contender=one.contender.name,
+        label=one.contender.label,
+        weights=one.contender.weights,
+        peer=one.contender.peer,
+        n=work.n,
+        k=work.k,
+        m=m,
+        threads=work.threads,
+        samples=one.samples[m],
+        **one.facts,
+        **one.errors[m],
+        **summarize(one.samples[m], best_rate, one.contender.arithmetic.peak, one.facts["copy_bytes"], operations),
+    )
+
+
+def _run_with_progress(plan: Plan) -> Report:
+    """`run` with a bar on stderr, where that is a terminal."""
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        return run(plan, lambda doing, done: bar.update(task, description=doing, completed=done))
+
+
+def _versions() -> dict[str, str]:
+    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    return {package: installed.get(package, "absent") for package in _PACKAGES}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [tuple(int(side) for side in part.split("x")) for part in text.split(",")]
+    return tuple((n, k) for n, k in pairs)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of benchmarks/cpu.py; 0, or 2 for a request that makes no sense."""
+    usual = Plan()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    lists: list[tuple[str, Callable[[str], object], object, str]] = [
+        ("--shapes", _shapes, usual.shapes, "weights as NxK, comma between"),
+        ("--m", _numbers, usual.ms, "rows of activations"),
+        ("--threads", _numbers, tuple(t for t in usual.threads if t <= machine().cores), "threads, each count on that many cores"),
+        ("--formats", _names, usual.formats, "formats of halfbyte's"),
+        ("--peers", _names, usual.peers, f"of {','.join(usual.peers)}; an empty string for none"),
+    ]
+    for option, kind, default, meaning in lists:
+        parser.add_argument(option, type=kind, default=default, help=meaning)
+    parser.add_argument("--rounds", type=int, default=usual.rounds, help="visits to each contender (default: %(default)s)")
+    parser.add_argument("--min-time", type=float, default=usual.min_time, help="seconds of a visit (default: %(default)s)")
+    parser.add_argument("--memory", type=int, default=usual.memory_bytes >> 20, help="MiB for a contender's weights (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    args = parser.parse_args(argv)
+    try:
+        plan = Plan(args.shapes, args.m, args.threads, args.formats, args.peers, args.rounds, args.min_time, args.memory << 20)
+        report = _run_with_progress(plan)
+    except HalfbyteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(markdown(report) if args.markdown else text(report))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    return 0

@@ -1,0 +1,220 @@
+"""What a benchmark found: as data for JSON, and as tables for people and for Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+SCHEMA = 1
+_CEILINGS = (("read_bandwidth", "reads", "GB/s"), ("dot_peak", "int8 dot", "GOP/s"), ("fma_peak", "float32 FMA", "GFLOP/s"))
+# A host that gives less than this part of its best dot-product rate is busy with something else.
+_STEADY = 0.8
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine gave at one moment: bytes a second read from memory, int8 and float32 operations a second."""
+
+    read_bandwidth: float
+    dot_peak: float
+    fma_peak: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round of one contender: seconds a product (median, shortest and longest pass), and the ceilings before and after."""
+
+    median: float
+    min: float
+    max: float
+    runs: int
+    idle: bool
+    before: Ceilings | None
+    after: Ceilings | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A contender on M rows. `best_peer` and `fraction` are None where there is nothing to divide by.
+
+    seconds     a product: the median of the rounds on a steady host (of all, where none was)
+    steady      how many rounds those were
+    best_peer   the best peer's seconds / these seconds: above 1 is faster
+    fraction    the least time that the ceilings allow (the larger of bytes / bandwidth and operations / peak) / these seconds
+    error       relative to its own weights in float64; `allowed` is what its arithmetic can give
+    """
+
+    contender: str
+    label: str
+    weights: str
+    peer: bool
+    n: int
+    k: int
+    m: int
+    threads: int
+    copy_bytes: int
+    copies: int
+    kernel: str
+    error: float
+    allowed: float
+    seconds: float
+    steady: int
+    bytes_per_second: float
+    operations_per_second: float
+    fraction: float | None
+    samples: list[Sample]
+    best_peer: float | None = None
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A contender that was not measured, and why."""
+
+    contender: str
+    label: str
+    n: int
+    k: int
+    threads: int
+    reason: str
+
+
+@dataclass
+class Report:
+    """Everything about one run. `machine`, `versions` and `settings` say what it ran on and how."""
+
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    measurements: list[Measurement] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, line: str) -> None:
+        if line not in self.notes:
+            self.notes.append(line)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def host_rate(sample: Sample) -> float | None:
+    """int8 operations a second that the host gave around a sample; None where it was not probed."""
+    return None if sample.before is None or sample.after is None else min(sample.before.dot_peak, sample.after.dot_peak)
+
+
+def summarize(samples: Sequence[Sample], best_rate: float | None, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
+    """seconds, steady, rates and fraction of one contender's samples: fields of Measurement.
+
+    best_rate   the highest `host_rate` of the run, which says what a steady host gives
+    peak        the field of Ceilings that bounds the operations; where it is None, `fraction` is
+    """
+    steady = [s for s in samples if best_rate is None or (host_rate(s) or 0) >= _STEADY * best_rate] or list(samples)
+    seconds = median(s.median for s in steady)
+    fractions = []
+    for s in steady:
+        if s.before is not None and s.after is not None and peak is not None:
+            bandwidth = (s.before.read_bandwidth + s.after.read_bandwidth) / 2
+            rate = (getattr(s.before, peak) + getattr(s.after, peak)) / 2
+            fractions.append(max(nbytes / bandwidth, operations / rate) / s.median)
+    return {
+        "seconds": seconds,
+        "steady": len(steady),
+        "bytes_per_second": nbytes / seconds,
+        "operations_per_second": operations / seconds,
+        "fraction": median(fractions) if fractions else None,
+    }
+
+
+def rank(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The same measurements with `best_peer` filled in, each against the peers of its own shape, M and threads."""
+    best: dict[tuple[int, ...], float] = {}
+    for one in measurements:
+        if one.peer:
+            best[_case(one)] = min(one.seconds, best.get(_case(one), one.seconds))
+    return [replace(one, best_peer=best[_case(one)] / one.seconds) if _case(one) in best else one for one in measurements]
+
+
+def _case(one: Measurement) -> tuple[int, ...]:
+    return one.n, one.k, one.m, one.threads
+
+
+def text(report: Report) -> str:
+    """The whole report for a terminal."""
+    return "\n".join([*_header(report), "", *_body(report, _aligned), *_legend(report)])
+
+
+def markdown(report: Report) -> str:
+    """The whole report for a README."""
+    lines = [*_header(report), "", *_body(report, _piped), *_legend(report)]
+    return "\n".join(line + "  " if line and not line.startswith("|") else line for line in lines)
+
+
+def _header(report: Report) -> list[str]:
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    return [f"{report.date} · {machine}", " · ".join(f"{name} {version}" for name, version in report.versions.items())]
+
+
+def _body(report: Report, layout: Callable[[list[list[str]]], list[str]]) -> list[str]:
+    lines = []
+    everything: list[Measurement | Absence] = [*report.measurements, *report.absences]
+    for n, k, threads in dict.fromkeys((one.n, one.k, one.threads) for one in everything):
+        group = [one for one in report.measurements if (one.n, one.k, one.threads) == (n, k, threads)]
+        missing = [one for one in report.absences if (one.n, one.k, one.threads) == (n, k, threads)]
+        lines += [f"N={n} K={k}, {threads} thread{'s' if threads > 1 else ''}{_ceilings(group)}", ""]
+        if group:
+            lines += [*layout(_table(group)), ""]
+        lines += [f"not measured: {one.label}: {one.reason}" for one in missing]
+        lines += [""] if missing else []
+    return lines
+
+
+def _table(group: list[Measurement]) -> list[list[str]]:
+    ms = sorted({one.m for one in group})
+    rows = [["", "bits", *(f"M={m}" for m in ms)]]
+    for name in dict.fromkeys(one.contender for one in group):
+        cells = {one.m: one for one in group if one.contender == name}
+        first = next(iter(cells.values()))
+        bits = first.copy_bytes * 8 / (first.n * first.k)
+        rows.append([first.label, f"{bits:.2f}", *(_cell(cells[m]) if m in cells else "-" for m in ms)])
+    return rows
+
+
+def _cell(one: Measurement) -> str:
+    ms = one.seconds * 1e3
+    parts = [f"{ms:.{max(0, 2 - math.floor(math.log10(ms)))}f} ms"]
+    if one.best_peer is not None:
+        parts.append(f"×{one.best_peer:.2f}")
+    if one.fraction is not None:
+        parts.append(f"{one.fraction:.0%}")
+    return " ".join(parts)
+
+
+def _ceilings(group: list[Measurement]) -> str:
+    probes = [probe for one in group for s in one.samples for probe in (s.before, s.after) if probe is not None]
+    if not probes:
+        return ""
+    spans = []
+    for name, what, unit in _CEILINGS:
+        values = [getattr(probe, name) / 1e9 for probe in probes]
+        spans.append(f"{what} {median(values):.0f} ({min(values):.0f}-{max(values):.0f}) {unit}")
+    return ": " + ", ".join(spans)
+
+
+def _legend(report: Report) -> list[str]:
+    rounds = report.settings.get("rounds")
+    legend = [f"ms: median of {rounds} rounds. ×: the best peer's time over this one, above 1 is faster. %: of what the ceilings allow."]
+    return legend + report.notes
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def _piped(rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:]]

@@ -1,0 +1,104 @@
+"""The process of one contender: `python -m halfbyte.bench.worker` reads requests and writes answers, one JSON object a line.
+
+    {"do": "prepare", "name": …, "workload": {…}}   -> copy_bytes, copies
+    {"do": "check", "m": …}                         -> error, allowed
+    {"do": "measure", "m": …, "min_time": …}        -> seconds a product: median, min, max; runs; idle
+    {"do": "probe", "threads": …}                   -> read_bandwidth, dot_peak, fma_peak
+    {"do": "kernel"}                                -> kernel
+
+Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
+when the runtime's threads have stopped spinning, so that nobody else's time is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from time import perf_counter, process_time, sleep
+from typing import Any
+
+import torch
+
+from halfbyte import timing
+from halfbyte.bench.contenders import Contender, contender
+from halfbyte.bench.workload import Built, Workload, relative_error
+
+
+class Bench:
+    """The contender of this process, and what it can be asked."""
+
+    contender: Contender
+    work: Workload
+    built: Built
+
+    def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
+        if hasattr(self, "built"):
+            del self.built  # the last shape's memory goes before the next one's comes
+        self.contender, self.work = contender(name), Workload(**workload)
+        torch.set_num_threads(self.work.threads)
+        self.built = self.contender.build(self.work)
+        return {"copy_bytes": self.built.copy_bytes, "copies": self.built.copies}
+
+    def check(self, m: int) -> dict[str, Any]:
+        allowed = self.contender.arithmetic.error(self.work.activations(m))
+        return {"error": relative_error(self.work, self.built, m), "allowed": allowed}
+
+    def measure(self, m: int, min_time: float) -> dict[str, Any]:
+        one_pass = self.built.bind(self.work.activations(m))
+
+        def run() -> None:
+            for _ in one_pass():
+                pass
+
+        taken = timing.measure(run, min_time=min_time, min_runs=1)
+        seconds = {name: getattr(taken, name) / self.built.copies for name in ("median", "min", "max")}
+        return {**seconds, "runs": taken.runs, "idle": _wait_until_idle()}
+
+    def kernel(self) -> dict[str, Any]:
+        return {"kernel": self.built.kernel()}
+
+    def probe(self, threads: int) -> dict[str, Any]:
+        from halfbyte.kernels.cpu import probe
+
+        return {name: getattr(probe, name)(threads) for name in ("read_bandwidth", "dot_peak", "fma_peak")}
+
+
+def _wait_until_idle(limit: float = 1.0) -> bool:
+    """Sleeps until this process uses less than a tenth of a core; False if that takes longer than `limit` seconds."""
+    end = perf_counter() + limit
+    while perf_counter() < end:
+        used, began = process_time(), perf_counter()
+        sleep(0.005)
+        if process_time() - used < 0.1 * (perf_counter() - began):
+            return True
+    return False
+
+
+def _answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in requests:
+        request = json.loads(line)
+        try:
+            with torch.inference_mode():
+                yield {"ok": True, **getattr(bench, request.pop("do"))(**request)}
+        except ModuleNotFoundError as error:
+            yield {"ok": False, "reason": f"{error.name} is not installed"}
+        except Exception as error:
+            text = str(error).strip() or "no message"
+            yield {"ok": False, "reason": f"{type(error).__name__}: {text.splitlines()[0]}"}
+
+
+def main() -> None:
+    # Libraries print as they like: what they write goes to stderr, and the answers keep the pipe to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with suppress(BrokenPipeError):  # whoever asked is gone
+        for answer in _answers(Bench(), sys.stdin):
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()
