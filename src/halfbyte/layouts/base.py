@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,12 +17,17 @@ class Packed:
     shape   logical shape [..., N, K]
     layout  name of the byte order, as the file of that layout in this room defines it
     data    uint8, one dimension
+    name    the format's, spelled once: looking it up costs more than a small kernel
     """
 
     format: Format
     shape: tuple[int, ...]
     layout: str
     data: Tensor
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", str(self.format))
 
     @property
     def nbytes(self) -> int:

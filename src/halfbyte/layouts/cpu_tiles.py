@@ -160,7 +160,9 @@ def pack(codes: Codes) -> Packed:
         u = _stored(data[rows], k, fmt)
         u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=-fmt.q_min).view(stop - start, PANEL, k)
         parts = [torch.nn.functional.pad(t[rows], (0, 0, 0, missing)).view(stop - start, PANEL, geo.blocks) for t in tails]
-        fill = parts[1].unsqueeze(-1) if fmt.zero == "point" else torch.tensor(-fmt.q_min, dtype=torch.uint8).expand(stop - start, PANEL, geo.blocks, 1)
+        fill = torch.tensor(-fmt.q_min, dtype=torch.uint8).expand(stop - start, PANEL, geo.blocks, 1)
+        if fmt.zero == "point":
+            fill = parts[1].unsqueeze(-1)
         cut = full * geo.record_bytes(geo.padded)
         if full:
             body = u[:, :, : full * geo.block].reshape(stop - start, PANEL, full, geo.block)
@@ -192,7 +194,8 @@ def unpack(packed: Packed) -> Codes:
     """The exact inverse of `pack`."""
     fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
     if packed.layout != NAME or packed.data.numel() != geo.nbytes:
-        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {packed.data.numel()} in layout {packed.layout}")
+        got = f"{packed.data.numel()} in layout {packed.layout}"
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
     n, k, full = geo.n, geo.k, geo.blocks - 1
     scale_shape = fmt.scale_shape(shape)
     if k == 0 or n == 0:

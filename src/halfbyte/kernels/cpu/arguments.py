@@ -11,30 +11,40 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.ir import Value
 
-_HEADER = ("first_phase", "second_phase", "counter", "openmp")
+_HEADER = ("first_phase", "second_phase", "openmp", "counter")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The fields of one kind of call. `floats` are pairs of float32 that share 8 bytes."""
+    """The fields of one kind of call. Those in `floats` are pairs of float32 that share 8 bytes."""
 
     fields: tuple[str, ...]
     floats: frozenset[str] = frozenset()
 
-    @property
-    def format(self) -> struct.Struct:
-        return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields))
+    def struct(self, first: str | None = None, last: str | None = None) -> struct.Struct:
+        """The layout of all fields, or of those from `first` to `last`."""
+        start = 0 if first is None else self.fields.index(first)
+        stop = len(self.fields) if last is None else self.fields.index(last) + 1
+        return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
+
+    def offset(self, field: str) -> int:
+        return 8 * self.fields.index(field)
 
     def load(self, args: Value, field: str, type_: str = "i64") -> Value:
-        return args.load(type_, 8 * self.fields.index(field), 8)
-
-    def address(self, args: Value, field: str) -> Value:
-        return args + 8 * self.fields.index(field)
+        return args.load(type_, self.offset(field), 8)
 
 
 LINEAR = Block(
     (
         *_HEADER,
+        # what changes from call to call, `counter` included: activations [M, K], where their tiles go, weights, bias, outputs
+        "x",
+        "x_stride",
+        "scratch",
+        "weights",
+        "bias",
+        "out",
+        "clamp",
         # sizes along K: records, their real elements and their units, for all but the last record and for it
         "k",
         "blocks",
@@ -42,35 +52,31 @@ LINEAR = Block(
         "last",
         "units",
         "last_units",
-        # activations [M, K] and where they are put for the tiles
-        "x",
-        "x_stride",
-        "row_function",
-        "scratch",
-        "row_bytes",
         # row tiles: `tiles` of `tile_rows` rows, then `lesser_tiles` with one row less
         "m",
+        "row_bytes",
+        "row_function",
         "tile_rows",
         "tiles",
         "lesser_tiles",
         "tile_function",
         "lesser_tile_function",
-        # weights and outputs; `zeros` stands for a bias where there is none
+        # panels and outputs; `zeros` stands for a bias where there is none
         "n",
-        "weights",
         "panel_bytes",
         "group",
-        "bias",
         "zeros",
-        "out",
         "out_stride",
         "out_bytes",
-        "clamp",
         "table_stride",  # qlinear alone: bytes between the rows of its table
     ),
     frozenset({"clamp"}),
 )
 
-DEQUANTIZE = Block((*_HEADER, "weights", "panel_bytes", "blocks", "block", "last", "units", "last_units", "ids", "rows", "out", "out_stride"))
+DEQUANTIZE = Block(
+    (*_HEADER, "weights", "panel_bytes", "blocks", "block", "last", "units", "last_units", "ids", "rows", "out", "out_stride")
+)
 
-QUANTIZE = Block((*_HEADER, "weight", "stride", "rows", "k", "block", "blocks", "data", "data_stride", "scale", "zero", "scratch", "failed"))
+QUANTIZE = Block(
+    (*_HEADER, "weight", "stride", "rows", "k", "block", "blocks", "data", "data_stride", "scale", "zero", "scratch", "failed")
+)

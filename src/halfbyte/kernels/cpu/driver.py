@@ -38,7 +38,7 @@ def _rows(f: Function) -> None:
 
 def _panels(f: Function) -> None:
     args = f.parameters[0]
-    group, counter = LINEAR.load(args, "group"), LINEAR.address(args, "counter")
+    group, counter = LINEAR.load(args, "group"), args + LINEAR.offset("counter")
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
     for drawn in f.draw(lambda: f.emit("i64", f"atomicrmw add ptr {counter.name}, i64 1 monotonic"), groups):

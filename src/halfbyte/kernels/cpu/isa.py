@@ -40,7 +40,7 @@ class ISA:
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:  # noqa: ARG002
+    def tile(self, m: int, compute: str) -> tuple[int, int]:
         """Most rows of a tile and how many vectors of outputs it has side by side, for M rows of activations."""
         return (1, 8) if m == 1 else (2, 4)
 
@@ -69,24 +69,24 @@ class ISA:
             return [stored]
         return [stored & 15, (stored.bits(vector("i16", 2 * self.lanes)) >> 4).bits(stored.type) & 15]
 
-    def start(self, f: Function, total: Value, bits: int) -> Value:  # noqa: ARG002
+    def start(self, f: Function, total: Value, bits: int) -> Value:
         """The accumulator of a unit (at most 32 k), begun from or beside the block's int32 `total`."""
         return total
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:  # noqa: ARG002
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane)."""
         w = weights.bits(self.ints)
         for j in range(4):
             acc = acc + ((w >> (8 * j)) & 255) * (a << (24 - 8 * j)).shift_signed(24)
         return acc
 
-    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:  # noqa: ARG002
+    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
         return acc
 
     # Floating point
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:  # noqa: ARG002
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:
         """Stored bytes (quads) -> (k within them, codes as floats in each lane), exactly."""
         words = stored.bits(self.ints)
         if signed:  # from excess to two's complement; the sign is extended below
@@ -184,7 +184,7 @@ class AVX512VNNI(ISA):
             return (m if m <= 8 else 6), 2
         return (min(m, 6), 2)
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:  # noqa: ARG002
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         return f.call(self.ints, "llvm.x86.avx512.vpdpbusd.512", acc, weights, a.bits(self.quads))
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:

@@ -54,7 +54,7 @@ def _optimized(text: str, isa: ISA) -> tuple[Any, Any]:
         module = llvm.parse_assembly(f'target triple = "{isa.triple}"\n{text}')
         module.verify()
     except RuntimeError as error:
-        raise KernelError(f"the generated code for {isa.name} is not valid LLVM IR ({error}): this is a fault in halfbyte, please report it") from error
+        raise KernelError(f"the code generated for {isa.name} is not valid LLVM IR: {error}; this is a fault in halfbyte, please report it") from error
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     # The emitter has unrolled and vectorized as it wants it.
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
@@ -83,7 +83,8 @@ def cache_folder() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
         if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
-            reason = f"it belongs to user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}, and only a folder of your own with mode 700 is trusted"
+            owner = f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}"
+            reason = f"it belongs to {owner}, and only a folder of your own with mode 700 is trusted"
         elif not os.access(folder, os.W_OK | os.X_OK):
             reason = "it can't be written"
         else:
@@ -93,7 +94,8 @@ def cache_folder() -> Path | None:
     if str(folder) not in _warned:
         _warned.add(str(folder))
         warnings.warn(
-            f"compiled kernels are not cached in {folder}: {reason}; every process compiles them anew until HALFBYTE_CACHE names a usable folder",
+            f"compiled kernels are not cached in {folder}: {reason}; "
+            "every process compiles them anew until HALFBYTE_CACHE names a usable folder",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -123,7 +125,8 @@ def _write_cached(path: Path, body: bytes) -> None:
     except OSError as error:
         if "write" not in _warned:
             _warned.add("write")
-            warnings.warn(f"a compiled kernel could not be cached ({error}); it will be compiled again next time", RuntimeWarning, stacklevel=2)
+            message = f"a compiled kernel could not be cached ({error}); it will be compiled again next time"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _dump(name: str, text: str, module: Module, isa: ISA) -> None:

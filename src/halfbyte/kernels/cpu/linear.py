@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, driver, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.isa import current
+from halfbyte.kernels.cpu.isa import ISA, current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -28,45 +30,41 @@ _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while
 _GROUPS_A_THREAD = 4
 _WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 _ROWS_A_PASS = 4096
-_KEPT_SCRATCH = 1 << 24
+_KEPT_CALLS = 4096
 
-_FORMAT = LINEAR.format
-_pack_into = _FORMAT.pack_into
-_local = threading.local()
+_pack_all = LINEAR.struct().pack_into
+_pack_call = LINEAR.struct("counter", "clamp").pack_into
+_CALL = LINEAR.offset("counter")
 _ZEROS = torch.zeros(PANEL)
 
 
-class _Tiles(NamedTuple):
-    """How M rows are cut, and the functions for them."""
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kernel with one M: the arguments, all but those of the call filled in."""
 
-    rows: int
-    count: int
-    lesser: int
-    function: int
-    lesser_function: int
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
     scratch_bytes: int
-    group: int
     threads: int
 
 
-def arguments_buffer() -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """This thread's block of arguments and its address."""
-    try:
-        return _local.arguments  # type: ignore[no-any-return]
-    except AttributeError:
-        buffer = ctypes.create_string_buffer(_FORMAT.size)
-        _local.arguments = buffer, ctypes.addressof(buffer)
-        return _local.arguments  # type: ignore[no-any-return]
+class _Thread(threading.local):
+    """Each Python thread has its own arguments and scratch memory, so that calls may run side by side."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[int, int, int], _Call] = {}
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_address = 0
+
+    def memory(self, size: int) -> int:
+        """The address of `size` bytes, aligned to 64, good until the next call."""
+        if self.scratch.numel() < size + 64:
+            self.scratch = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8)
+            self.scratch_address = self.scratch.data_ptr() + 63 & ~63
+        return self.scratch_address
 
 
-def scratch(size: int) -> Tensor:
-    """Bytes for one call on this thread; small ones are kept for the next."""
-    kept: Tensor | None = getattr(_local, "scratch", None)
-    if kept is None or kept.numel() < size:
-        kept = torch.empty(max(size, 1 << 16), dtype=torch.uint8)
-        if size <= _KEPT_SCRATCH:
-            _local.scratch = kept
-    return kept
+_thread = _Thread()
+_numbers = itertools.count()
 
 
 class LinearKernel:
@@ -93,95 +91,84 @@ class LinearKernel:
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
         row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
-        self.phases = jit.load("driver", driver.build, self.isa)
         self.run = runtime.runner()
+        self.nbytes = geo.nbytes
+        self.element_bytes = dtype.itemsize
         element = self.tile_spec.activation_bytes
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
-        self.units = (geo.padded // geo.unit, geo.last_padded // geo.unit)
-        self._tiles: dict[tuple[int, int], _Tiles] = {}
+        self.number = next(_numbers)
 
     @property
     def description(self) -> str:
         """What runs, for `explain`."""
         return f"{self.isa.name} {self.tile_spec.inner}"
 
-    def tiles(self, m: int, threads: int) -> _Tiles:
-        """Row tiles of at most the ISA's size whose sizes differ by one at most; their functions are compiled when first needed."""
-        geo = self.geometry
-        most, vectors = self.isa.tile(m, self.tile_spec.inner)
-        count = -(-m // most)
-        rows, more = divmod(m, count)
-        function = _tile_function(self.tile_spec, rows + (more > 0), vectors)
-        lesser = _tile_function(self.tile_spec, rows, vectors) if more else function
-        threads = max(1, min(threads, m * geo.n * geo.k // _WORK_A_THREAD, geo.panels))
-        group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
-        sizes = (rows + 1, more, count - more) if more else (rows, count, 0)
-        return _Tiles(*sizes, function, lesser, m * self.row_bytes + 64, group, threads)
-
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes."""
         m = x.shape[0]
-        out = x.new_empty((m, self.geometry.n), dtype=self.out_dtype)
-        for start in range(0, m, _ROWS_A_PASS):
-            stop = min(m, start + _ROWS_A_PASS)
-            self._pass(x[start:stop] if m > _ROWS_A_PASS else x, weights, bias, low, high, out[start:stop] if m > _ROWS_A_PASS else out)
+        out = torch.empty((m, self.geometry.n), dtype=self.out_dtype)
+        if m <= _ROWS_A_PASS:
+            self._pass(x, m, weights, bias, low, high, out)
+        else:
+            for rows, part in zip(x.split(_ROWS_A_PASS), out.split(_ROWS_A_PASS), strict=True):
+                self._pass(rows, len(rows), weights, bias, low, high, part)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
-    def _pass(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor) -> None:
-        geo, m, available = self.geometry, x.shape[0], runtime.threads()
-        tiles = self._tiles.get((m, available))
-        if tiles is None:
-            if len(self._tiles) >= 4096:
-                self._tiles.clear()
-            tiles = self._tiles[m, available] = self.tiles(m, available)
-        memory = scratch(tiles.scratch_bytes)
-        buffer, address = arguments_buffer()
-        element = out.element_size()
-        _pack_into(
-            buffer,
+    def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor) -> None:
+        thread, available = _thread, runtime.threads()
+        call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
+        memory = thread.memory(call.scratch_bytes)
+        stride = x.stride(0) * self.element_bytes
+        _pack_call(
+            call.buffer,
+            _CALL,
             0,
-            self.phases["rows"],
-            self.phases["panels"],
-            0,
-            runtime.openmp_address(),
-            geo.k,
-            geo.blocks,
-            geo.block,
-            geo.last,
-            *self.units,
             x.data_ptr(),
-            x.stride(0) * x.element_size(),
-            self.row_function,
-            memory.data_ptr() + 63 & ~63,
-            self.row_bytes,
-            m,
-            tiles.rows,
-            tiles.count,
-            tiles.lesser,
-            tiles.function,
-            tiles.lesser_function,
-            geo.n,
+            stride,
+            memory,
             weights,
-            geo.panel_bytes,
-            tiles.group,
             0 if bias is None else bias.data_ptr(),
-            _ZEROS.data_ptr(),
             out.data_ptr(),
-            geo.n * element,
-            element,
             low,
             high,
-            0,
         )
-        self.run(address, tiles.threads)
+        self.run(call.address, call.threads)
+
+    def _prepare(self, m: int, available: int) -> _Call:
+        """Cut M into row tiles whose sizes differ by one at most, compile what they need, and fill in the arguments."""
+        geo, spec = self.geometry, self.tile_spec
+        most, vectors = self.isa.tile(m, spec.inner)
+        count = -(-m // most)
+        rows, more = divmod(m, count)
+        function = _tile_function(self.isa, spec, rows + (more > 0), vectors)
+        lesser = _tile_function(self.isa, spec, rows, vectors) if more else function
+        sizes = (rows + 1, more, count - more) if more else (rows, count, 0)
+        threads = max(1, min(available, m * geo.n * geo.k // _WORK_A_THREAD, geo.panels))
+        group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
+        phases = jit.load("driver", driver.build, self.isa)
+        along_k = (geo.k, geo.blocks, geo.block, geo.last, geo.padded // geo.unit, geo.last_padded // geo.unit)
+        element = self.out_dtype.itemsize
+        buffer = ctypes.create_string_buffer(8 * len(LINEAR.fields))
+        _pack_all(
+            buffer,
+            0,
+            *(phases["rows"], phases["panels"], runtime.openmp_address()),
+            *([0] * 7 + [0.0, 0.0]),  # what each call fills in
+            *along_k,
+            *(m, self.row_bytes, self.row_function, *sizes, function, lesser),
+            *(geo.n, geo.panel_bytes, group, _ZEROS.data_ptr(), geo.n * element, element, 0),
+        )
+        call = _Call(buffer, ctypes.addressof(buffer), m * self.row_bytes, threads)
+        if len(_thread.calls) >= _KEPT_CALLS:
+            _thread.calls.clear()
+        _thread.calls[self.number, m, available] = call
+        return call
 
 
 @functools.cache
-def _tile_function(spec: TileSpec, rows: int, vectors: int) -> int:
-    from dataclasses import replace
-
+def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int) -> int:
     sized = replace(spec, rows=rows, vectors=vectors)
-    return jit.load(sized.name, functools.partial(tile.build, sized), current())[sized.name]
+    return jit.load(sized.name, functools.partial(tile.build, sized), isa)[sized.name]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +64,6 @@ def build(isa: ISA) -> Module:
 def _openmp_table() -> ctypes.Array[ctypes.c_void_p] | None:
     """Addresses of torch's own OpenMP functions; None where torch brings another runtime."""
     names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
-    import sys
-
     library = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "torch_cpu.dll")
     try:
         # A symbol is looked up in what libtorch_cpu itself depends on: other packages may bring OpenMP runtimes of their own.
@@ -79,7 +78,9 @@ def name() -> str:
     return "OpenMP threads of torch" if _openmp_table() is not None else "a thread pool of halfbyte's own"
 
 
+@functools.cache
 def openmp_address() -> int:
+    """Where generated code finds OpenMP's functions."""
     table = _openmp_table()
     return 0 if table is None else ctypes.addressof(table)
 
@@ -112,6 +113,12 @@ def runner() -> Callable[[int, int], None]:
                     list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
 
     return run
+
+
+def run(block: bytes, most_threads: int) -> None:
+    """Run the kernel that `block` describes on at most so many threads (at least one)."""
+    buffer = ctypes.create_string_buffer(block, len(block))
+    runner()(ctypes.addressof(buffer), max(1, min(threads(), most_threads)))
 
 
 if hasattr(os, "register_at_fork"):

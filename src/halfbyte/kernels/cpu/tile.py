@@ -23,7 +23,7 @@ from typing import Literal
 
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
-from halfbyte.kernels.cpu.isa import ISA, AVX512BF16
+from halfbyte.kernels.cpu.isa import AVX512BF16, ISA
 from halfbyte.layouts.cpu_tiles import PANEL
 
 Inner = Literal["int8", "float", "bf16"]
@@ -141,7 +141,8 @@ class _Tile:
             kept = [f.variable(v) for v in (*start, *weight_sums)]
             for u in f.loop(units):
                 values = [k.value for k in kept]
-                new, new_sums = self._unit(w.value + u * self.unit_bytes, a.value + u * unit_activations, first, values[: self.count], values[self.count :])
+                at = w.value + u * self.unit_bytes, a.value + u * unit_activations
+                new, new_sums = self._unit(*at, first, values[: self.count], values[self.count :])
                 for k, v in zip(kept, (*new, *new_sums), strict=True):
                     k.value = v
             totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
@@ -179,7 +180,7 @@ class _Tile:
 
     def _unit(self, w: Value, a: Value, first: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
         """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
-        spec, isa, f = self.spec, self.isa, self.f
+        spec, f = self.spec, self.f
         with f.when(self.prefetching.equals(1)):
             for line in range(0, self.unit_bytes + (self.tail_bytes if spec.single else 0), 64):
                 f.prefetch(w + (PREFETCH_BYTES + line))
@@ -230,7 +231,8 @@ class _Tile:
 
     def _bf16_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        assert isinstance(isa, AVX512BF16) and spec.bits == 4
+        assert isinstance(isa, AVX512BF16)
+        assert spec.bits == 4
         by_vector = [isa.bf16_codes(f, s, spec.signed) for s in self._stored(row)]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):
@@ -240,7 +242,9 @@ class _Tile:
                     out[i * spec.vectors + v] = isa.bf16_multiply(f, out[i * spec.vectors + v], code, pair)
         return out
 
-    def _finish(self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value) -> None:
+    def _finish(
+        self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value
+    ) -> None:
         """Scale the block's accumulators and add them to the outputs."""
         spec, f = self.spec, self.f
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
@@ -290,7 +294,7 @@ class _Tile:
         spec, isa, f = self.spec, self.isa, self.f
         out_bytes = 4 if spec.out == "f32" else 2
         stride = LINEAR.load(self.args, "out_stride")
-        low, high = (LINEAR.address(self.args, "clamp").load("float", at, 4) for at in (0, 4))
+        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4) for at in (0, 4))
         for n in range(self.count):
             value = self._total(n)
             if spec.by_row:

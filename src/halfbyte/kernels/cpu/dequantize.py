@@ -1,0 +1,143 @@
+"""w[n, k] = scale[n, b] * (q[n, k] - point[n, b]), or scale * q + offset, of all rows or of those that `ids` names.
+
+Reads the layout `cpu_tiles` row by row, so that one packed weight serves as an embedding and as a linear layer.
+Arithmetic: q - point is exact; one float32 multiplication, or one fused multiply-add where there is an offset; one rounding
+to the output's dtype. For float16 and bfloat16 scales that equals `Codes.dequantize`, which computes in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import DEQUANTIZE
+from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.linear import KINDS
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+
+_ELEMENTS_A_THREAD = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeSpec:
+    """As in TileSpec; `out` is "f32", "bf16" or "f16"."""
+
+    bits: int
+    scale: str
+    zero: str
+    unit: int
+    out: str
+
+    @property
+    def name(self) -> str:
+        return f"dequantize_w{self.bits}_{self.scale}_{self.zero}_u{self.unit}_{self.out}"
+
+
+def build(spec: DequantizeSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.vector_bits)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    args, thread, threads = f.parameters
+    ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")
+    has_ids = f.emit("i1", f"icmp ne ptr {ids.name}, null")
+    rows, stride = DEQUANTIZE.load(args, "rows"), DEQUANTIZE.load(args, "out_stride")
+    chosen = f.variable(f.value("i64", 0))
+    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        chosen.value = r
+        with f.when(has_ids):
+            chosen.value = (ids + r * 8).load("i64", align=8)
+        _row(f, spec, isa, args, chosen.value, out + r * stride)
+    return module
+
+
+def _row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value) -> None:
+    weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
+    blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
+    lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
+    eight_bytes = PANEL * spec.bits  # of eight k of a panel
+    zero_bytes = {"none": 0, "point": 1, "offset": scale_bytes}[spec.zero]
+    tail_bytes = -(-PANEL * (scale_bytes + zero_bytes) // 64) * 64
+    record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
+    buffer = f.alloca("<8 x float>", 1, 32)
+    for b in f.loop(blocks):
+        ends = (b + 1).equals(blocks)
+        real, n = ends.select(last, block), ends.select(last_units, units)
+        tail = record.value + n * (spec.unit // 8 * eight_bytes)
+        scale = _number(isa, tail + lane * scale_bytes, spec.scale)
+        data = record.value + lane * 4
+        for g in f.loop((real + 7) // 8):
+            codes = _codes(f, spec, data + g * eight_bytes)
+            if spec.zero == "point":
+                codes = codes - (tail + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8)
+            w = codes.to("float")
+            if spec.zero == "offset":
+                w = f.fma(w, scale.splat(8), _number(isa, tail + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
+            else:
+                w = w * scale.splat(8)
+            value, left, to = isa.from_float(w, spec.out), real - g * 8, out.value + g * (8 * out_bytes)
+            whole = left > 7
+            with f.when(whole):
+                to.store(value)
+            with f.when(whole.equals(0)):
+                buffer.store(value)
+                for i in f.loop(left):
+                    at = i * out_bytes
+                    (to + at).store((buffer + at).load("float" if spec.out == "f32" else "i16"))
+        record.value = tail + tail_bytes
+        out.value = out.value + block * out_bytes
+
+
+def _number(isa: ISA, address: Value, kind: str) -> Value:
+    return isa.to_float(address.load("float" if kind == "f32" else "i16"), kind)
+
+
+def _codes(f: Function, spec: DequantizeSpec, data: Value) -> Value:
+    """Codes of eight k of one row, <8 x i32>."""
+    if spec.bits == 4:
+        shifts = f.constant("<8 x i32>", [8 * (k % 4) + 4 * (k // 4) for k in range(8)])
+        u = (data.load("i32").splat(8) >> shifts) & 15
+    else:
+        shifts = f.constant("<4 x i32>", [0, 8, 16, 24])
+        low, high = ((data.load("i32", at).splat(4) >> shifts) & 255 for at in (0, 4 * PANEL))
+        u = low.shuffle(range(8), high)
+    return u - (1 << (spec.bits - 1)) if spec.zero == "none" else u
+
+
+@functools.lru_cache(maxsize=1024)
+def _phase(fmt: Format, unit: int, out: str) -> int:
+    spec = DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out)
+    return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
+
+
+def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """Rows of the weight, [rows, K] in `dtype`; `ids` is int64 [rows], contiguous and within 0 … N - 1."""
+    rows = geo.n if ids is None else ids.numel()
+    out_dtype = torch.float32 if dtype == torch.float16 and not current().half_conversions else dtype
+    out = torch.empty(rows, geo.k, dtype=out_dtype)
+    if out.numel() == 0:
+        return out.to(dtype)
+    block = DEQUANTIZE.struct().pack(
+        _phase(geo.format, geo.unit, KINDS[out_dtype]),
+        0,
+        runtime.openmp_address(),
+        0,
+        weights.data_ptr(),
+        geo.panel_bytes,
+        geo.blocks,
+        geo.block,
+        geo.last,
+        geo.padded // geo.unit,
+        geo.last_padded // geo.unit,
+        0 if ids is None else ids.data_ptr(),
+        rows,
+        out.data_ptr(),
+        geo.k * out.element_size(),
+    )
+    runtime.run(block, out.numel() // _ELEMENTS_A_THREAD)
+    return out.to(dtype)
