@@ -47,8 +47,8 @@ class Grid:
 
 
 def as_blocks(rows: Tensor, fmt: Format) -> Tensor:
-    """Row slice [r, K] -> piece [r, nb, B], float32 (a view where it can be)."""
-    rows = rows.float()
+    """Row slice [r, K] -> piece [r, nb, B], contiguous float32 (a view where it can be)."""
+    rows = rows.float().contiguous()  # so that sums are taken in the same order whatever the strides
     if fmt.block == "tensor":
         return rows.reshape(1, 1, -1)
     size = fmt.block_size(rows.shape[-1])

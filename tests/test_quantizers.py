@@ -1,0 +1,304 @@
+"""Quantizers: absmax against its definition element by element, mse never worse than it, and what both refuse."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.formats import PRESETS, Codes, Format, as_format
+from halfbyte.quantizers import METHODS, absmax, check, check_finite, mse, walk
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+int_formats = st.builds(
+    Format,
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 5, 32, "channel", "tensor"]),
+    st.sampled_from(["none", "point", "offset"]),
+    st.sampled_from(SCALES),
+)
+any_formats = st.one_of(int_formats, st.sampled_from(list(PRESETS.values())))
+shapes = st.tuples(st.integers(0, 4), st.integers(0, 70))
+
+
+@st.composite
+def weights(draw: st.DrawFn, magnitudes: tuple[float, ...] = (1, 4e3, 1e-3, 1e-6, 1e-30, 1e-40, 0)) -> torch.Tensor:
+    """float32 [N, K]: rows of different kinds and sizes, shifted, sparse or of few distinct values, to make ties."""
+    n, k = draw(shapes)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    w = rng.standard_normal((n, k))
+    for row in w:
+        kind = draw(st.integers(0, 4))
+        if kind == 1:
+            row += 10
+        elif kind == 2:
+            row[:] = np.round(row * 2) / 2
+        elif kind == 3:
+            row[rng.random(k) < 0.7] = 0
+        elif kind == 4:
+            row[:] = np.abs(row) if k % 2 else row[:1]
+        row *= draw(st.sampled_from(magnitudes))
+    return torch.from_numpy(w.astype(np.float32))
+
+
+def block_slices(fmt: Format, shape: torch.Size) -> list[tuple[tuple[int, int], tuple[slice, slice]]]:
+    """(index of the scale, place of the block) of each block of a weight [N, K]."""
+    if fmt.block == "tensor":
+        return [((0, 0), (slice(None), slice(None)))]
+    size = fmt.block_size(shape[1])
+    return [((n, i), (slice(n, n + 1), slice(i * size, i * size + size))) for n in range(shape[0]) for i in range(-(-shape[1] // size))]
+
+
+def rounded(x: np.float32, dtype: torch.dtype) -> np.float32:
+    return np.float32(torch.tensor(x).to(dtype).float().item())
+
+
+def reference(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.float32, np.float32]:
+    """Codes, scale and zero of one block x (float32) by the rules of the "int" family: float32 steps in numpy."""
+    lo, hi = x.min(), x.max()
+    q_max = np.float32(fmt.q_max)
+    if fmt.zero == "point":
+        lo, hi = min(lo, np.float32(0)), max(hi, np.float32(0))
+    with np.errstate(all="ignore"):
+        scale = rounded(np.abs(x).max() / q_max if fmt.zero == "none" else (hi - lo) / q_max, fmt.scale)
+        inverse = np.float32(1) / scale
+        if not np.isfinite(inverse):
+            inverse = np.float32(0)
+        zero = start = np.float32(0)
+        if fmt.zero == "point":
+            zero = np.clip(np.rint(-lo * inverse), 0, q_max)
+        elif fmt.zero == "offset":
+            zero = start = rounded(lo, fmt.scale)
+        q = np.clip(np.rint((x - start) * inverse) + (zero if fmt.zero == "point" else 0), fmt.q_min, fmt.q_max)
+    assert q.dtype == np.float32
+    return q, scale, zero
+
+
+@given(weights(), int_formats)
+def test_absmax_is_its_definition(w: torch.Tensor, fmt: Format) -> None:
+    codes = absmax(w, fmt)
+    values = codes.values().numpy()
+    if not w.numel():
+        return
+    for at, place in block_slices(fmt, w.shape):
+        q, scale, zero = reference(w[place].numpy(), fmt)
+        assert np.array_equal(values[place], q)
+        assert codes.scale[at].item() == scale
+        if codes.zero is not None:
+            assert codes.zero[at].item() == zero
+
+
+@given(weights(), any_formats, st.sampled_from(SCALES), st.sampled_from(list(METHODS)))
+def test_every_weight_gives_codes_that_dequantize_to_finite_values(w: torch.Tensor, fmt: Format, dtype: torch.dtype, method: str) -> None:
+    w = w.clamp(-6e4, 6e4).to(dtype)
+    codes = METHODS[method](w, fmt)
+    assert codes.format == fmt
+    assert codes.shape == tuple(w.shape)
+    assert torch.isfinite(codes.dequantize(torch.float64)).all()
+    # The same numbers in another dtype or other strides are the same weight.
+    other = METHODS[method](w.float().T.contiguous().T, fmt)
+    assert all(torch.equal(a, b) for a, b in zip(codes.tensors().values(), other.tensors().values(), strict=True))
+
+
+@given(weights((1, 1e3, 1e-2)), int_formats)
+def test_the_error_of_absmax_is_half_a_step(w: torch.Tensor, fmt: Format) -> None:
+    if not w.numel():
+        return
+    codes = absmax(w, fmt)
+    weight = codes.dequantize(torch.float64)
+    unit = torch.finfo(fmt.scale).eps / 2
+    for at, place in block_slices(fmt, w.shape):
+        x, step = w[place].double(), float(codes.scale[at])
+        # Half a step; the ends of the grid move by the rounding of the scale (and of the offset), which codes are clamped to;
+        # a rounded point moves the whole grid by half a step more. 2^-20: the float32 steps of x * (1 / scale), whose codes are
+        # below 2^8. Scales that are subnormal in float16 have an absolute error, 2^-25, that counts q_max - q_min times.
+        bound = step * (0.5 + 2**-14 + (0.5 if fmt.zero == "point" else 0)) + 2 * unit * float(x.abs().max() + x.max() - x.min())
+        bound += (fmt.q_max - fmt.q_min + 1) * 2**-25 if fmt.scale == torch.float16 else 0
+        assert (weight[place] - x).abs().max() <= bound
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "name", [*PRESETS, "int4_g32", "int4_g7_zp", "int8_channel_offset", "int8_tensor", "int4_tensor_zp", "int8_tensor_offset"]
+)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.25, 1e-7, 2**-149])
+def test_constant_blocks(method: str, name: str, value: float) -> None:
+    fmt = as_format(name)
+    w = torch.full((3, 64), value)
+    codes = METHODS[method](w, fmt)
+    weight = codes.dequantize(torch.float64)
+    assert torch.isfinite(weight).all()
+    if value == 0:
+        assert not weight.any()
+    elif fmt.zero == "offset":
+        assert (weight == float(torch.tensor(value).to(fmt.scale))).all()
+    elif abs(value) >= 1:
+        # One code of the largest magnitude: the constant, but for the rounding of the scale and the float32 division.
+        assert (weight - value).abs().max() <= abs(value) * (torch.finfo(fmt.scale).eps / 2 + 2**-23)
+    else:  # a scale that may be subnormal: it is off by 2^-25 (float16) or 2^-150 (float32) at most, times the code
+        assert (weight - value).abs().max() <= abs(value) * 2**-11 + (128 * 2**-25 if fmt.scale == torch.float16 else 128 * 2**-150)
+
+
+@given(weights(), st.sampled_from([4, 8]), st.sampled_from([3, 32, "channel", "tensor"]))
+def test_zero_is_exact_in_formats_with_a_point(w: torch.Tensor, bits: int, block: int) -> None:
+    weight = absmax(w, Format(bits, block, "point")).dequantize()
+    assert not weight[w == 0].any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "int4_g4_zp", "int8_channel", "int8_tensor", "int4_tensor_offset", "int4_g5"])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (3, 0, 4), (2, 3, 35), (7,), (0,)])
+def test_any_number_of_dimensions_and_no_elements(method: str, name: str, shape: tuple[int, ...]) -> None:
+    w = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    codes = METHODS[method](w, as_format(name))
+    assert codes.shape == shape
+    assert codes.dequantize().shape == shape
+    if w.dim() == 3:  # leading dimensions are rows like any other
+        flat = METHODS[method](w.reshape(-1, shape[-1]), as_format(name))
+        assert torch.equal(codes.data.reshape(flat.data.shape), flat.data)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["q4_0", "int4_g24_zp", "int8_tensor", "int4_tensor_offset", "int8_channel_offset"])
+def test_the_pieces_that_a_weight_is_walked_in_do_not_show(method: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randn(37, 101, generator=torch.Generator().manual_seed(0))
+    whole = METHODS[method](w, as_format(name))
+    monkeypatch.setattr(walk, "_CHUNK", 250)
+    pieces = METHODS[method](w, as_format(name))
+    if method == "absmax" or pieces.format.block != "tensor":
+        assert all(torch.equal(a, b) for a, b in zip(whole.tensors().values(), pieces.tensors().values(), strict=True))
+    else:  # sums of errors over the pieces are rounded in another order
+        assert torch.allclose(whole.dequantize(), pieces.dequantize(), atol=float(whole.scale.float().max()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_and_the_weight_itself_are_left_alone(method: str) -> None:
+    w = torch.randn(4, 64, requires_grad=True)
+    before = w.detach().clone()
+    codes = METHODS[method](w, as_format("int4_g32_zp"))
+    assert not codes.scale.requires_grad
+    assert torch.equal(w.detach(), before)
+
+
+# mse
+
+
+def block_errors(codes: Codes, w: torch.Tensor) -> list[float]:
+    """Squared error of each block, each summed exactly enough: float64."""
+    square = (codes.dequantize(torch.float64) - w.double()).square()
+    return [float(square[place].sum()) for _, place in block_slices(codes.format, w.shape)] if w.numel() else []
+
+
+@given(weights(), any_formats)
+def test_mse_is_never_worse_than_absmax(w: torch.Tensor, fmt: Format) -> None:
+    plain, best = block_errors(absmax(w, fmt), w), block_errors(mse(w, fmt), w)
+    # 2^-45: float64 sums of up to 280 terms, here and in the quantizer.
+    assert all(b <= a * (1 + 2**-45) for a, b in zip(plain, best, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        ("q4_0", 0.92),
+        ("q4_1", 0.86),
+        ("q8_0", 0.97),
+        ("int4_g128", 0.78),
+        ("int4_g128_zp", 0.93),
+        ("int4_g128_offset", 0.88),
+        ("int4_channel", 0.62),
+        ("int4_tensor", 0.4),
+    ],
+)
+def test_mse_gains_on_normal_weights(name: str, ratio: float) -> None:
+    w = torch.randn(128, 1024, generator=torch.Generator().manual_seed(1))
+    fmt = as_format(name)
+    assert sum(block_errors(mse(w, fmt), w)) <= ratio * sum(block_errors(absmax(w, fmt), w))
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int4_channel", "int8_tensor", "inferllm_q4_0"])
+def test_mse_finds_nearly_the_best_scale(name: str) -> None:
+    fmt = as_format(name)
+    w = torch.randn(16, 512, generator=torch.Generator().manual_seed(2))
+    x = w.reshape(-1, w.numel() if fmt.block == "tensor" else fmt.block_size(512)).double()
+    best = torch.full((len(x),), math.inf, dtype=torch.float64)
+    for factor in np.linspace(0.3, 1.02, 1000):
+        scale = (x.abs().amax(-1, keepdim=True) * factor / fmt.q_max).to(fmt.scale).double()
+        error = ((x / scale).round().clamp(fmt.q_min, fmt.q_max) * scale - x).square().sum(-1)
+        best = torch.minimum(best, error)
+    # A thousand scales against a dozen and three refits, which may end in a neighbouring minimum.
+    assert sum(block_errors(mse(w, fmt), w)) <= 1.05 * float(best.sum())
+
+
+def test_mse_may_turn_the_sign_of_a_q4_0_block() -> None:
+    w = torch.tensor([[-8.001, *range(-7, 8), *[8] * 16]])  # -8.001 decides absmax's sign, and costs sixteen 8s that become 7s
+    fmt = as_format("q4_0")
+    assert absmax(w, fmt).scale.item() > 0
+    assert mse(w, fmt).scale.item() < 0
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", SCALES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "int4_g32", "int8_channel_zp", "int8_tensor_offset", "int4_tensor"])
+def test_not_a_number_is_named_with_its_place(value: float, dtype: torch.dtype, method: str, name: str) -> None:
+    w = torch.randn(3, 5, 64).to(dtype)
+    w[1, 2, 33] = value
+    w[2, 0, 0] = math.nan
+    with pytest.raises(ArgumentError, match=r"^layers\.3\.weight .*2 NaN or infinite values, the first \(.*\) at \[1, 2, 33\]") as error:
+        METHODS[method](w, as_format(name), "layers.3.weight")
+    assert f"({value})" in str(error.value)
+
+
+def test_check_finite_finds_the_first_in_a_later_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_CHUNK", 100)
+    w = torch.zeros(10, 37)
+    check_finite(w, "w")
+    check_finite(torch.full((3, 3), torch.finfo(torch.float32).max), "w")
+    check_finite(torch.zeros(0, 4), "w")
+    check_finite(torch.tensor(1.0), "w")
+    w[7, 3] = math.inf
+    with pytest.raises(ArgumentError, match=r"w \[10, 37\] holds 1 NaN or infinite value, the first \(inf\) at \[7, 3\]"):
+        check_finite(w, "w")
+    with pytest.raises(ArgumentError, match=r"at \[3, 7\]"):
+        check_finite(w.T, "w")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "int4_g32", "int8_g32_zp", "int8_g32_offset"])
+def test_a_scale_that_overflows_is_named_with_its_place_and_a_remedy(method: str, name: str) -> None:
+    w = torch.randn(4, 96)
+    w[2, 40] = 3e9
+    message = r"^fc\.weight: the scale of row 2, block 1 is .*65504: use bfloat16 or float32 scales, for example \S+$"
+    with pytest.raises(FormatError, match=message) as error:
+        METHODS[method](w, as_format(name), "fc.weight")
+    remedy = str(error.value).split()[-1]
+    assert torch.isfinite(METHODS[method](w, as_format(remedy)).dequantize()).all()
+
+
+def test_an_offset_that_overflows_is_named_with_its_place() -> None:
+    w = torch.randn(4, 96) - 1e5
+    with pytest.raises(FormatError, match=r"^weight: the offset of row 0, block 0 is -1000\d\d.*int8_g32_offset_bf16$"):
+        absmax(w, as_format("int8_g32_offset"))
+
+
+def test_a_range_that_overflows_float32_is_refused() -> None:
+    w = torch.tensor([[3e38, -3e38]])
+    with pytest.raises(FormatError, match=r"whole tensor is inf.*smaller factor"):
+        absmax(w, as_format("int8_tensor_offset"))
+    assert torch.isfinite(absmax(w, as_format("int8_tensor")).dequantize()).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_dtypes_and_scalars_are_refused(method: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^w is torch\.float64.*\.float\(\)"):
+        METHODS[method](torch.zeros(2, 32, dtype=torch.float64), as_format("q4_0"), "w")
+    with pytest.raises(ArgumentError, match=r"^w is torch\.int8"):
+        METHODS[method](torch.zeros(2, 32, dtype=torch.int8), as_format("q4_0"), "w")
+    with pytest.raises(ArgumentError, match="no dimensions"):
+        METHODS[method](torch.tensor(1.0), as_format("q4_0"))
