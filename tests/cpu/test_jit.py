@@ -1,0 +1,277 @@
+"""Compiled objects on disk, dumps, and what is said where code can't be compiled or run."""
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import RUNNABLE
+
+from halfbyte import env
+from halfbyte.errors import ArgumentError, KernelError
+from halfbyte.kernels.cpu import isa as isa_module
+from halfbyte.kernels.cpu import jit
+from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.isa import ISAS, current
+from halfbyte.machine import machine
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a process that has loaded nothing and warned of nothing yet."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(jit, "_warned", set())
+    return tmp_path / "cache" / "cpu"
+
+
+def forget() -> None:
+    """As if the process had just begun."""
+    jit._loaded.clear()
+
+
+def answer(number: int = 42) -> int:
+    """What a compiled function gives back: `number`."""
+
+    def build(_: object) -> Module:
+        module = Module()
+        f = module.function("answer", ["ptr"])
+        f.parameters[0].store(f.value("i64", number))
+        return module
+
+    out = torch.zeros(1, dtype=torch.int64)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(jit.load("answer", build, current())["answer"])(out.data_ptr())
+    return int(out)
+
+
+def never(*_: object) -> bytes:
+    raise AssertionError("compiled, though the cache has it")
+
+
+def test_what_was_compiled_once_is_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 42
+    assert [path.suffix for path in folder.iterdir()] == [".o"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    forget()
+    monkeypatch.setattr(jit, "compile_object", never)
+    assert answer() == 42
+    with pytest.raises(AssertionError, match="though the cache"):
+        answer(43)
+
+
+def test_what_is_loaded_is_not_loaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer()
+    (path,) = folder.iterdir()
+    path.unlink()
+    monkeypatch.setattr(jit, "compile_object", never)
+    assert answer() == 42
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_instruction_sets_have_entries_of_their_own(isa: isa_module.ISA, folder: Path) -> None:
+    for each in (isa, isa_module.ISA()):
+        jit.load("empty", lambda _: _with_function("f"), each)
+        forget()
+    assert len(list(folder.iterdir())) == (1 if isa.name == "generic" else 2)
+
+
+def _with_function(name: str) -> Module:
+    module = Module()
+    module.function(name, [])
+    return module
+
+
+@pytest.mark.parametrize("length", [0, 10, 31, 32, 33, 400, -1])
+def test_a_truncated_object_is_made_anew(length: int, folder: Path) -> None:
+    answer()
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:length])
+    forget()
+    assert answer() == 42
+    assert path.read_bytes() == whole
+    assert list(folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 200, -1])
+def test_an_object_with_a_flipped_bit_is_made_anew(at: int, folder: Path) -> None:
+    answer()
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[at] ^= 4
+    path.write_bytes(damaged)
+    forget()
+    assert answer() == 42
+    assert path.read_bytes() == whole
+
+
+def test_an_object_that_cannot_be_read_is_made_anew(folder: Path) -> None:
+    answer()
+    (path,) = folder.iterdir()
+    path.unlink()
+    path.mkdir()  # neither read nor replaced
+    forget()
+    with pytest.warns(RuntimeWarning, match=r"could not be cached .* compiled again next time"):
+        assert answer() == 42
+    assert list(folder.iterdir()) == [path]
+
+
+def works_with_one_warning(match: str) -> None:
+    with pytest.warns(RuntimeWarning, match=match):
+        assert answer() == 42
+    forget()
+    assert (answer(), answer(43)) == (42, 43)  # without another: a warning is an error in these tests
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="modes mean nothing here")
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
+def test_a_folder_that_others_can_read_or_write_is_not_used(mode: int, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    works_with_one_warning(f"not cached in .*: it belongs to user .* with mode {mode:o}, and only a folder of your own with mode 700")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners mean nothing here")
+def test_the_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 42
+    (path,) = folder.iterdir()
+    path.write_bytes(b"code of somebody else")
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    forget()
+    works_with_one_warning(f"it belongs to user {owner} with mode 700")
+    assert path.read_bytes() == b"code of somebody else"
+
+
+def test_a_folder_without_write_permission_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a user who is root may write anywhere
+    works_with_one_warning("it can't be written")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "file" / "cache"))
+    works_with_one_warning("compiled kernels are not cached in .*file/cache/cpu: .*until HALFBYTE_CACHE names a usable folder")
+
+
+def test_a_full_disk_costs_the_cache_entry_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    works_with_one_warning(r"a compiled kernel could not be cached \(.*No space left on device\)")
+    assert list(folder.iterdir()) == []
+
+
+def test_dumps_are_named_and_readable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_DUMP", str(tmp_path / "new" / "dump"))
+    assert answer() == 42
+    name = current().name
+    assert sorted(path.name for path in (tmp_path / "new" / "dump").iterdir()) == [f"answer.{name}.ll", f"answer.{name}.s"]
+    text, assembly = ((tmp_path / "new" / "dump" / f"answer.{name}.{suffix}").read_text() for suffix in ("ll", "s"))
+    assert "define void @answer(ptr %p0)" in text
+    assert "store i64 42" in text
+    assert "answer:" in assembly
+    assert "ret" in assembly
+    forget()  # an object that the cache has is dumped all the same
+    for path in (tmp_path / "new" / "dump").iterdir():
+        path.unlink()
+    assert answer() == 42
+    assert len(list((tmp_path / "new" / "dump").iterdir())) == 2
+
+
+_ONE_OF_TWO = """
+import ctypes, sys
+from halfbyte.kernels.cpu import jit, tile
+from halfbyte.kernels.cpu.isa import current
+from halfbyte.kernels.cpu.ir import Module
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(8):
+    module = Module()
+    f = module.function("f", ["i64"], "i64")
+    f.returning(f.parameters[0] * i + 1)
+    address = jit.load("f", lambda _: module, current())["f"]
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(10) == 10 * i + 1
+"""
+
+
+def test_two_processes_fill_one_cache_at_once(folder: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen([sys.executable, "-W", "error", "-c", _ONE_OF_TWO], **pipes) for _ in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
+        for process in processes:
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        for process in processes:
+            _, error = process.communicate(timeout=60)
+            assert process.returncode == 0, error.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert sorted(path.suffix for path in folder.iterdir()) == [".o"] * 8
+
+
+def test_threads_that_load_at_once_get_the_same_function() -> None:
+    results, start = [], threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        results.append((answer(5), jit.load("f", lambda _: _with_function("f"), current())["f"]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 4
+    assert len(set(results)) == 1
+
+
+def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", "avx1024")
+    with pytest.raises(ArgumentError, match="HALFBYTE_ISA is 'avx1024': use one of avx512_bf16, avx512_vnni, avx2, generic, or unset it"):
+        current()
+
+
+def test_an_instruction_set_that_the_cpu_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    plain = replace(machine(), features=machine().features - {"avx2", "avx512bf16"})
+    monkeypatch.setattr(isa_module, "machine", lambda: plain)
+    isa_module._named.cache_clear()
+    try:
+        monkeypatch.setenv("HALFBYTE_ISA", "avx2")
+        with pytest.raises(KernelError, match=r"HALFBYTE_ISA asks for avx2, but the CPU lacks avx2.*; unset it to let halfbyte choose"):
+            current()
+        monkeypatch.delenv("HALFBYTE_ISA")
+        assert current().name == "generic"
+        for isa in ISAS[:-1]:  # and code for it is never run, however one gets there
+            with pytest.raises(KernelError, match=f"kernels for {isa.name} can't run here: the CPU lacks .*avx"):
+                jit.load("f", lambda _: _with_function("f"), isa)
+    finally:
+        isa_module._named.cache_clear()
+
+
+def test_the_environment_and_the_classes_name_the_same_instruction_sets() -> None:
+    assert tuple(isa.name for isa in ISAS) == env.ISAS
+    assert ISAS[-1].missing() is None
+
+
+def test_generated_code_that_llvm_refuses_is_called_a_fault_of_halfbyte() -> None:
+    module = _with_function("f")
+    module.functions[0].line("%x = add i32 1.5, 2")
+    with pytest.raises(KernelError, match=r"(?s)code generated for .* is not valid LLVM IR.*this is a fault in halfbyte"):
+        jit.load("f", lambda _: module, current())
