@@ -22,9 +22,16 @@ from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.machine import machine
 
 WORK = Workload(n=80, k=128, threads=1, cache_bytes=10_000, memory_bytes=1 << 20)
-
-
 OWN_FORMATS = ["q4_0", "int4_g128", "int4_g128_zp", "q8_0", "int8_channel"]
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_torch() -> Iterator[None]:
+    """Contenders built in this process change them."""
+    threads, engine = torch.get_num_threads(), torch.backends.quantized.engine
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.quantized.engine = engine
 
 
 def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:

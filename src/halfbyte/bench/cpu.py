@@ -223,7 +223,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of benchmarks/cpu.py; 0, or 2 for a request that makes no sense."""
+    """The command line of benchmarks/cpu.py: 0, 2 for a request that makes no sense, 130 for Ctrl-C."""
     usual = Plan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lists: list[tuple[str, Callable[[str], object], object, str]] = [
@@ -247,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HalfbyteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(markdown(report) if args.markdown else text(report))
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
