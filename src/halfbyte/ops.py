@@ -7,11 +7,13 @@ The custom ops take the packed bytes as one uint8 tensor with the format's name 
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -25,6 +27,10 @@ _INFINITE = float("inf")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _COMPUTES = ("auto", *get_args(Compute))
 _ACTIVATIONS = get_args(Activation)
+_LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
+
+# Sums of codes and scales of the weights that qlinear has seen, by their packed bytes.
+_integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 # Codes and layouts
 
@@ -91,6 +97,59 @@ def linear(
     return _ops.linear.default(x, packed.data, bias, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
 
 
+def qlinear(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    clamp: tuple[int, int] = (-128, 127),
+) -> Tensor:
+    """int8 [..., K] -> int8 [..., N], with requantization fused into the product:
+
+        y = clamp(round(M * (sum(x * q) + fused_bias))),   M = in_scale * scale / out_scale,
+        fused_bias = -in_zero * sum(q) + bias / (in_scale * scale) + out_zero / M
+
+    where x stands for in_scale * (x - in_zero), y for out_scale * (y - out_zero), and q, scale are the weight's: symmetric
+    codes [N, K] with one scale a channel or a tensor. Sums are exact in int32, the rest is float32 as in
+    `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU.
+    """
+    n, k = _matrix(packed)
+    table = requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+    return _ops.qlinear.default(x, packed.data, table, packed.name, n, k, *clamp)  # type: ignore[no-any-return]
+
+
+def requantization_table(
+    packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
+) -> Tensor:
+    """What `halfbyte::qlinear` reads beside the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
+    n, k = _matrix(packed)
+    fmt = packed.format
+    if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
+        raise FormatError(
+            f"qlinear takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
+            f"got {fmt} with K = {k}: quantize to int8_channel"
+        )
+    for what, scale in (("in_scale", in_scale), ("out_scale", out_scale)):
+        if not 0 < scale < _INFINITE:
+            raise ArgumentError(f"{what} is positive and finite, got {scale}")
+    for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
+        if not -128 <= zero <= 127:
+            raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
+    if packed.data not in _integer_sums:
+        codes = unpack(packed)
+        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(n, 1).flatten()
+    sums, scale = _integer_sums[packed.data]
+    table = torch.zeros(3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
+    table[0, :n] = float(out_zero) if bias is None else _fit_bias(bias, n).double() / out_scale + out_zero
+    table[1, :n] = scale * (in_scale / out_scale)
+    table[2, :n] = (sums * -in_zero).view(torch.float32)
+    return table
+
+
 def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows `ids` (int64 or int32 [...], each in 0 … N - 1) of the dequantized weight [N, K] -> [..., K] in `dtype`."""
     n, k = _matrix(packed)
@@ -130,6 +189,7 @@ _library = torch.library.Library("halfbyte", "DEF")
 _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation, float low, float high) -> Tensor"
 )
+_library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _ops = torch.ops.halfbyte
@@ -198,6 +258,28 @@ def _fit_bias(bias: Tensor, n: int) -> Tensor:
         got = f"{bias.dtype} {list(bias.shape)} on {bias.device}"
         raise ArgumentError(f"the bias of {n} outputs is floating point [{n}] on the CPU, got {got}")
     return bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.to(torch.float32).contiguous()
+
+
+def _qlinear_cpu(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    if x.dtype != torch.int8 or x.dim() == 0 or x.shape[-1] != k:
+        raise ArgumentError(f"qlinear with a weight of shape [{n}, {k}] takes int8 [..., {k}], got {x.dtype} {list(x.shape)}")
+    if not -128 <= low <= high <= 127:
+        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
+    _check_packed(weight, format, n, k)
+    wanted = (3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
+    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous():
+        raise ArgumentError(f"qlinear's table is float32 {list(wanted)}, got {table.dtype} {list(table.shape)}: use requantization_table")
+    flat = x.reshape(-1, k)
+    if k == 0:  # a sum of nothing: the same as one code that is 0
+        return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+    if flat.numel() == 0 or n == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")
+    return kernel(flat, _aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
 
 
 def _embedding_cpu(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -271,9 +353,13 @@ def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: 
 
 _library.impl("linear", _linear_cpu, "CPU")
 _library.impl("linear", _linear_autograd, "AutogradCPU")
+_library.impl("qlinear", _qlinear_cpu, "CPU")
 _library.impl("embedding", _embedding_cpu, "CPU")
 _library.impl("dequantize", _dequantize_cpu, "CPU")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
+torch.library.register_fake(
+    "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library
+)
 torch.library.register_fake(
     "halfbyte::embedding", lambda ids, weight, format, n, k, dtype: weight.new_empty((*ids.shape, k), dtype=dtype), lib=_library
 )

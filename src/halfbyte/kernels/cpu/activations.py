@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.tile import FIELDS, Inner
+from halfbyte.kernels.cpu.tile import FIELDS, ROUND, Inner
 
-_ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-_ROUND_BITS = 0x4B400000
+_ROUND_BITS = 0x4B400000  # of tile.ROUND
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
     """What the conversion of a row is compiled for.
 
-    source    "f32", "bf16" or "f16"
+    source    "f32", "bf16" or "f16", or "i8": already quantized, to be copied
     inner, unit, single, by_row, shifted   as in TileSpec
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
@@ -52,7 +51,8 @@ def build(spec: RowSpec, isa: ISA) -> Module:
     """A module with one function: spec.name(arguments, x, tile, rows of the tile, which of them)."""
     module = Module(isa.vector_bits)
     f = module.function(spec.name, ["ptr"] * 3 + ["i64"] * 2)
-    (_Int8Row if spec.inner == "int8" else _FloatRow)(spec, isa, f).emit()
+    row = _CopiedRow if spec.source == "i8" else _Int8Row if spec.inner == "int8" else _FloatRow
+    row(spec, isa, f).emit()
     return module
 
 
@@ -60,7 +60,8 @@ class _Row:
     def __init__(self, spec: RowSpec, isa: ISA, f: Function) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.x, self.tile, self.rows, self.row = f.parameters
-        self.raw_type = vector("float" if spec.source == "f32" else "i16", spec.unit)
+        self.element = {"f32": "float", "i8": "i8"}.get(spec.source, "i16")
+        self.raw_type = vector(self.element, spec.unit)
         self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
         self.element_bytes = bytes_of(self.raw_type) // spec.unit
         self.buffer = f.alloca(self.raw_type, 1, 64)
@@ -81,6 +82,9 @@ class _Row:
             x.value = x.value + block * self.element_bytes
             record.value = fields + self.rows * (4 * FIELDS)
 
+    def emit(self) -> None:
+        raise NotImplementedError
+
     def chunk(self, x: Value, left: Value) -> Value:
         """A unit of x as stored; where only `left` elements are left, the others are zero and not read."""
         f, n = self.f, self.spec.unit
@@ -88,9 +92,8 @@ class _Row:
         with f.when(short):
             self.buffer.store(f.value(self.raw_type, 0), align=64)
             for i in f.loop(left):
-                element = "float" if self.spec.source == "f32" else "i16"
                 at = i * self.element_bytes
-                self.buffer.store(x.load(element, at), at)
+                self.buffer.store(x.load(self.element, at), at)
         return short.select(self.buffer, x).load(self.raw_type)
 
     def units(self, x: Value, real: Value, n: Value | int) -> Iterator[tuple[Value, Value, Value]]:
@@ -135,7 +138,7 @@ class _Int8Row(_Row):
         f, unit = self.f, self.spec.unit
         if offset is not None:
             x = x - offset.splat(unit)
-        q = f.fma(x, inverse.splat(unit), f.value(self.floats, _ROUND)).bits(self.ints) - _ROUND_BITS
+        q = f.fma(x, inverse.splat(unit), f.value(self.floats, ROUND)).bits(self.ints) - _ROUND_BITS
         if offset is None:
             return q
         # x - offset may be rounded to just beyond the half range; what pads a unit must be 0, not -offset.
@@ -166,6 +169,19 @@ class _Int8Row(_Row):
         inverse = (inverse < float("inf")).select(inverse, 0.0)
         scale = finite.select(extent * (1 / 127), float("nan"))
         return scale, finite.select(inverse, 0.0), offset
+
+
+class _CopiedRow(_Row):
+    """Codes that are there already: only the sums for the accumulators are needed."""
+
+    def emit(self) -> None:
+        f, spec = self.f, self.spec
+        for x, real, n, data, fields in self.blocks():
+            total = f.variable(f.value(self.ints, 0))
+            for u, _, codes in self.units(x, real, n):
+                (data + u * self.rows * spec.unit).store(codes)
+                total.value = total.value + codes.to("i32")
+            self.field(fields, 1, total.value.reduce("add") * spec.correction)
 
 
 class _FloatRow(_Row):

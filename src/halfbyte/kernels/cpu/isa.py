@@ -73,8 +73,8 @@ class ISA:
         """The accumulator of a unit (at most 32 k), begun from or beside the block's int32 `total`."""
         return total
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
-        """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane)."""
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+        """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane); -128 only if `full_range`."""
         w = weights.bits(self.ints)
         for j in range(4):
             acc = acc + ((w >> (8 * j)) & 255) * (a << (24 - 8 * j)).shift_signed(24)
@@ -154,10 +154,15 @@ class AVX2(ISA):
         # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 127 = 30480), two products of 8-bit ones just fit.
         return f.value("<16 x i16>", 0) if bits == 4 else total
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
-        a = a.bits(self.quads)
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         if bits == 4:
-            return acc + f.call("<16 x i16>", "llvm.x86.avx2.pmadd.ub.sw", weights, a)
+            return acc + f.call("<16 x i16>", "llvm.x86.avx2.pmadd.ub.sw", weights, a.bits(self.quads))
+        if full_range:  # -(-128) and -128 * -128 * 2 overflow below: even and odd bytes as int16 instead
+            w, x = weights.bits("<16 x i16>"), a.bits("<16 x i16>")
+            for left, right in (((w << 8).shift_signed(8), (x << 8).shift_signed(8)), (w.shift_signed(8), x.shift_signed(8))):
+                acc = acc + f.call(self.ints, "llvm.x86.avx2.pmadd.wd", left, right)
+            return acc
+        a = a.bits(self.quads)
         size = f.call(self.quads, "llvm.abs.v32i8", weights, f.value("i1", 0))  # unsigned, at most 128
         signed = f.call(self.quads, "llvm.x86.avx2.psign.b", a, weights)  # a with the weight's sign
         pairs = f.call("<16 x i16>", "llvm.x86.avx2.pmadd.ub.sw", size, signed)
@@ -184,7 +189,7 @@ class AVX512VNNI(ISA):
             return (m if m <= 8 else 6), 2
         return (min(m, 6), 2)
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         return f.call(self.ints, "llvm.x86.avx512.vpdpbusd.512", acc, weights, a.bits(self.quads))
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:

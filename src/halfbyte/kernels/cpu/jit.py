@@ -33,6 +33,10 @@ _warned: set[str] = set()
 _initialized = False
 
 
+if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a thread of its parent holds
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
 def _initialize() -> None:
     global _initialized  # noqa: PLW0603
     if not _initialized:

@@ -2,6 +2,8 @@
 
 Conditions that the caller has checked: x is [M, K] with contiguous rows in float32, bfloat16 or float16; the packed weight
 has layout `cpu_tiles` and its full size; a bias is contiguous float32 [N]; all are on the CPU.
+
+The same loops do yq = requantize(xq · codes(W)ᵀ): x is int8, and in the bias's place stands the table of `tile.RequantizingTile`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
-KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
 _GROUPS_A_THREAD = 4
 _WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
@@ -83,11 +85,10 @@ class LinearKernel:
         sums = "none"
         if fmt.zero != "none":
             sums = "codes" if inner == "int8" and (fmt.zero == "point" or by_row) else "values"
-        self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
         self.dtype = dtype
-        self.tile_spec = TileSpec(
-            inner, fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=KINDS[self.out_dtype]
-        )
+        self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
+        out = KINDS[self.out_dtype]
+        self.tile_spec = TileSpec(inner, fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
         row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
@@ -156,7 +157,7 @@ class LinearKernel:
             *([0] * 7 + [0.0, 0.0]),  # what each call fills in
             *along_k,
             *(m, self.row_bytes, self.row_function, *sizes, function, lesser),
-            *(geo.n, geo.panel_bytes, group, _ZEROS.data_ptr(), geo.n * element, element, 0),
+            *(geo.n, geo.panel_bytes, group, _ZEROS.data_ptr(), geo.n * element, element, 4 * PANEL * geo.panels),
         )
         call = _Call(buffer, ctypes.addressof(buffer), m * self.row_bytes, threads)
         if len(_thread.calls) >= _KEPT_CALLS:

@@ -106,11 +106,14 @@ def runner() -> Callable[[int, int], None]:
     lock = threading.Lock()
 
     def run(arguments: int, count: int) -> None:
+        phases = [phase_type(address) for address in (ctypes.c_int64 * 2).from_address(arguments) if address]
+        if count == 1:  # without the pool: its threads do not live on in a forked child
+            for phase in phases:
+                phase(arguments, 0, 1)
+            return
         with lock:  # phases of two calls must not wait for each other's threads
-            for address in (ctypes.c_int64 * 2).from_address(arguments):
-                if address:
-                    phase = phase_type(address)
-                    list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
+            for phase in phases:
+                list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
 
     return run
 

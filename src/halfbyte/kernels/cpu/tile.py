@@ -28,6 +28,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 
 Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
+ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
 _REGISTER_TOTALS = {16: 12, 8: 4, 4: 8}  # lanes -> vectors of float totals that fit beside the block's accumulators
 
@@ -41,7 +42,7 @@ class TileSpec:
     unit     elements of K taken at a time; `single`: a block is one unit of 32
     by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
     rows     R
-    out      "f32", "bf16" or "f16"
+    out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
     """
 
     inner: Inner
@@ -75,7 +76,7 @@ def build(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, prefetch)."""
     module = Module(isa.vector_bits)
     f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
-    tile = _Tile(spec, isa, f)
+    tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
@@ -85,7 +86,7 @@ def build(spec: TileSpec, isa: ISA) -> Module:
     return module
 
 
-class _Tile:
+class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = f.parameters
@@ -106,12 +107,10 @@ class _Tile:
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
         spec, isa, f = self.spec, self.isa, self.f
-        zero = f.value(isa.floats, 0.0)
         if self.in_registers:
-            self.totals = [f.variable(zero) for _ in range(self.count)]
-        else:
-            for i in range(self.count):
-                self.scratch.store(zero, i * isa.lanes * 4, isa.lanes * 4)
+            self.totals = [f.variable(f.value(isa.floats, 0.0)) for _ in range(self.count)]
+        for n in range(self.count):
+            self._set_total(n, self._initial(first, n % spec.vectors))
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         w, a = f.variable(self.weights), f.variable(self.activations)
         for b in f.loop(blocks):
@@ -122,6 +121,9 @@ class _Tile:
             for i, slot in enumerate(self.row_scale):
                 slot.store(fields.load("float", 4 * i, 4), align=4)
         self._write(first)
+
+    def _initial(self, first: Value, v: int) -> Value:
+        return self.f.value(self.isa.floats, 0.0)
 
     # One block along K
 
@@ -211,7 +213,7 @@ class _Tile:
                     four = a.load("i32", i * spec.unit + at, 4).splat(isa.lanes)
                     for v, weight in enumerate(weights):
                         n = i * spec.vectors + v
-                        accs[n] = isa.dot(f, accs[n], weight, four, spec.bits)
+                        accs[n] = isa.dot(f, accs[n], weight, four, spec.bits, full_range=spec.out == "i8")
                 sum_accs = [isa.dot(f, acc, weight, ones, spec.bits) for acc, weight in zip(sum_accs, weights, strict=bool(sum_accs))]
                 at += 4
                 f.fence()
@@ -315,3 +317,49 @@ class _Tile:
                     value = self.scratch.load("float", c * 4 + row * spec.vectors * isa.lanes * 4, 4)
                     value = (value + self.bias.load("float", (c + first) * 4, 4)).max_or(low).min_or(high)
                     (self.out + stride * row).store(isa.from_float(value, spec.out), (c + first) * out_bytes, out_bytes)
+
+
+class RequantizingTile(Tile):
+    """int8 in, int8 out: o = clamp(round(fma(float(start + sum(q * x)), multiplier, offset))), ties to even.
+
+    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels: offset (float), multiplier (float), start (int32).
+    """
+
+    def _column(self, row: int, first: Value, v: int, kind: str) -> Value:
+        table = self.bias + LINEAR.load(self.args, "table_stride") * row + first * 4
+        return table.load(kind, v * self.isa.lanes * 4, 4)
+
+    def _initial(self, first: Value, v: int) -> Value:
+        return self._column(2, first, v, self.isa.ints).bits(self.isa.floats)  # int32 sums in the place of float totals
+
+    def _start(self, fields: Value, zeros: list[Value | None], units: Value) -> list[Value]:
+        corrections = super()._start(fields, zeros, units)
+        return [self._total(n).bits(self.isa.ints) + c for n, c in enumerate(corrections)]
+
+    def _finish(
+        self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value
+    ) -> None:
+        for n, total in enumerate(totals):
+            self._set_total(n, total.bits(self.isa.floats))
+
+    def _write(self, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        stride = LINEAR.load(self.args, "out_stride")
+        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
+        codes = f.alloca("i8", self.count * isa.lanes, 64)
+        some = f.umin((self.columns - first).max_or(0), f.value("i64", spec.vectors * isa.lanes))
+        for v in range(spec.vectors):
+            offset, multiplier = (self._column(row, first, v, isa.floats) for row in (0, 1))
+            for i in range(spec.rows):
+                total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
+                value = f.fma(total, multiplier, offset).max_or(low).min_or(high)
+                codes.store((value + ROUND).bits(isa.ints).to("i8"), (i * spec.vectors + v) * isa.lanes)
+        for i in range(spec.rows):
+            to = self.out + stride * i + first
+            whole = some.equals(spec.vectors * isa.lanes)
+            with f.when(whole):
+                for v in range(spec.vectors):
+                    to.store(codes.load(vector("i8", isa.lanes), (i * spec.vectors + v) * isa.lanes), v * isa.lanes)
+            with f.when(whole.equals(0)):
+                for c in f.loop(some):
+                    (to + c).store(codes.load("i8", c + i * spec.vectors * isa.lanes))
