@@ -46,7 +46,14 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
     fmt = as_format(format)
     if method not in METHODS:
         raise ArgumentError(f"unknown quantization method {method!r}: use one of {', '.join(METHODS)}")
-    return METHODS[method](weight.detach(), fmt, name)
+    weight = weight.detach()
+    if method == "absmax":
+        from halfbyte.kernels.cpu import quantize as kernel
+
+        codes = kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
+        if codes is not None:
+            return codes
+    return METHODS[method](weight, fmt, name)
 
 
 def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:

@@ -5,13 +5,14 @@ Shapes: x [..., K], weight codes of shape [N, K], bias [N], result [..., N], flo
     w = scale * q + o     o = 0 (no zero), -scale * point, or offset
 
 The steps of the activation's quantization are float32 operations that kernels repeat bit for bit, so what remains between
-a kernel and these functions is the rounding of float32 sums, which `error_bound` bounds, and of the result.
+a kernel and these functions is the rounding of float32 sums, which `error_bound` bounds, and that of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ from halfbyte.kernels.problem import Activation, Compute
 MAX_BLOCK = 32768  # activations of a block: 32768 * 127 * 255 < 2^31, so that a block's int32 sum of products cannot overflow
 
 _U = 2.0**-24  # unit roundoff of float32
-_TINY = 2.0**-149  # more than a float32 operation whose result is subnormal is off by, whatever its operands
+_LEAST = 2.0**-126  # more than a float32 operation loses by underflow, also where subnormal numbers are taken as 0
+
+
+# Activations
 
 
 def spans(k: int, block: int) -> list[tuple[int, int]]:
@@ -55,9 +59,9 @@ def quantize_activation(x: Tensor, block: int, activation: Activation) -> Quanti
 
     With fl the rounding to float32 and rne to the nearest integer, ties to even, of a block (or row) x:
 
-        symmetric    amax  = max|x|
-                     scale = fl(amax * fl(1/127))      inverse = fl(127 / amax)
-                     q     = rne(x * inverse)
+        symmetric    amax   = max|x|
+                     scale  = fl(amax * fl(1/127))     inverse = fl(127 / amax)
+                     q      = rne(x * inverse)
         with offset  lo, hi = min x, max x
                      offset = fl(fl(lo + hi) * 0.5)    half = fl(fl(hi - lo) * 0.5)
                      scale  = fl(half * fl(1/127))     inverse = fl(127 / half)
@@ -78,7 +82,7 @@ def quantize_activation(x: Tensor, block: int, activation: Activation) -> Quanti
     scale = torch.stack([d[1] for d in done], dim=-1) if done else empty
     offset = torch.stack([d[2] for d in done], dim=-1) if done else empty
     sums = [q[:, start:end].sum(dim=-1, dtype=torch.int32) for start, end in cuts]
-    return QuantizedActivation(q, scale, offset, torch.stack(sums, dim=-1) if sums else x.new_zeros(x.shape[0], 0, dtype=torch.int32))
+    return QuantizedActivation(q, scale, offset, torch.stack(sums, dim=-1) if sums else empty[:, :0].int())
 
 
 def _quantize_block(x: Tensor, with_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,6 +103,9 @@ def _quantize_block(x: Tensor, with_offset: bool) -> tuple[Tensor, Tensor, Tenso
     return q, torch.where(good, scale, torch.nan), torch.where(good, offset, 0.0)
 
 
+# linear
+
+
 def linear(
     x: Tensor,
     codes: Codes,
@@ -107,106 +114,203 @@ def linear(
     activation: Activation = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """y = clamp(x . W^T + bias), float64 [..., N]; the clamp's ends are rounded to float32 first.
+    """y = clamp(x W^T + bias), float64 [..., N]; the clamp's ends are rounded to float32 first.
 
-    float  x [..., K] times the dequantized weight.
-    int8   x as `quantize_activation` makes it, the weight as stored: over each block i of K_i elements, with
-           C = sum(qA * qB), sumA = sum(qA), sumB = sum(qB), which are integers,
+    float  x times the dequantized weight.
+    int8   x as `quantize_activation` makes it, the weight as stored: over each block i of K_i elements, with the
+           integers C = sum(qA * qB), sumA = sum(qA), sumB = sum(qB),
 
                y = sum over i of  sA*sB*C + sA*oB*sumA + oA*sB*sumB + K_i*oA*oB
 
-    A row with a NaN is NaN throughout, and so is one with an infinity in int8; no other row is touched by it.
+    A NaN in a row makes that row NaN, and no other; so does an infinity in int8.
     """
-    rows = _rows(x, codes)
+    rows, n = _rows(x, codes), codes.shape[0]
     if compute == "float":
         y = rows.double() @ codes.dequantize(torch.float64).T
     else:
-        y = rows.new_zeros(len(rows), codes.shape[0], dtype=torch.float64)
-        for terms in _int8_terms(rows, codes, activation):
+        y = torch.zeros(len(rows), n, dtype=torch.float64)
+        for terms in _int8_terms(rows, codes, _affine(codes), activation):
             y += terms.sum(dim=0)
     if bias is not None:
         y = y + bias.double()
     if clamp is not None:
-        low, high = (float(torch.tensor(end, dtype=torch.float32)) for end in clamp)
+        low, high = torch.tensor(clamp, dtype=torch.float32).double()
         y = y.clamp(low, high)
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    return y.reshape(*x.shape[:-1], n)
+
+
+def linear_gradient(dy: Tensor, codes: Codes) -> Tensor:
+    """dX = dY W with the dequantized W, whatever the forward computed in: dy [..., N] -> float64 [..., K]."""
+    return dy.double() @ codes.dequantize(torch.float64)
+
+
+class _Affine(NamedTuple):
+    """A weight as  scale * q + o,  float64: q [N, K], the others in the shape of the codes' scales."""
+
+    q: Tensor
+    scale: Tensor
+    o: Tensor
+
+
+def _affine(codes: Codes, stored: bool = False) -> _Affine:
+    """`stored`: q as its bits are stored, which for signed 4-bit codes is q + 8, so that o is 8 scales less."""
+    q, scale = codes.values().double(), codes.scale.double()
+    if codes.zero is None:
+        o = torch.zeros_like(scale)
+        return _Affine(q + 8, scale, o - 8 * scale) if stored and codes.format.bits == 4 else _Affine(q, scale, o)
+    return _Affine(q, scale, -scale * codes.zero.double() if codes.format.zero == "point" else codes.zero.double())
 
 
 def _rows(x: Tensor, codes: Codes) -> Tensor:
-    if len(codes.shape) != 2 or x.shape[-1] != codes.shape[1]:
+    if len(codes.shape) != 2 or x.dim() < 1 or x.shape[-1] != codes.shape[1]:
         raise ArgumentError(f"x [..., K] and a weight [N, K] are multiplied, got x {list(x.shape)} and a weight {list(codes.shape)}")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _weight_zero(codes: Codes) -> Tensor:
-    """o of every block, float64, in the shape of the scales."""
-    scale = codes.scale.double()
-    if codes.zero is None:
-        return torch.zeros_like(scale)
-    return -scale * codes.zero.double() if codes.format.zero == "point" else codes.zero.double()
-
-
-def _int8_terms(rows: Tensor, codes: Codes, activation: Activation) -> Iterator[Tensor]:
-    """Of each block, the four terms of the int8 compute, float64 [4, M, N]."""
+def _int8_terms(rows: Tensor, codes: Codes, weight: _Affine, activation: Activation) -> Iterator[Tensor]:
+    """Of each activation block, the four terms of the int8 compute, float64 [4, M, N]."""
     n, k = codes.shape
     block = codes.format.block_size(k)
     xq = quantize_activation(rows, block, activation)
-    q_a, q_b = xq.q.double(), codes.values().double()  # float64 holds all sums of their products exactly
-    s_b, o_b = (t.expand(n, -1) for t in (codes.scale.double(), _weight_zero(codes)))
+    q_a = xq.q.double()  # float64 holds the sums of products of codes exactly
+    s_b, o_b = weight.scale.expand(n, -1), weight.o.expand(n, -1)
     for i, (start, end) in enumerate(spans(k, block)):
         a, b = min(i, xq.scale.shape[1] - 1), min(start // block, s_b.shape[1] - 1)
         s_a, o_a = xq.scale[:, a : a + 1].double(), xq.offset[:, a : a + 1].double()
-        sum_a, sum_b = q_a[:, start:end].sum(dim=-1, keepdim=True), q_b[:, start:end].sum(dim=-1)
-        products = q_a[:, start:end] @ q_b[:, start:end].T
-        yield torch.stack(
-            (s_a * s_b[:, b] * products, s_a * sum_a * o_b[:, b], o_a * (s_b[:, b] * sum_b), o_a * (end - start) * o_b[:, b])
-        )
+        s, o, part_a, part_b = s_b[:, b], o_b[:, b], q_a[:, start:end], weight.q[:, start:end]
+        sum_a = xq.sums[:, i : i + 1].double()
+        yield torch.stack((s_a * s * (part_a @ part_b.T), s_a * sum_a * o, o_a * (s * part_b.sum(dim=-1)), o_a * (end - start) * o))
+
+
+# How far a kernel may be
 
 
 def error_bound(
-    x: Tensor,
-    codes: Codes,
-    bias: Tensor | None = None,
-    compute: Compute = "float",
-    activation: Activation = "block",
-    dtype: torch.dtype = torch.float32,
+    x: Tensor, codes: Codes, bias: Tensor | None = None, compute: Compute = "float", activation: Activation = "block"
 ) -> Tensor:
-    """How far a float32 kernel's result in `dtype` may be from `linear`, element by element: float64 [..., N].
+    """How far a kernel's float32 sums may be from `linear`, element by element, float64 [..., N]; `agrees` adds the rounding to the
+    result's dtype.
 
-    A sum whose every term goes through at most n roundings, products and additions in any order, is off by no more than
-    gamma(n) * sum|terms|, gamma(n) = n*u / (1 - n*u), u = 2^-24  (Higham, Accuracy and Stability of Numerical Algorithms,
-    2nd ed., section 3.1 and lemma 8.4).
+    Where every term of a sum goes through at most n roundings, by products and additions in any order, with or without fused
+    ones, the sum is off by at most gamma(n) * sum|terms|, gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of
+    Numerical Algorithms, 2nd ed., sections 3.1 and 3.4). The terms here are those of the codes as they are stored, from which a
+    kernel may start: signed 4-bit codes as q + 8 with o = -8 * scale. This covers those that take the 8 off first, whose terms are no larger.
 
-    float  A kernel may multiply dequantized weights, fl(fl(scale * q) + o), or, block by block, sum first:
-           scale * sum(v * x) + z * sum(x). Here v is the code as stored, so z = o - 8 * scale for signed 4-bit codes, which are stored
-           as q + 8. In either form the terms are scale*v*x and z*x. Roundings of a term: 1 of z; 2 products; additions: of up to K
-           within blocks, then 2 for each block; 1 of the bias. n = K + 2 * blocks + 4.
-    int8   Sums of integers are exact. The four terms of each block: 1 rounding of the integer when it becomes float32, 1 of o, and 2
-           products, 3 for K_i*oA*oB; additions of 4 terms for each block, and 1 of the bias. n = 4 * blocks + 6. As above, C and sumB
-           may be of the codes as stored, which adds a term 8*sA*sB*sumA.
+    float  A kernel may multiply by weights made in registers, sum((scale * q + o) * x), or take sums first, block by block,
+           scale * sum(q * x) + o * sum(x). In both the terms are scale*q*x and o*x. Roundings of one: o, 1; products, 2; additions,
+           less than K in blocks, then 2 for each block; bias, 1. n = K + 2 * blocks + 4.
+    int8   Integer sums are exact. The terms are the four of each block. Roundings of one: an integer as float32, 1; o, 1; products,
+           up to 3; additions, 4 for each block; bias, 1. n = 4 * blocks + 6.
 
-    Then one rounding to `dtype`, if it is not float32. Operations with a subnormal result lose at most 2^-149 each, times what they
-    are multiplied with afterwards. Results beyond what `dtype` holds are infinite, see `agrees`.
+    An operation that underflows loses less than 2^-126, times all that its result is multiplied by after. Infinite where a float32
+    sum of the terms might overflow.
     """
-    rows = _rows(x, codes)
+    rows = _rows(x, codes).double()
     n, k = codes.shape
-    scale = codes.scale.double().abs()
-    q, o = codes.values().double(), _weight_zero(codes)
-    if codes.format.signed and codes.format.bits == 4:
-        q, o = q + 8, o - 8 * codes.scale.double()
-    top_scale = 1 + (float(scale.max()) if scale.numel() else 0)
+    q, scale, o = _affine(codes, stored=True)
     if compute == "float":
         blocks = codes.scale.shape[-1]
-        w = codes.spread(scale) * q.abs() + codes.spread(o.abs())
-        size = rows.double().abs() @ w.expand(n, k).T
-        roundings, lost = k + 2 * blocks + 4, (k + 4 * blocks) * top_scale
+        w = q.abs() * codes.spread(scale.abs()) + codes.spread(o.abs())
+        size = rows.abs() @ w.T
+        roundings, operations = k + 2 * blocks + 4, 2 * k + 4 * blocks
+        factor: float = codes.format.block_size(k) * 255
     else:
-        size = rows.new_zeros(len(rows), n, dtype=torch.float64)
-        for terms in _int8_terms(rows, Codes.from_values(codes.format, codes.values(), codes.scale, codes.zero), activation):
+        size = torch.zeros(len(rows), n, dtype=torch.float64)
+        for terms in _int8_terms(_rows(x, codes), codes, _Affine(q, scale, o), activation):
             size += terms.abs().sum(dim=0)
         blocks = len(spans(k, codes.format.block_size(k)))
-        roundings, lost = 4 * blocks + 6, 12 * blocks * top_scale
+        roundings, operations = 4 * blocks + 6, 12 * blocks
+        factor = MAX_BLOCK * 127 * 255
     if bias is not None:
         size = size + bias.double().abs()
-    error = roundings * _U / (1 - roundings * _U) * size + lost * _TINY
+    if k:
+        largest = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1) * scale.abs().amax(dim=-1).clamp(min=1) * o.abs().amax(dim=-1).clamp(min=1)
+        lost = operations * _LEAST * factor * largest
+    else:
+        lost = torch.zeros_like(size)
+    error = roundings * _U / (1 - roundings * _U) * size + lost
+    error = torch.where(size + error < torch.finfo(torch.float32).max, error, torch.inf)
     return error.reshape(*x.shape[:-1], n)
+
+
+def agrees(y: Tensor, reference: Tensor, error: Tensor) -> Tensor:
+    """Where a kernel's y (float32, float16 or bfloat16) is the reference within `error` and one rounding to y's dtype: bool.
+
+    A NaN must be NaN, and an infinity (of float compute) not finite. A result that may be beyond the dtype may be infinite.
+    """
+    info = torch.finfo(y.dtype)
+    unit = 0.0 if y.dtype == torch.float32 else info.eps / 2  # the last rounding of float32 is one of `error`'s
+    size = reference.abs() + error
+    near = (y.double() - reference).abs() <= error + unit * size + info.smallest_normal * info.eps / 2
+    over = (size >= info.max) & (y.double() == reference.sign() * torch.inf)
+    finite = near | over | torch.isinf(error)
+    return torch.where(torch.isnan(reference), torch.isnan(y), torch.where(torch.isinf(reference), ~torch.isfinite(y), finite))
+
+
+# Integers in, integers out
+
+
+class Requantized(NamedTuple):
+    """q int8 [..., N]; real, its value before it was rounded and clamped, float64; error, how far off a kernel's may be."""
+
+    q: Tensor
+    real: Tensor
+    error: Tensor
+
+    def agrees(self, q: Tensor) -> Tensor:
+        """Where a kernel's q is this one, or differs by 1 because the real value is within the kernel's error of a tie: bool."""
+        tie = ((self.real - torch.floor(self.real)) - 0.5).abs() <= self.error
+        difference = (q.int() - self.q.int()).abs()
+        return (difference == 0) | (tie & (difference == 1))
+
+
+def qlinear(
+    xq: Tensor,
+    codes: Codes,
+    bias: Tensor | None,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    clamp: tuple[int, int] = (-128, 127),
+) -> Requantized:
+    """int8 [..., K] -> int8 [..., N] with symmetric codes of one scale sW a channel or a tensor:
+
+        O = clamp(rne(M * (acc + fused_bias)))       acc = sum(xq * Wq),  M = sI * sW / sO
+        fused_bias = -zI * sum(Wq) + bias / (sI * sW) + zO / M
+
+    computed as M * (acc - zI * sum(Wq)) + (bias / sO + zO), the same where sW = 0. A kernel rounds to float32 the integer, M, the
+    constant and the fused multiply-add of the three, from which `error` follows. (Jacob et al., Quantization and training of
+    neural networks for efficient integer-arithmetic-only inference, CVPR 2018.)
+    """
+    rows, n = _rows(xq, codes), codes.shape[0]
+    if codes.format.zero != "none" or isinstance(codes.format.block, int):
+        raise ArgumentError(f"qlinear takes symmetric codes with one scale a channel or a tensor, got {codes.format}")
+    w = codes.values().double()
+    total = rows.double() @ w.T - in_zero * w.sum(dim=-1)
+    scale = codes.scale.double().sum(dim=-1) if codes.shape[1] else torch.zeros(1, dtype=torch.float64)
+    multiplier = in_scale * scale / out_scale
+    constant = torch.full((n,), float(out_zero), dtype=torch.float64)
+    if bias is not None:
+        constant += bias.double() / out_scale
+    real = multiplier * total + constant
+    product = (multiplier * total).abs()
+    # 2.001 u: the integer and M, both rounded, multiplied. What underflow takes from M, its integer multiplies.
+    before = 2.001 * _U * product + _U * constant.abs() + (total.abs() + 2) * _LEAST
+    error = before + _U * (real.abs() + before)
+    shape = (*xq.shape[:-1], n)
+    q = torch.round(real).clamp(*clamp).to(torch.int8)
+    return Requantized(q.reshape(shape), real.reshape(shape), error.reshape(shape))
+
+
+# The weight itself
+
+
+def dequantize(codes: Codes) -> Tensor:
+    """The weight, float64: a kernel's is this rounded once to its dtype, exactly."""
+    return codes.dequantize(torch.float64)
+
+
+def embedding(ids: Tensor, codes: Codes) -> Tensor:
+    """Rows `ids` (integers [...]) of the weight [N, K], float64 [..., K]."""
+    return dequantize(codes)[ids]

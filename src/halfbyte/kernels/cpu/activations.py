@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.tile import FIELDS, ROUND, Inner
-
-_ROUND_BITS = 0x4B400000  # of tile.ROUND
+from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class _Int8Row(_Row):
         f, unit = self.f, self.spec.unit
         if offset is not None:
             x = x - offset.splat(unit)
-        q = f.fma(x, inverse.splat(unit), f.value(self.floats, ROUND)).bits(self.ints) - _ROUND_BITS
+        q = f.fma(x, inverse.splat(unit), f.value(self.floats, ROUND)).bits(self.ints) - ROUND_BITS
         if offset is None:
             return q
         # x - offset may be rounded to just beyond the half range; what pads a unit must be 0, not -offset.

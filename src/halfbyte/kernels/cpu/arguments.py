@@ -80,3 +80,5 @@ DEQUANTIZE = Block(
 QUANTIZE = Block(
     (*_HEADER, "weight", "stride", "rows", "k", "block", "blocks", "data", "data_stride", "scale", "zero", "scratch", "failed")
 )
+
+PROBE = Block((*_HEADER, "buffer", "out", "size"))

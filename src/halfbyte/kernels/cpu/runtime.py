@@ -118,10 +118,11 @@ def runner() -> Callable[[int, int], None]:
     return run
 
 
-def run(block: bytes, most_threads: int) -> None:
-    """Run the kernel that `block` describes on at most so many threads (at least one)."""
+def run(block: bytes, most_threads: int) -> bytes:
+    """Run the kernel that `block` describes on at most so many threads (at least one); the block as it is afterwards."""
     buffer = ctypes.create_string_buffer(block, len(block))
     runner()(ctypes.addressof(buffer), max(1, min(threads(), most_threads)))
+    return buffer.raw
 
 
 if hasattr(os, "register_at_fork"):

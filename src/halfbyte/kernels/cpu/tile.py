@@ -29,6 +29,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
+ROUND_BITS = 0x4B400000
 PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
 _REGISTER_TOTALS = {16: 12, 8: 4, 4: 8}  # lanes -> vectors of float totals that fit beside the block's accumulators
 

@@ -1,0 +1,118 @@
+"""The ceilings of this machine, measured: what memory delivers and what the arithmetic units can do.
+
+A kernel's time is judged against these, taken beside it: shared and virtual machines drift.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import PROBE
+from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.machine import machine
+
+_CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
+_AHEAD = 4096
+_LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
+
+
+def build(isa: ISA) -> Module:
+    """A module with three phases: read, dots, fmas."""
+    module = Module(isa.vector_bits)
+    _build_read(module, isa)
+    _build_arithmetic(module, isa, "dots")
+    _build_arithmetic(module, isa, "fmas")
+    return module
+
+
+def _build_read(module: Module, isa: ISA) -> None:
+    """Reads this thread's share of the buffer, whose size is a multiple of 4096 * threads."""
+    f = module.function("read", ["ptr", "i64", "i64"])
+    args, thread, threads = f.parameters
+    share = PROBE.load(args, "size") // threads
+    buffer, width = PROBE.load(args, "buffer", "ptr") + thread * share, 4 * isa.lanes
+    sums = [f.variable(f.value(isa.ints, 0)) for _ in range(1024 // width)]
+    for i in f.loop(share, step=1024):
+        for line in range(0, 1024, 64):
+            f.prefetch(buffer + i + (_AHEAD + line))
+        for j, total in enumerate(sums):
+            total.value = total.value + (buffer + i).load(isa.ints, j * width, width)
+    out = PROBE.load(args, "out", "ptr") + thread * 64
+    total = sums[0].value
+    for other in sums[1:]:
+        total = total + other.value
+    out.store(total)
+
+
+def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
+    """`size` rounds of _CHAINS integer dot products (of 4-bit weights) or fused multiply-adds."""
+    f = module.function(name, ["ptr", "i64", "i64"])
+    args, thread, _ = f.parameters
+    buffer, out = PROBE.load(args, "buffer", "ptr"), PROBE.load(args, "out", "ptr") + thread * 64
+    if name == "dots":
+        weights = buffer.load(isa.quads, 0, 64) & 15
+        sums = [f.variable(isa.start(f, f.value(isa.ints, 0), 4)) for _ in range(_CHAINS)]
+    else:
+        x, y = buffer.load(isa.floats, 0, 64), buffer.load(isa.floats, 64, 64)
+        sums = [f.variable(f.value(isa.floats, 0.0)) for _ in range(_CHAINS)]
+    for _ in f.loop(PROBE.load(args, "size")):
+        for i, total in enumerate(sums):
+            if name == "fmas":
+                total.value = f.fma(x, y, total.value)
+            else:  # operands of their own, read anew each time: LLVM would compute equal products once
+                total.value = isa.dot(f, total.value, weights, buffer.load(isa.ints, 64 * i, 64), 4)
+        f.fence()
+    total = sums[0].value
+    for other in sums[1:]:
+        total = total + other.value
+    out.store(total)
+
+
+@functools.cache
+def _phases() -> dict[str, int]:
+    return jit.load("probe", build, current())
+
+
+@functools.cache
+def _buffer(size: int) -> torch.Tensor:
+    return torch.randint(0, 100, (size // 4,), dtype=torch.int32)
+
+
+def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:
+    out = torch.zeros(threads * 16, dtype=torch.int32)
+    block = PROBE.struct().pack(_phases()[phase], 0, runtime.openmp_address(), 0, buffer.data_ptr(), out.data_ptr(), size)
+    start = time.perf_counter()
+    runtime.run(block, threads)
+    return time.perf_counter() - start
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second that `threads` threads read from memory (at most as many as the kernels use); takes about 0.1 s."""
+    threads = min(threads, runtime.threads())
+    wanted = 4 * (machine().caches.l3 or 1 << 25)
+    size = min(max(wanted, _LEAST_BUFFER), _MOST_BUFFER) // (4096 * threads) * (4096 * threads)
+    buffer = _buffer(size)
+    return size / min(_seconds("read", buffer, size, threads) for _ in range(3))
+
+
+def _rate(phase: str, threads: int, operations: int) -> float:
+    threads = min(threads, runtime.threads())
+    buffer, rounds = _buffer(4096), 1 << 12
+    while (seconds := _seconds(phase, buffer, rounds, threads)) < 0.03:
+        rounds *= 4
+    return max(operations * rounds * threads / t for t in (seconds, _seconds(phase, buffer, rounds, threads)))
+
+
+def dot_peak(threads: int) -> float:
+    """Operations a second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
+    return _rate("dots", threads, _CHAINS * 8 * current().lanes)
+
+
+def fma_peak(threads: int) -> float:
+    """Operations a second of float32 fused multiply-adds."""
+    return _rate("fmas", threads, _CHAINS * 2 * current().lanes)
