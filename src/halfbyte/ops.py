@@ -18,14 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.problem import Activation, Compute
+from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.quantizers import METHODS
 
 _INFINITE = float("inf")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_COMPUTES = ("auto", *get_args(Compute))
 _ACTIVATIONS = get_args(Activation)
 _LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
 
@@ -229,16 +228,18 @@ def _linear_cpu(
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str) -> Any:
     """Check what does not change from call to call, and find the kernel."""
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu.isa import current
     from halfbyte.kernels.cpu.linear import linear_kernel
 
     if x.dtype not in _FLOATS:
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    if compute not in _COMPUTES:
-        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(_COMPUTES)}")
     if activation not in _ACTIVATIONS:
         raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(_ACTIVATIONS)}")
     _check_packed(weight, format, n, k)
-    kernel = linear_kernel(as_format(format), n, k, x.dtype, "int8" if compute == "auto" else compute, activation)  # type: ignore[arg-type]
+    fmt = as_format(format)
+    inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)  # type: ignore[arg-type]
     _linear_kernels[format, n, k, x.dtype, compute, activation] = kernel
     return kernel
 

@@ -194,7 +194,7 @@ def error_bound(
     Where every term of a sum goes through at most n roundings, by products and additions in any order, with or without fused
     ones, the sum is off by at most gamma(n) * sum|terms|, gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of
     Numerical Algorithms, 2nd ed., sections 3.1 and 3.4). The terms here are those of the codes as they are stored, from which a
-    kernel may start: signed 4-bit codes as q + 8 with o = -8 * scale. This covers those that take the 8 off first, whose terms are no larger.
+    kernel may start: signed 4-bit codes as q + 8 with o = -8 * scale. Those of a kernel that takes the 8 off first are no larger.
 
     float  A kernel may multiply by weights made in registers, sum((scale * q + o) * x), or take sums first, block by block,
            scale * sum(q * x) + o * sum(x). In both the terms are scale*q*x and o*x. Roundings of one: o, 1; products, 2; additions,
@@ -223,11 +223,10 @@ def error_bound(
         factor = MAX_BLOCK * 127 * 255
     if bias is not None:
         size = size + bias.double().abs()
+    lost = torch.zeros_like(size)
     if k:
-        largest = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1) * scale.abs().amax(dim=-1).clamp(min=1) * o.abs().amax(dim=-1).clamp(min=1)
-        lost = operations * _LEAST * factor * largest
-    else:
-        lost = torch.zeros_like(size)
+        of_row, of_scale, of_zero = (t.abs().amax(dim=-1).clamp(min=1) for t in (rows, scale, o))
+        lost += operations * _LEAST * factor * of_row.unsqueeze(-1) * of_scale * of_zero
     error = roundings * _U / (1 - roundings * _U) * size + lost
     error = torch.where(size + error < torch.finfo(torch.float32).max, error, torch.inf)
     return error.reshape(*x.shape[:-1], n)

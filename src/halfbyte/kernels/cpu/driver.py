@@ -41,7 +41,7 @@ def _panels(f: Function) -> None:
     group, counter = LINEAR.load(args, "group"), args + LINEAR.offset("counter")
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
-    for drawn in f.draw(lambda: f.emit("i64", f"atomicrmw add ptr {counter.name}, i64 1 monotonic"), groups):
+    for drawn in f.draw(lambda: f.fetch_add(counter), groups):
         start = drawn * group
         _group(f, args, start, f.umin(start + group, panels))
 

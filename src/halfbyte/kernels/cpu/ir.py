@@ -339,6 +339,10 @@ class Function:
         """
         self.line('call void asm sideeffect "", "~{memory}"()')
 
+    def fetch_add(self, address: Value) -> Value:
+        """The i64 at `address`, which is counted up by one; threads may do so at once."""
+        return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")
+
     def returning(self, value: Value) -> None:
         self._result = value
 

@@ -24,7 +24,7 @@ from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.isa import ISA, current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
-from halfbyte.kernels.problem import Activation, Compute
+from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
@@ -72,12 +72,9 @@ _numbers = itertools.count()
 class LinearKernel:
     """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M."""
 
-    def __init__(self, fmt: Format, n: int, k: int, dtype: torch.dtype, compute: Compute, activation: Activation) -> None:
+    def __init__(self, fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation) -> None:
         self.isa, self.geometry = current(), Geometry(fmt, n, k)
         geo, kind = self.geometry, KINDS[dtype]
-        inner: Inner = "int8"
-        if compute == "float":
-            inner = "bf16" if self.isa.bf16_dot and kind == "bf16" and fmt.bits == 4 else "float"
         single = geo.padded == 32 and geo.last_padded == 32 and geo.unit == 32
         shifted = inner == "int8" and activation.endswith("_offset")
         whole_row = inner == "int8" and activation.startswith("row")
@@ -98,11 +95,6 @@ class LinearKernel:
         element = self.tile_spec.activation_bytes
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
-
-    @property
-    def description(self) -> str:
-        """What runs, for `explain`."""
-        return f"{self.isa.name} {self.tile_spec.inner}"
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes."""
@@ -173,5 +165,5 @@ def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def linear_kernel(fmt: Format, n: int, k: int, dtype: torch.dtype, compute: Compute, activation: Activation) -> LinearKernel:
-    return LinearKernel(fmt, n, k, dtype, compute, activation)
+def linear_kernel(fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation) -> LinearKernel:
+    return LinearKernel(fmt, n, k, dtype, inner, activation)

@@ -17,7 +17,8 @@ from halfbyte.kernels.cpu.isa import ISA, current
 from halfbyte.machine import machine
 
 _CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
-_AHEAD = 4096
+_AHEAD = 8192
+_PIECE = 1 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
 
 
@@ -31,17 +32,18 @@ def build(isa: ISA) -> Module:
 
 
 def _build_read(module: Module, isa: ISA) -> None:
-    """Reads this thread's share of the buffer, whose size is a multiple of 4096 * threads."""
+    """Reads the buffer, whose size is a multiple of _PIECE; threads draw pieces, as the kernels' threads draw panels."""
     f = module.function("read", ["ptr", "i64", "i64"])
-    args, thread, threads = f.parameters
-    share = PROBE.load(args, "size") // threads
-    buffer, width = PROBE.load(args, "buffer", "ptr") + thread * share, 4 * isa.lanes
-    sums = [f.variable(f.value(isa.ints, 0)) for _ in range(1024 // width)]
-    for i in f.loop(share, step=1024):
-        for line in range(0, 1024, 64):
-            f.prefetch(buffer + i + (_AHEAD + line))
-        for j, total in enumerate(sums):
-            total.value = total.value + (buffer + i).load(isa.ints, j * width, width)
+    args, thread, _ = f.parameters
+    pieces, width = PROBE.load(args, "size") // _PIECE, 4 * isa.lanes
+    sums = [f.variable(f.value(isa.ints, 0)) for _ in range(512 // width)]
+    for piece in f.draw(lambda: f.fetch_add(args + PROBE.offset("counter")), pieces):
+        buffer = PROBE.load(args, "buffer", "ptr") + piece * _PIECE
+        for i in f.loop(_PIECE, step=512):
+            for line in range(0, 512, 64):
+                f.prefetch(buffer + i + (_AHEAD + line))
+            for j, total in enumerate(sums):
+                total.value = total.value + (buffer + i).load(isa.ints, j * width, width)
     out = PROBE.load(args, "out", "ptr") + thread * 64
     total = sums[0].value
     for other in sums[1:]:
@@ -95,7 +97,7 @@ def read_bandwidth(threads: int) -> float:
     """Bytes a second that `threads` threads read from memory (at most as many as the kernels use); takes about 0.1 s."""
     threads = min(threads, runtime.threads())
     wanted = 4 * (machine().caches.l3 or 1 << 25)
-    size = min(max(wanted, _LEAST_BUFFER), _MOST_BUFFER) // (4096 * threads) * (4096 * threads)
+    size = min(max(wanted, _LEAST_BUFFER), _MOST_BUFFER) // _PIECE * _PIECE
     buffer = _buffer(size)
     return size / min(_seconds("read", buffer, size, threads) for _ in range(3))
 

@@ -1,0 +1,69 @@
+"""Which kernel solves a problem: the literal list of candidates, best first, and why each may not be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.tile import Inner
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to multiply. `refuses(format, dtype, isa)` says why it can't be taken, or None."""
+
+    inner: Inner
+    compute: str
+    summary: str
+    refuses: Callable[[Format, torch.dtype, ISA], str | None]
+
+
+class Choice(NamedTuple):
+    """The kernel taken, and the reason against each of the others."""
+
+    taken: Candidate
+    rejected: tuple[tuple[Candidate, str], ...]
+
+
+def _bf16_refuses(fmt: Format, dtype: torch.dtype, isa: ISA) -> str | None:
+    if not isa.bf16_dot:
+        return f"{isa.name} has no dot product of bfloat16"
+    if dtype != torch.bfloat16:
+        return f"it would round {str(dtype).removeprefix('torch.')} activations to bfloat16"
+    if fmt.bits != 4:
+        return "8-bit codes have no quick way to bfloat16"
+    return None
+
+
+# In the order of preference. "auto" takes the first that does not refuse, "float" and "int8" the first of that compute.
+CPU_LINEAR = (
+    Candidate("int8", "int8", "activations quantized to int8 on the fly, integer dot products", lambda *_: None),
+    Candidate("bf16", "float", "weights dequantized in registers to bfloat16, bfloat16 dot products", _bf16_refuses),
+    Candidate("float", "float", "weights dequantized in registers, float32 fused multiply-adds", lambda *_: None),
+)
+COMPUTES = ("auto", "int8", "float")
+
+
+def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Choice:
+    """The kernel for a linear layer of `fmt` weights and `dtype` activations. Raises ArgumentError for an unknown compute."""
+    if compute not in COMPUTES:
+        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+    taken, rejected = None, []
+    for candidate in CPU_LINEAR:
+        reason = candidate.refuses(fmt, dtype, isa)
+        if reason is None and compute not in ("auto", candidate.compute):
+            reason = f"compute={compute!r} was asked for"
+        elif reason is None and taken is not None:
+            reason = f"{taken.inner} comes first: it does more products with one instruction"
+        if reason is None:
+            taken = candidate
+        else:
+            rejected.append((candidate, reason))
+    assert taken is not None  # the plain candidates of both computes refuse nothing
+    return Choice(taken, tuple(rejected))
