@@ -139,9 +139,9 @@ def requantization_table(
             f"qlinear takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
             f"got {fmt} with K = {k}: quantize to int8_channel"
         )
-    for what, scale in (("in_scale", in_scale), ("out_scale", out_scale)):
-        if not 0 < scale < _INFINITE:
-            raise ArgumentError(f"{what} is positive and finite, got {scale}")
+    for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
+        if not 0 < step < _INFINITE:
+            raise ArgumentError(f"{what} is positive and finite, got {step}")
     for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
         if not -128 <= zero <= 127:
             raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
@@ -239,7 +239,7 @@ def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compu
     _check_packed(weight, format, n, k)
     fmt = as_format(format)
     inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
-    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)  # type: ignore[arg-type]
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)
     _linear_kernels[format, n, k, x.dtype, compute, activation] = kernel
     return kernel
 

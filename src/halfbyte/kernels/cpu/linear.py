@@ -85,7 +85,8 @@ class LinearKernel:
         self.dtype = dtype
         self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
         out = KINDS[self.out_dtype]
-        self.tile_spec = TileSpec(inner, fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
+        weight = fmt.bits, KINDS[fmt.scale], fmt.zero
+        self.tile_spec = TileSpec(inner, *weight, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
         row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]

@@ -12,7 +12,7 @@ import torch
 
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import PROBE
-from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.ir import Module, Value
 from halfbyte.kernels.cpu.isa import ISA, current
 from halfbyte.machine import machine
 
@@ -45,10 +45,7 @@ def _build_read(module: Module, isa: ISA) -> None:
             for j, total in enumerate(sums):
                 total.value = total.value + (buffer + i).load(isa.ints, j * width, width)
     out = PROBE.load(args, "out", "ptr") + thread * 64
-    total = sums[0].value
-    for other in sums[1:]:
-        total = total + other.value
-    out.store(total)
+    out.store(functools.reduce(Value.__add__, (s.value for s in sums)))
 
 
 def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
@@ -69,10 +66,7 @@ def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
             else:  # operands of their own, read anew each time: LLVM would compute equal products once
                 total.value = isa.dot(f, total.value, weights, buffer.load(isa.ints, 64 * i, 64), 4)
         f.fence()
-    total = sums[0].value
-    for other in sums[1:]:
-        total = total + other.value
-    out.store(total)
+    out.store(functools.reduce(Value.__add__, (s.value for s in sums)))
 
 
 @functools.cache

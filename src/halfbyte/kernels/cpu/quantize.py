@@ -74,11 +74,10 @@ class _Rows:
     def emit(self) -> None:
         f, spec = self.f, self.spec
         _, thread, threads = f.parameters
-        weight, stride, rows, k = (QUANTIZE.load(self.args, name, "ptr" if name == "weight" else "i64") for name in ("weight", "stride", "rows", "k"))
-        block, blocks = QUANTIZE.load(self.args, "block"), QUANTIZE.load(self.args, "blocks")
-        data, data_stride = QUANTIZE.load(self.args, "data", "ptr"), QUANTIZE.load(self.args, "data_stride")
-        scale, zero = (QUANTIZE.load(self.args, name, "ptr") for name in ("scale", "zero"))
-        codes = QUANTIZE.load(self.args, "scratch", "ptr") + thread * ((k + 127) // 64 * 64)
+        weight, data, scale, zero, codes = (QUANTIZE.load(self.args, n, "ptr") for n in ("weight", "data", "scale", "zero", "scratch"))
+        stride, rows, k = (QUANTIZE.load(self.args, name) for name in ("stride", "rows", "k"))
+        block, blocks, data_stride = (QUANTIZE.load(self.args, name) for name in ("block", "blocks", "data_stride"))
+        codes = codes + thread * ((k + 127) // 64 * 64)
         number_bytes = 4 if spec.scale == "f32" else 2
         for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
             for b in f.loop(blocks):
@@ -157,7 +156,7 @@ class _Rows:
         self._fail_unless(bits < 0x7F800000)
         if self.spec.signed:
             return bits.bits("float"), bits.bits("float"), bits.bits("float")
-        return bits.bits("float"), *(v.value.fold(op) + 0.0 for v, op in ((low, Value.min_or), (high, Value.max_or)))
+        return bits.bits("float"), low.value.fold(Value.min_or) + 0.0, high.value.fold(Value.max_or) + 0.0
 
     def _peak(self, x: Value, real: Value, amax: Value) -> Value:
         """The first of the weights whose magnitude is the block's largest."""

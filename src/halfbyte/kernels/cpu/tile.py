@@ -110,8 +110,8 @@ class Tile:
         spec, isa, f = self.spec, self.isa, self.f
         if self.in_registers:
             self.totals = [f.variable(f.value(isa.floats, 0.0)) for _ in range(self.count)]
-        for n in range(self.count):
-            self._set_total(n, self._initial(first, n % spec.vectors))
+        for i in range(self.count):
+            self._set_total(i, self._initial(first, i % spec.vectors))
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         w, a = f.variable(self.weights), f.variable(self.activations)
         for b in f.loop(blocks):
