@@ -207,6 +207,20 @@ class Reader:
             raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
         return out
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes."""
+        a, b = self.places[name], self.places[other]
+        if a.spec != b.spec:
+            return False
+        try:
+            with open(a.path, "rb") as mine, open(b.path, "rb") as theirs:
+                mine.seek(a.offset)
+                theirs.seek(b.offset)
+                sizes = (min(_CHUNK, a.spec.nbytes - start) for start in range(0, a.spec.nbytes, _CHUNK))
+                return all(mine.read(size) == theirs.read(size) for size in sizes)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {a.path} or {b.path}: {e.strerror}") from e
+
 
 def _fill(file: FileIO, tensor: Tensor, place: Place) -> None:
     view = _bytes_of(tensor)
@@ -221,6 +235,7 @@ class Writer:
 
     One file is called `<stem>.safetensors`, more are `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
 
+    specs      name of a tensor -> what it is
     files      the files' names
     file_of    name of a tensor -> name of its file
     checksums  name of a tensor that has been written -> CRC-32 of its bytes
@@ -229,6 +244,7 @@ class Writer:
     def __init__(self, folder: Path, stem: str, tensors: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> None:
         shards = list(_split(tensors, shard_bytes))
         count = len(shards)
+        self.specs = tensors
         self.files = [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.file_of: dict[str, str] = {}
         self.checksums: dict[str, int] = {}

@@ -17,7 +17,7 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.nn.modules import QuantModule, check_compute, quantized_form
+from halfbyte.nn.modules import QuantModule, check_compute, kind_of, quantized_form
 from halfbyte.nn.report import Report, Row
 from halfbyte.quantizers import METHODS
 
@@ -135,11 +135,10 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     found = []
     for name, module in modules:
         if isinstance(module, nn.Linear | nn.Embedding):
-            kind = "Linear" if isinstance(module, nn.Linear) else "Embedding"
             reason = _why_not(module, without_data)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is no Linear or Embedding"
-            found.append(Candidate(name, kind, id(module.weight), reason))
+            found.append(Candidate(name, kind_of(module), id(module.weight), reason))
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
             found.append(Candidate(name, type(module).__name__, id(module), NOT_A_KIND))
     return found

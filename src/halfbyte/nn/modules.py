@@ -225,6 +225,13 @@ def quantized_form(
     return QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error).train(module.training)
 
 
+def kind_of(module: nn.Module) -> str:
+    """The kind "Linear" or "Embedding" of a module that is one, quantized or not, else the name of its class."""
+    if isinstance(module, QuantModule):
+        return module.kind
+    return "Linear" if isinstance(module, nn.Linear) else "Embedding" if isinstance(module, nn.Embedding) else type(module).__name__
+
+
 def check_compute(compute: str, activation: str) -> None:
     """Raises ArgumentError for a `compute` or `activation` that does not exist."""
     if compute not in COMPUTES:

@@ -40,9 +40,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rows in the model's order. `str()` is a table, `to_json()` everything in plain types."""
+    """Rows in the model's order, and what else is worth saying. `str()` is a table, `to_json()` everything in plain types."""
 
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[Row, ...]:
@@ -90,7 +91,7 @@ class Report:
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
         }
-        return {"rows": rows, "totals": totals}
+        return {"rows": rows, "totals": totals, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         lines = []
@@ -101,7 +102,7 @@ class Report:
         ratio = f", {self.bytes_before / self.bytes_after:.2f} times smaller" if self.bytes_after else ""
         lines += ["", f"{len(self.quantized)} quantized at {self.bits_per_weight:.2f} bits a weight, {len(self.kept)} kept; "]
         lines[-1] += f"{size_text(self.bytes_before)} before, {size_text(self.bytes_after)} after{ratio}"
-        return "\n".join(lines).lstrip("\n")
+        return "\n".join([*lines, *self.notes]).lstrip("\n")
 
     def _kept_cells(self) -> Iterator[tuple[str, ...]]:
         """One line for all rows of a kind that stay for the same reason."""

@@ -1,0 +1,200 @@
+"""Models of transformers, built from a config.json without their numbers, and how other names map onto theirs.
+
+All that halfbyte knows about transformers is in this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from halfbyte.errors import CheckpointError
+from halfbyte.io.safetensors import Spec
+
+# A config.json from elsewhere must not make Python build endless lists: no model has as many layers, heads, labels.
+_COUNT_LIMIT = 1 << 21
+_COUNT_NAME = re.compile(r"(num|n)_.*")
+_BUFFER_ELEMENTS = 1 << 27  # what masks and tables that are in no file may come to
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How tensors of a model come from tensors of its files: one that has another name, or several that are fused or split.
+
+    sources  their names in the files
+    targets  what comes of them, by the names in the model
+    run      (a function that reads a source) -> the targets
+    """
+
+    sources: tuple[str, ...]
+    targets: Mapping[str, Spec]
+    run: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
+
+
+def import_transformers(why: str) -> ModuleType:
+    """The package; raises CheckpointError with `why` it is needed where it is not installed."""
+    try:
+        import transformers
+    except ImportError as e:
+        raise CheckpointError(f"{why} needs transformers: pip install 'halfbyte[transformers]'") from e
+    return transformers
+
+
+def known_architecture(config: Mapping[str, Any]) -> str | None:
+    """The class of transformers that a config.json names, or None."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    transformers = import_transformers(f"{name}, the architecture in config.json,")
+    found = getattr(transformers, name, None)
+    return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def skeleton(config: Mapping[str, Any], dtype: torch.dtype, elements: int) -> nn.Module:
+    """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
+
+    dtype     of its parameters
+    elements  how many parameters there are in the files: a config that asks for far more is refused before it is built
+    """
+    name = known_architecture(config)
+    if name is None:
+        raise CheckpointError(
+            f"config.json names no architecture that transformers knows (architectures: {config.get('architectures')!r}): "
+            "build the model yourself and pass it, load(dir, model=model)"
+        )
+    _check_counts(config)
+    transformers = import_transformers(name)
+    cls = getattr(transformers, name)
+    try:
+        with _default_dtype(dtype), _Skeleton(4 * elements + _BUFFER_ELEMENTS):
+            model: nn.Module = cls(cls.config_class.from_dict(dict(config)))
+    except CheckpointError:
+        raise
+    except Exception as e:  # transformers raises anything for a config that makes no sense
+        raise CheckpointError(f"transformers cannot build {name} from config.json ({type(e).__name__}: {e}): the file is damaged") from e
+    return model.eval()
+
+
+def load_generation_config(model: nn.Module, folder: Path) -> None:
+    """Gives a model that generates text the settings in the folder's generation_config.json, if there are any."""
+    if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+        transformers = import_transformers("generation_config.json")
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as e:
+            raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({e}): repair or remove it") from e
+
+
+def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[str]]:
+    """How the tensors of a model's files become those of its `skeleton`, and which of them it has no use for.
+
+    Names of earlier versions, missing and superfluous prefixes, and tensors that the model now keeps fused or split are
+    understood as `from_pretrained` understands them, by transformers' own tables.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    state = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamed: dict[str, str] = {}
+    converted: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    unused: list[str] = []
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            unused.append(name)
+        elif pattern is None:
+            renamed[target] = name
+        else:
+            converted[target].append((name, pattern))
+    steps = [rename(source, target, files[source]) for target, source in renamed.items()]
+    for target, sources in converted.items():
+        converter = next(c for c in converters if sources[0][1] in c.source_patterns)
+        steps.append(_conversion(model, target, converter, sources, files))
+    return steps, unused
+
+
+def rename(source: str, target: str, spec: Spec) -> Step:
+    """The step that gives a tensor another name."""
+    return Step((source,), {target: spec}, lambda read: {target: read(source)})
+
+
+def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, Spec]) -> Step:
+    """One of transformers' conversions as a step; `sources` are names with the patterns that they match."""
+
+    def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        mine = deepcopy(converter)
+        for name, pattern in sources:
+            mine.add_tensor(target, name, pattern, partial(read, name))
+        try:
+            made = mine.convert(target, model=model, config=model.config)
+        except Exception as e:
+            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({type(e).__name__}: {e})") from e
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    # Only the conversion itself knows what it makes: it is tried on tensors without data.
+    targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
+    return Step(tuple(name for name, _ in sources), {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}, run)
+
+
+class _Skeleton(TorchFunctionMode):
+    """Inside, torch.empty makes tensors on the meta device: parameters, which layers allocate so and fill afterwards.
+
+    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget of elements.
+    """
+
+    FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace, torch.eye)
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.left = elements
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FACTORIES and kwargs.get("device") is None:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            self.left -= on_meta.numel() + 1
+            if self.left < 0:
+                raise CheckpointError("config.json describes a model far larger than the tensors in the files: one of them is damaged")
+            if func is torch.empty:
+                return on_meta
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check_counts(config: object) -> None:
+    """Raises CheckpointError where a number of things in a config.json is beyond all measure."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if isinstance(value, int) and abs(value) > _COUNT_LIMIT and _COUNT_NAME.fullmatch(name):
+                raise CheckpointError(f"config.json says {name}: {value}, over {_COUNT_LIMIT}: the file is damaged")
+            _check_counts(value)
+    elif isinstance(config, list):
+        for value in config:
+            _check_counts(value)

@@ -1,0 +1,192 @@
+"""Writing a checkpoint so that a reader finds the old one or the new one, whole, at every moment, whatever kills the writer.
+
+A folder that does not exist yet is filled under another name beside its place and then renamed: one step.
+
+A folder that exists keeps everything in it that is not the old checkpoint's. There the one step is the replacement of
+config.json, which names the weight files:
+
+    1. all files are written to a hidden subfolder, .halfbyte-<8 hexadecimal digits>
+    2. the weight files move up; their names carry the digits, so no file of the old checkpoint is touched
+    3. config.json is replaced                                             <- before: the old checkpoint, after: the new one
+    4. the other files (tokenizer, index, …) move up; the old checkpoint's weight files are deleted
+
+A writer that dies between 3 and 4 leaves its work named in the manifest, as `staging` and `obsolete`; whoever opens the
+folder next completes it. One that dies before 3 leaves hidden folders, and weight files with digits that no config.json
+names; the next writer removes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from halfbyte.checkpoint.manifest import CONFIG, SECTION, Manifest, read_manifest
+from halfbyte.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
+_OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
+_ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Staging:
+    """Where the files of a new checkpoint are written until `commit`.
+
+    path   the folder for all of them
+    stem   what the names of the weight files begin with
+    fresh  whether the checkpoint's folder does not exist yet
+    """
+
+    def __init__(self, folder: Path, old: Manifest | None, fresh: bool) -> None:
+        digits = secrets.token_hex(4)
+        self._folder = folder
+        self._old = old
+        self.fresh = fresh
+        self.path = folder.with_name(f".{folder.name}.halfbyte-{digits}") if fresh else folder / f".halfbyte-{digits}"
+        self.stem = "model" if fresh else f"model-{digits}"
+
+    def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
+        """Puts everything in `path` in its place."""
+        if not self.fresh:
+            manifest = replace(manifest, staging=self.path.name, obsolete=self._old.files if self._old else ())
+        write_json(self.path / CONFIG, {**config, SECTION: manifest.to_json()})
+        for path in sorted(self.path.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(self.path)
+        if self.fresh:
+            os.rename(self.path, self._folder)
+            _sync(self._folder.parent)
+            return
+        for name in manifest.files:
+            os.rename(self.path / name, self._folder / name)
+        _sync(self._folder)
+        os.replace(self.path / CONFIG, self._folder / CONFIG)
+        _sync(self._folder)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Staging]:
+    """A place to write a new checkpoint for `folder`. What is not committed in the block leaves no trace.
+
+    Raises CheckpointError where the folder holds something else than a halfbyte checkpoint, where another process writes to
+    it, and for every failure to write.
+    """
+    folder = Path(os.path.abspath(folder))
+    try:
+        fresh = not folder.exists()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if fresh else _locked(folder):
+            old = None if fresh else _present(folder)
+            staging = Staging(folder, old, fresh)
+            _remove_dead(folder)
+            if not fresh:
+                _clean(folder, old)
+            staging.path.mkdir()
+            with _locked(staging.path):
+                try:
+                    yield staging
+                finally:
+                    with suppress(OSError, CheckpointError):  # what cannot be cleaned now, the next writer will
+                        if fresh:  # after a commit there is nothing under this name
+                            shutil.rmtree(staging.path, ignore_errors=True)
+                        else:
+                            _clean(folder, _present(folder))
+    except OSError as e:
+        remedy = "free some space or choose another folder" if e.errno in _FULL else "choose a folder that can be written to"
+        raise CheckpointError(f"cannot write {folder}: {e.strerror or e}; what was there is unchanged: {remedy}") from e
+
+
+def complete(folder: Path, manifest: Manifest) -> None:
+    """Moves the files that a writer left in its staging folder, when it died, to their places; where it cannot, it does not."""
+    staged = folder / (manifest.staging or ".")
+    if manifest.staging is None or not staged.is_dir() or staged.is_symlink():
+        return
+    for path in sorted(staged.rglob("*")):
+        name = path.relative_to(staged)
+        target = folder / name
+        if not path.is_file() or path.is_symlink() or name.as_posix() in (CONFIG, *manifest.files):
+            continue
+        with suppress(OSError):  # another process may have moved it, or the folder may be read-only
+            if target.parent.resolve().is_relative_to(folder.resolve()):  # and not out of the folder by a link
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _present(folder: Path) -> Manifest | None:
+    """The manifest of the checkpoint in an existing folder, None where there is none; raises where there is another model."""
+    if (folder / CONFIG).exists():
+        try:
+            return read_manifest(folder)[1]
+        except CheckpointError as e:
+            raise CheckpointError(f"{folder} is not overwritten, for it holds no halfbyte checkpoint ({e}): choose another folder") from e
+    for path in folder.iterdir():
+        if _ANY_WEIGHTS.fullmatch(path.name) and not _OURS.fullmatch(path.name):
+            raise CheckpointError(f"{folder} is not overwritten, for it holds another model's {path.name}: choose another folder")
+    return None
+
+
+def _remove_dead(folder: Path) -> None:
+    """Removes what writers that died have left beside a folder that did not exist."""
+    for dead in folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*"):
+        with suppress(OSError, CheckpointError), _locked(dead):  # one that is locked is alive
+            shutil.rmtree(dead, ignore_errors=True)
+
+
+def _clean(folder: Path, manifest: Manifest | None) -> None:
+    """Completes what a writer that committed has left to do, and removes what one that did not commit has left."""
+    named: set[str] = set()
+    if manifest is not None:
+        complete(folder, manifest)
+        named = {*manifest.files}
+        for name in {*manifest.obsolete} - named:
+            (folder / name).unlink(missing_ok=True)
+    for path in list(folder.iterdir()):
+        if _STAGING.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _OURS.fullmatch(path.name) and path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)"""
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is writing to {folder}: wait until it has finished") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a loss of power."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

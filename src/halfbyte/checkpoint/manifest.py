@@ -1,0 +1,182 @@
+"""The `halfbyte` section of config.json: what the tensors in a checkpoint's files mean. docs/checkpoint.md specifies it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch
+
+from halfbyte import __version__
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.formats.codes import stored_tensors
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.io.safetensors import Spec, is_shape, load_json
+from halfbyte.nn.modules import check_compute
+
+SECTION = "halfbyte"
+CONFIG = "config.json"
+VERSION = 1
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A quantized weight.
+
+    kind    "Linear" or "Embedding"
+    shape   logical
+    dtype   of the float weight that it stands for, in which the module runs
+    error   relative error when it was quantized, if known
+    """
+
+    kind: str
+    format: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    error: float | None = None
+    compute: str = "auto"
+    activation: str = "block"
+
+    def stored(self, name: str) -> dict[str, Spec]:
+        """The tensors of the weight called `name`, by their names in the files."""
+        return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in stored_tensors(self.format, self.shape).items()}
+
+    @property
+    def float_bytes(self) -> int:
+        """What the weight takes when it is not quantized."""
+        return Spec(self.dtype, self.shape).nbytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored_tensors(self.format, self.shape).values())
+
+    def to_json(self) -> dict[str, object]:
+        entry: dict[str, object] = {
+            "kind": self.kind,
+            "format": str(self.format),
+            "shape": list(self.shape),
+            "dtype": _DTYPE_NAMES[self.dtype],
+            "compute": self.compute,
+            "activation": self.activation,
+        }
+        return entry if self.error is None else entry | {"error": self.error}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The section, parsed.
+
+    files       the safetensors files, plain names
+    weights     the quantized weights, by module name + ".weight"; every other tensor in the files is plain
+    tied        name of a parameter -> name of the one that it is the same as, which is in the files
+    checksums   CRC-32 of every tensor in the files, by name
+    staging     a subfolder that may still hold other files (tokenizer, …) on their way to their places
+    obsolete    weight files of the checkpoint before this one, which may still be there
+    """
+
+    files: tuple[str, ...]
+    weights: Mapping[str, Weight]
+    checksums: Mapping[str, int]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    staging: str | None = None
+    obsolete: tuple[str, ...] = ()
+    producer: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "producer": f"halfbyte {__version__}",
+            "files": list(self.files),
+            "weights": {name: weight.to_json() for name, weight in self.weights.items()},
+            "tied": dict(self.tied),
+            "crc32": dict(self.checksums),
+            "staging": self.staging,
+            "obsolete": list(self.obsolete),
+        }
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
+    """config.json without the section, and the section. Raises CheckpointError where anything in it does not fit."""
+    path = folder / CONFIG
+    if not path.is_file():
+        what = f"there is no {path}" if folder.is_dir() or not folder.exists() else f"{folder} is not a folder"
+        raise CheckpointError(f"{what}: a halfbyte checkpoint is a folder that save() or convert() made")
+    config = load_json(path)
+    section = config.pop(SECTION, None)
+    if section is None:
+        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, convert() does it")
+    if not isinstance(section, dict) or section.get("version") != VERSION:
+        version = short(section.get("version") if isinstance(section, dict) else section)
+        raise CheckpointError(f"{path} has a {SECTION!r} section of version {version}, this halfbyte reads {VERSION}: use a newer one")
+    try:
+        return config, _parse(section)
+    except (ArgumentError, FormatError, ArithmeticError, TypeError, ValueError) as e:
+        raise CheckpointError(f"the {SECTION!r} section of {path} is damaged: {e}") from e
+
+
+def _parse(section: Mapping[str, Any]) -> Manifest:
+    weights = {name: _parse_weight(name, entry) for name, entry in _get(section, "weights", dict).items()}
+    tied = _get(section, "tied", dict)
+    for name, owner in tied.items():
+        if not isinstance(owner, str) or owner in tied or name in weights:
+            raise ValueError(f"{short(name)} is tied to {short(owner)}, which is no tensor of the files")
+    checksums = _get(section, "crc32", dict)
+    for name, value in checksums.items():
+        if type(value) is not int or not 0 <= value < 1 << 32:
+            raise ValueError(f"the CRC-32 of {short(name)} is {short(value)}")
+    staging = section.get("staging")
+    if staging is not None and not (isinstance(staging, str) and _STAGING.fullmatch(staging)):
+        raise ValueError(f"the staging folder is called {short(staging)}, not .halfbyte- and 8 hexadecimal digits")
+    return Manifest(
+        files=tuple(plain_name(name) for name in _get(section, "files", list)),
+        weights=weights,
+        checksums=checksums,
+        tied=tied,
+        staging=staging,
+        obsolete=tuple(plain_name(name) for name in _get(section, "obsolete", list)),
+        producer=str(section.get("producer", "")),
+    )
+
+
+def _parse_weight(name: str, entry: object) -> Weight:
+    if not isinstance(entry, dict) or not name.endswith(".weight"):
+        raise ValueError(f"{short(name)} is no weight: an object called <module>.weight")
+    kind, dtype, shape, error = entry.get("kind"), entry.get("dtype"), entry.get("shape"), entry.get("error")
+    compute, activation = entry.get("compute", "auto"), entry.get("activation", "block")
+    if kind not in ("Linear", "Embedding"):
+        raise ValueError(f"the kind of {short(name)} is 'Linear' or 'Embedding', got {short(kind)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"the dtype of {short(name)} is one of {', '.join(_DTYPES)}, got {short(dtype)}")
+    if not (isinstance(shape, list) and len(shape) == 2 and is_shape(shape)):
+        raise ValueError(f"the shape of {short(name)} is two sizes, got {short(shape)}")
+    if error is not None and not (isinstance(error, int | float) and math.isfinite(error)):
+        raise ValueError(f"the error of {short(name)} is a number, got {short(error)}")
+    check_compute(compute, activation)
+    return Weight(kind, as_format(entry.get("format", "")), tuple(shape), _DTYPES[dtype], error, compute, activation)
+
+
+def _get(section: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = section.get(key)
+    if not isinstance(value, kind):
+        raise ValueError(f"{key!r} is of type {kind.__name__}, got {short(value)}")
+    return value
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """float32, bfloat16 or float16 by its name in a config.json, None for anything else."""
+    return _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def plain_name(name: object) -> str:
+    """`name` if it is that of a safetensors file in the folder itself; raises ValueError for anything else."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or any(c in name for c in "/\\:\0"):
+        raise ValueError(f"{short(name)} is not the plain name of a safetensors file")
+    return name

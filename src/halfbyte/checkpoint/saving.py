@@ -1,0 +1,100 @@
+"""A model in memory to a checkpoint on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.folder import Staging, replacing, write_json
+from halfbyte.checkpoint.manifest import Manifest, Weight
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.io.safetensors import SHARD_BYTES, Spec, Writer
+from halfbyte.nn.convert import own_tensors
+from halfbyte.nn.modules import QuantLinear, QuantModule
+
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+
+
+def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict as it is.
+
+    A model of transformers takes its config along, so that `load` can build it again; for any other, `load` wants the model
+    passed. A halfbyte checkpoint that is in `dir` is replaced in one step, and stays as it was if anything goes wrong:
+    raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without data).
+    """
+    plain: dict[str, Tensor] = {}
+    modules: dict[str, QuantModule] = {}
+    tied: dict[str, str] = {}
+    settings: dict[str, tuple[str, str]] = {}
+    seen: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UnsupportedError(f"{prefix or 'the model'} has extra state that is no tensor, which a checkpoint cannot hold")
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, QuantModule):
+            owner = seen.setdefault(id(module.packed_data), f"{dot}weight")
+            if owner == f"{dot}weight":
+                modules[owner] = module
+            else:
+                tied[f"{dot}weight"] = owner
+            if isinstance(module, QuantLinear):
+                settings[owner] = (module.compute, module.activation)
+        for name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                raise ArgumentError(f"{dot}{name} has no data (it is on the meta device): load the model before saving it")
+            owner = seen.setdefault(id(tensor), f"{dot}{name}")
+            if owner == f"{dot}{name}":
+                plain[owner] = tensor
+            else:
+                tied[f"{dot}{name}"] = owner
+    weights = {
+        name: Weight(module.kind, module.packed.format, module.packed.shape, module.dtype, module.error, *settings.get(name, ()))
+        for name, module in modules.items()
+    }
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
+    with replacing(Path(dir)) as staging:
+        writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
+        for name, tensor in plain.items():
+            writer.write(name, tensor)
+        for name, module in modules.items():
+            for part, tensor in module.codes().tensors().items():
+                writer.write(f"{name}.{part}", tensor)
+        if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
+            write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
+        publish(staging, writer, _config_of(model), weights, tied)
+
+
+def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:
+    """All tensors of a checkpoint, by their names in the files."""
+    specs = dict(plain)
+    for name, weight in weights.items():
+        specs |= weight.stored(name)
+    return specs
+
+
+def publish(
+    staging: Staging, writer: Writer, config: Mapping[str, object], weights: Mapping[str, Weight], tied: Mapping[str, str]
+) -> None:
+    """Ends the writing of a checkpoint: the index by which other readers find the weight files, the manifest, the commit."""
+    writer.finish()
+    if len(writer.files) > 1 or not staging.fresh:
+        size = sum(spec.nbytes for spec in writer.specs.values())
+        write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
+    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, checksums=writer.checksums, tied=tied))
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """What config.json says about a model of transformers; nothing for any other."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    described: dict[str, Any] = json.loads(config.to_json_string())
+    dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
+    return described | {"architectures": [type(model).__name__], "dtype": dtype}
