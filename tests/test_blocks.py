@@ -6,6 +6,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from hypothesis import example, given
 from hypothesis import strategies as st
+from samples import random_codes
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import PRESETS, Codes, as_format
@@ -158,11 +159,7 @@ def test_inferllm_is_its_quantize_row(w: np.ndarray) -> None:
 @given(shape=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3).map(lambda n: 32 * n)), seed=st.integers(0, 99))
 def test_codes_and_blocks_are_inverse(name: str, shape: tuple[int, ...], seed: int) -> None:
     fmt = as_format(name)
-    rng = torch.Generator().manual_seed(seed)
-    sizes = fmt.scale_shape(shape)
-    scale = torch.randn(sizes, generator=rng).to(fmt.scale)
-    zero = torch.randn(sizes, generator=rng).to(fmt.scale) if fmt.zero == "offset" else None
-    codes = Codes.from_values(fmt, torch.randint(fmt.q_min, fmt.q_max + 1, shape, generator=rng, dtype=torch.int16), scale, zero)
+    codes = random_codes(fmt, shape, seed)
     blocks = to_blocks(codes)
     assert blocks.shape == (*shape[:-1], row_bytes(fmt, shape[-1]))
     back = from_blocks(fmt, shape, blocks)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import random_codes
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import PRESETS, Codes, Format, as_format
@@ -30,19 +31,6 @@ small_formats = st.one_of(
     st.sampled_from(list(PRESETS.values())),
 )
 shapes = st.lists(st.integers(0, 4), max_size=2).flatmap(lambda lead: st.integers(0, 70).map(lambda k: (*lead, k)))
-
-
-def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:
-    rng = torch.Generator().manual_seed(seed)
-    sizes = fmt.scale_shape(shape)
-    scale = torch.randn(sizes, generator=rng).to(fmt.scale)
-    zero = None
-    if fmt.zero == "point":
-        zero = torch.randint(0, fmt.q_max + 1, sizes, generator=rng, dtype=torch.uint8)
-    elif fmt.zero == "offset":
-        zero = torch.randn(sizes, generator=rng).to(fmt.scale)
-    values = torch.randint(fmt.q_min, fmt.q_max + 1, shape, generator=rng, dtype=torch.int16)
-    return Codes.from_values(fmt, values, scale, zero)
 
 
 @given(formats)

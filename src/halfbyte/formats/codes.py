@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -138,5 +138,4 @@ class Codes:
         return cls(fmt, tuple(shape), tensors["data"], tensors["scale"], tensors.get("zero"))
 
     def to(self, device: torch.device | str) -> Codes:
-        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
+        return Codes.from_tensors(self.format, self.shape, {name: tensor.to(device) for name, tensor in self.tensors().items()})

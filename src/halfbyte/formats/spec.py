@@ -139,6 +139,6 @@ def as_format(name: str | Format) -> Format:
             f"unknown format {name!r}: use one of {', '.join(PRESETS)} or spell it out as "
             "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32], for example int4_g128_zp"
         )
-    block: Scope = int(match["block"]) if match["block"] else match["scope"]
+    block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"
     return Format(int(match["bits"]), block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block))
