@@ -1,8 +1,9 @@
 """The CPU benchmark: halfbyte and its peers on linear layers, in turn, between probes of what the machine can do.
 
 Each contender lives in a process of its own, since the thread pools of several runtimes in one process spin against
-each other, and sleeps while another one runs. A round visits every M and every contender; the ceilings are probed before
-and after each visit. Rounds in which the host gave markedly less than its best are left out of the medians.
+each other, and sleeps while another one runs. A round visits every M and, for each, every contender. All ceilings are
+probed before each M, the dot-product rate also between visits: on a shared host two cores give, for seconds at a time, what
+one gives, and visits in such a time are left out of the medians.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 import halfbyte
 from halfbyte.bench.contenders import PEERS, Contender, contender, select
 from halfbyte.bench.process import Worker, WorkerError
-from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, host_rate, markdown, rank, summarize, text
+from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, markdown, rank, summarize, text
 from halfbyte.bench.workload import Workload
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.machine import machine
@@ -120,21 +121,28 @@ class _Ready:
 
 
 class _Probe:
-    """Asks for the ceilings until that fails once, which it notes."""
+    """Asks what the machine can do at this moment, until that fails once, which it notes."""
 
     def __init__(self, worker: Worker, threads: int, report: Report) -> None:
         self._worker: Worker | None = worker
         self._threads, self._report = threads, report
 
-    def __call__(self) -> Ceilings | None:
+    def ceilings(self) -> Ceilings | None:
+        found = self._ask([field.name for field in fields(Ceilings)])
+        return Ceilings(**found) if found else None
+
+    def host_rate(self) -> float | None:
+        return self._ask(["dot_peak"]).get("dot_peak")
+
+    def _ask(self, names: list[str]) -> dict[str, float]:
         if self._worker is None:
-            return None
+            return {}
         try:
-            return Ceilings(**self._worker.ask("probe", threads=self._threads))
+            return self._worker.ask("probe", names=names, threads=self._threads)
         except WorkerError as error:
             self._worker = None
             self._report.note(f"ceilings not probed: {error}")
-            return None
+            return {}
 
 
 def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: Report, advance: Advance) -> list[_Ready]:
@@ -160,9 +168,10 @@ def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: 
 
 def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, report: Report, advance: Advance) -> list[Measurement]:
     """Visits every contender in each round, every other round backwards; who fails is reported absent."""
-    before = probe()
     for turn in range(plan.rounds):
         for at, m in enumerate(plan.ms):
+            ceilings = probe.ceilings()
+            before = probe.host_rate()
             for one in ready[:: -1 if turn % 2 else 1]:
                 advance(f"round {turn + 1}, M={m}, {one.contender.label}", 0.4 + 0.6 * (turn + at / len(plan.ms)) / plan.rounds)
                 try:
@@ -171,10 +180,11 @@ def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, rep
                     report.absences.append(Absence(one.contender.name, one.contender.label, work.n, work.k, work.threads, str(error)))
                     ready.remove(one)
                     continue
-                after = probe()
-                one.samples[m].append(Sample(**taken, before=before, after=after))
+                after = probe.host_rate()
+                lower = None if before is None or after is None else min(before, after)
+                one.samples[m].append(Sample(**taken, ceilings=ceilings, host_rate=lower))
                 before = after
-    best_rate = max((host_rate(s) or 0 for one in ready for samples in one.samples.values() for s in samples), default=0)
+    best_rate = max((s.host_rate or 0 for one in ready for samples in one.samples.values() for s in samples), default=0)
     return [_measurement(work, one, m, best_rate) for one in ready for m in plan.ms]
 
 

@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from types import TracebackType
@@ -32,16 +31,15 @@ class Worker:
         path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONPATH": path}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        with _affinity(cores(threads)):
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "halfbyte.bench.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for whoever asks; a worker ends when its input does
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "halfbyte.bench.worker", *map(str, cores(threads))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for whoever asks; a worker ends when its input does
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
@@ -73,12 +71,11 @@ class Worker:
         return f"the process died ({f'signal {-code}' if code < 0 else f'exit code {code}'}){': ' + lines[-1] if lines else ''}"
 
     def close(self) -> None:
-        try:
+        """Ends the process; it holds nothing that needs saving. May be called again."""
+        self._process.kill()
+        self._process.wait()
+        with suppress(BrokenPipeError):  # a request that was never read
             self._requests.close()
-            self._process.wait(5)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
         self._answers.close()
         self._errors.close()
 
@@ -106,17 +103,3 @@ def cores(threads: int) -> list[int]:
         (second if siblings in seen else first).append(cpu)
         seen.add(siblings)
     return (first + second)[:threads]
-
-
-@contextmanager
-def _affinity(cpus: list[int]) -> Iterator[None]:
-    """Processes started inside run on `cpus` from their first instruction, so every runtime counts its threads right."""
-    if sys.platform != "linux" or not cpus:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

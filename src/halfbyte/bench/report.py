@@ -25,15 +25,20 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of one contender: seconds a product (median, shortest and longest pass), and the ceilings before and after."""
+    """One round of one contender: seconds a product (median, shortest and longest pass), and what the machine gave then.
+
+    idle       the contender's threads slept soon after
+    ceilings   at the start of the round's visits to this M
+    host_rate  the lower of `dot_peak` right before and right after: what the host left to us
+    """
 
     median: float
     min: float
     max: float
     runs: int
     idle: bool
-    before: Ceilings | None
-    after: Ceilings | None
+    ceilings: Ceilings | None
+    host_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -101,25 +106,19 @@ class Report:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def host_rate(sample: Sample) -> float | None:
-    """int8 operations a second that the host gave around a sample; None where it was not probed."""
-    return None if sample.before is None or sample.after is None else min(sample.before.dot_peak, sample.after.dot_peak)
-
-
-def summarize(samples: Sequence[Sample], best_rate: float | None, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
+def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
     """seconds, steady, rates and fraction of one contender's samples: fields of Measurement.
 
-    best_rate   the highest `host_rate` of the run, which says what a steady host gives
+    best_rate   the highest `host_rate` of the run, which says what a steady host gives; 0 where it was not probed
     peak        the field of Ceilings that bounds the operations; where it is None, `fraction` is
     """
-    steady = [s for s in samples if best_rate is None or (host_rate(s) or 0) >= _STEADY * best_rate] or list(samples)
+    steady = [s for s in samples if (s.host_rate or 0) >= _STEADY * best_rate] or list(samples)
     seconds = median(s.median for s in steady)
-    fractions = []
-    for s in steady:
-        if s.before is not None and s.after is not None and peak is not None:
-            bandwidth = (s.before.read_bandwidth + s.after.read_bandwidth) / 2
-            rate = (getattr(s.before, peak) + getattr(s.after, peak)) / 2
-            fractions.append(max(nbytes / bandwidth, operations / rate) / s.median)
+    fractions = [
+        max(nbytes / s.ceilings.read_bandwidth, operations / getattr(s.ceilings, peak)) / s.median
+        for s in steady
+        if s.ceilings is not None and peak is not None
+    ]
     return {
         "seconds": seconds,
         "steady": len(steady),
@@ -194,7 +193,7 @@ def _cell(one: Measurement) -> str:
 
 
 def _ceilings(group: list[Measurement]) -> str:
-    probes = [probe for one in group for s in one.samples for probe in (s.before, s.after) if probe is not None]
+    probes = [s.ceilings for one in group for s in one.samples if s.ceilings is not None]
     if not probes:
         return ""
     spans = []

@@ -1,9 +1,11 @@
-"""The process of one contender: `python -m halfbyte.bench.worker` reads requests and writes answers, one JSON object a line.
+"""The process of one contender: `python -m halfbyte.bench.worker CPU…` reads requests and writes answers, one JSON object a line.
+
+It runs on the CPUs of those numbers (anywhere, if none is named) and takes its number of threads from OMP_NUM_THREADS.
 
     {"do": "prepare", "name": …, "workload": {…}}   -> copy_bytes, copies
     {"do": "check", "m": …}                         -> error, allowed
     {"do": "measure", "m": …, "min_time": …}        -> seconds a product: median, min, max; runs; idle
-    {"do": "probe", "threads": …}                   -> read_bandwidth, dot_peak, fma_peak
+    {"do": "probe", "names": […], "threads": …}     -> each function of `kernels.cpu.probe` by its name
     {"do": "kernel"}                                -> kernel
 
 Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
@@ -25,6 +27,7 @@ import torch
 from halfbyte import timing
 from halfbyte.bench.contenders import Contender, contender
 from halfbyte.bench.workload import Built, Workload, relative_error
+from halfbyte.kernels.cpu import probe
 
 
 class Bench:
@@ -38,7 +41,6 @@ class Bench:
         if hasattr(self, "built"):
             del self.built  # the last shape's memory goes before the next one's comes
         self.contender, self.work = contender(name), Workload(**workload)
-        torch.set_num_threads(self.work.threads)
         self.built = self.contender.build(self.work)
         return {"copy_bytes": self.built.copy_bytes, "copies": self.built.copies}
 
@@ -61,10 +63,10 @@ class Bench:
     def kernel(self) -> dict[str, Any]:
         return {"kernel": self.built.kernel()}
 
-    def probe(self, threads: int) -> dict[str, Any]:
-        from halfbyte.kernels.cpu import probe
-
-        return {name: getattr(probe, name)(threads) for name in ("read_bandwidth", "dot_peak", "fma_peak")}
+    def probe(self, names: list[str], threads: int) -> dict[str, Any]:
+        found = {name: getattr(probe, name)(threads) for name in names}
+        _wait_until_idle()
+        return found
 
 
 def _wait_until_idle(limit: float = 1.0) -> bool:
@@ -95,6 +97,9 @@ def main() -> None:
     # Libraries print as they like: what they write goes to stderr, and the answers keep the pipe to themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Only now, so that many workers can import at once on all cores; threads that start later inherit it.
+    if sys.platform == "linux" and len(sys.argv) > 1:
+        os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1:]})
     with suppress(BrokenPipeError):  # whoever asked is gone
         for answer in _answers(Bench(), sys.stdin):
             answers.write(json.dumps(answer) + "\n")
