@@ -20,8 +20,8 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Activation, Compute
-
-MAX_BLOCK = 32768  # activations of a block: 32768 * 127 * 255 < 2^31, so that a block's int32 sum of products cannot overflow
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK as MAX_BLOCK
+from halfbyte.layouts.cpu_tiles import piece
 
 _U = 2.0**-24  # unit roundoff of float32
 _LEAST = 2.0**-126  # more than a float32 operation loses by underflow, also where subnormal numbers are taken as 0
@@ -31,9 +31,9 @@ _LEAST = 2.0**-126  # more than a float32 operation loses by underflow, also whe
 
 
 def spans(k: int, block: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of each activation block: the weight's blocks of `block`, in pieces of at most MAX_BLOCK."""
-    ends = [(start, min(start + block, k)) for start in range(0, k, block)]
-    return [(at, min(at + MAX_BLOCK, end)) for start, end in ends for at in range(start, end, MAX_BLOCK)]
+    """First and last-plus-one element of each activation block: the weight's blocks of `block`, or the pieces that `piece` cuts."""
+    size = piece(block, k)
+    return [(start, min(start + size, k)) for start in range(0, k, size)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

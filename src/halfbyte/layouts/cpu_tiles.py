@@ -40,6 +40,14 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def piece(block: int, k: int) -> int:
+    """Elements whose products are summed in int32: those of a block. One that is longer than LONGEST_BLOCK is cut into the fewest
+    equal pieces that are not, or, where it holds all of K, into pieces of that length and a rest."""
+    if block >= k or block <= LONGEST_BLOCK:
+        return min(block, LONGEST_BLOCK)
+    return next(block // pieces for pieces in range(-(-block // LONGEST_BLOCK), block + 1) if block % pieces == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Sizes of a weight [N, K] of `format` in this layout. A block is padded to whole `unit`s of k."""
@@ -51,10 +59,7 @@ class Geometry:
     @property
     def block(self) -> int:
         """Real elements of a record: the format's block, or a piece of it where it is too long."""
-        size = self.format.block_size(self.k)
-        if size >= self.k or size <= LONGEST_BLOCK:
-            return min(size, LONGEST_BLOCK)
-        return next(size // pieces for pieces in range(-(-size // LONGEST_BLOCK), size + 1) if size % pieces == 0)
+        return piece(self.format.block_size(self.k), self.k)
 
     @property
     def unit(self) -> int:
