@@ -204,6 +204,7 @@ def test_fraction_is_of_the_ceiling_that_binds() -> None:
     assert summarize([sample(2.0)], 100.0, "dot_peak", nbytes=10, operations=50)["fraction"] == pytest.approx(0.5)  # 1 s to read
     assert summarize([sample(2.0)], 100.0, "fma_peak", nbytes=10, operations=30)["fraction"] == pytest.approx(0.75)  # 1.5 s of FMA
     assert summarize([sample(2.0)], 100.0, None, nbytes=10, operations=30)["fraction"] is None
+    assert summarize([sample(2.0)], 100.0, None, nbytes=10, operations=10)["fraction"] == pytest.approx(0.5)
     assert summarize([sample(2.0, dot_peak=None)], 0.0, "dot_peak", nbytes=10, operations=30)["fraction"] is None
 
 

@@ -43,7 +43,7 @@ _BFLOAT16 = Arithmetic(lambda x: 2**-8, None)
 _INT8 = Arithmetic(partial(_step_error, 127), "dot_peak")
 # max - min spans at most 2 max|x|, in 127 steps.
 _INT7 = Arithmetic(partial(_step_error, 63.5), "dot_peak")
-# halfbyte's `float` may round to bfloat16 where the CPU multiplies that faster.
+# Activations and results in bfloat16, products in float32; halfbyte's `float` may do so where the CPU multiplies bfloat16 faster.
 _FLOAT = Arithmetic(_BFLOAT16.error, "fma_peak")
 
 
@@ -62,7 +62,7 @@ class Contender:
 PEERS = (
     Contender("torch_fp32", "torch fp32", "float32", _FLOAT32, partial(torch_peers.dense, dtype=torch.float32)),
     Contender("torch_bf16", "torch bf16", "bfloat16", _BFLOAT16, partial(torch_peers.dense, dtype=torch.bfloat16)),
-    Contender("torch_int4", "torch int4pack g128", "int4_g128", _BFLOAT16, partial(torch_peers.int4pack, format="int4_g128")),
+    Contender("torch_int4", "torch int4pack g128", "int4_g128", _FLOAT, partial(torch_peers.int4pack, format="int4_g128")),
     Contender("torch_int8", "torch dynamic int8", "int8_channel", _INT7, partial(torch_peers.dynamic_int8, format="int8_channel")),
     Contender("ort_int4_g32", "ONNX Runtime int4 g32", "q4_0", _INT8, partial(onnxruntime_peer.matmul_nbits, format="q4_0")),
     Contender("ort_int4_g128", "ONNX Runtime int4 g128", "int4_g128", _INT8, partial(onnxruntime_peer.matmul_nbits, format="int4_g128")),

@@ -110,15 +110,12 @@ def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nby
     """seconds, steady, rates and fraction of one contender's samples: fields of Measurement.
 
     best_rate   the highest `host_rate` of the run, which says what a steady host gives; 0 where it was not probed
-    peak        the field of Ceilings that bounds the operations; where it is None, `fraction` is
+    peak        the field of Ceilings that bounds the operations; None where none is probed
     """
     steady = [s for s in samples if (s.host_rate or 0) >= _STEADY * best_rate] or list(samples)
     seconds = median(s.median for s in steady)
-    fractions = [
-        max(nbytes / s.ceilings.read_bandwidth, operations / getattr(s.ceilings, peak)) / s.median
-        for s in steady
-        if s.ceilings is not None and peak is not None
-    ]
+    least = [(s, _least_seconds(s.ceilings, peak, nbytes, operations)) for s in steady]
+    fractions = [ideal / s.median for s, ideal in least if ideal is not None]
     return {
         "seconds": seconds,
         "steady": len(steady),
@@ -126,6 +123,16 @@ def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nby
         "operations_per_second": operations / seconds,
         "fraction": median(fractions) if fractions else None,
     }
+
+
+def _least_seconds(ceilings: Ceilings | None, peak: str | None, nbytes: int, operations: int) -> float | None:
+    """What the ceilings allow; None where they are not known."""
+    if ceilings is None:
+        return None
+    reading = nbytes / ceilings.read_bandwidth
+    if peak is None:  # one operation a byte or less: memory binds on any CPU
+        return reading if operations <= nbytes else None
+    return max(reading, operations / float(getattr(ceilings, peak)))
 
 
 def rank(measurements: Sequence[Measurement]) -> list[Measurement]:
