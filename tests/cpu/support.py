@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit
+from halfbyte.kernels.cpu import jit, linear
 from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa import ISA, ISAS, current
+from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.layouts.base import Packed
 
 RUNNABLE = [isa for isa in ISAS if isa.missing() is None]
 IR_TYPES = {
@@ -46,3 +48,26 @@ def elementwise(op: Callable[..., Value], out: torch.dtype, *inputs: Tensor, isa
 
     call(body, result, *inputs, isa=isa)
     return result
+
+
+def poisoned(*shape: int, dtype: torch.dtype, fill: float = torch.nan) -> tuple[Tensor, Callable[[], bool]]:
+    """A contiguous tensor full of `fill` in the midst of more of it, and whether all around it is still as it was."""
+    margin, count = 64, torch.Size(shape).numel()
+    memory = torch.full((count + 2 * margin,), fill, dtype=dtype)
+    around = torch.cat((memory[:margin], memory[-margin:])).clone()
+
+    def untouched() -> bool:
+        return torch.equal(torch.cat((memory[:margin], memory[-margin:])).view(torch.uint8), around.view(torch.uint8))
+
+    return memory[margin : margin + count].view(shape), untouched
+
+
+def run_linear(
+    kernel: LinearKernel, x: Tensor, packed: Packed, bias: Tensor | None = None, clamp: tuple[float, float] = (-torch.inf, torch.inf)
+) -> Tensor:
+    """The kernel's result in x's dtype, made in memory that is NaN before: the output, what surrounds it, and the scratch memory."""
+    linear._thread.scratch.fill_(255)
+    out, untouched = poisoned(x.shape[0], packed.shape[0], dtype=kernel.out_dtype)
+    kernel._pass(x, x.shape[0], packed.data.data_ptr(), bias, *clamp, out)
+    assert untouched()
+    return out.to(kernel.dtype)
