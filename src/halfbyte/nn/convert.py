@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from halfbyte import ops
@@ -206,11 +207,11 @@ def _why_not(module: nn.Linear | nn.Embedding, without_data: bool) -> str | None
     name, base = type(module).__name__, nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
+        f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         f"{name} has a forward of its own": type(module).forward is not base.forward or "forward" in vars(module),
         "it has forward hooks, which would be lost": bool(module._forward_hooks or module._forward_pre_hooks),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
-        f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
@@ -220,11 +221,12 @@ def _why_not(module: nn.Linear | nn.Embedding, without_data: bool) -> str | None
 def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:
     """`seen` says where each tensor was first met: its bytes are counted there, and only there."""
     others = [t for _, t in own_tensors(module)]
-    extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name)
+    extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name and not is_lazy(t))
     if not isinstance(module, QuantModule):
         weight = next((t for n, t in own_tensors(module) if n == "weight"), others[0])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
-        return Row(name, type(module).__name__, tuple(weight.shape), None, reason, extra, extra, tied_to=tied_to)
+        shape = () if is_lazy(weight) else tuple(weight.shape)
+        return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
     fmt, shape = module.packed.format, module.packed.shape
     owner = seen.setdefault(id(module.packed_data), name)
     before = after = 0
