@@ -20,9 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
 import halfbyte
 from halfbyte.bench.contenders import PEERS, Contender, contender, select
 from halfbyte.bench.process import Worker, WorkerError
@@ -35,7 +32,6 @@ _PACKAGES = ("torch", "onnxruntime", "openvino", "llvmlite", "numpy")
 _MEMORY_CAP = 4 << 30
 # Where the machine does not tell its own.
 _USUAL_MEMORY, _USUAL_CACHE = 16 << 30, 32 << 20
-
 
 Advance = Callable[[str, float], None]  # what is going on, and the part of the whole that is done
 
@@ -208,6 +204,9 @@ def _measurement(work: Workload, one: _Ready, m: int, best_rate: float) -> Measu
 
 def _run_with_progress(plan: Plan) -> Report:
     """`run` with a bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
@@ -215,8 +214,8 @@ def _run_with_progress(plan: Plan) -> Report:
 
 
 def _versions() -> dict[str, str]:
-    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
-    return {package: installed.get(package, "absent") for package in _PACKAGES}
+    installed = metadata.packages_distributions()
+    return {package: metadata.version(installed[package][0]) if package in installed else "absent" for package in _PACKAGES}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
