@@ -4,7 +4,8 @@
     with an offset:                              offset = (lo + hi) / 2,  scale and q as above for x - offset
 
 Each step is float32, rounded to nearest; x * (127 / amax) is rounded to an integer once, ties to even. Where amax is 0, or
-so small that 127 / amax overflows, every q is 0. A NaN or infinity makes the scale NaN and with it the row's results.
+so small that 127 / amax overflows, every q is 0. A NaN or infinity, also where lo + hi or hi - lo overflows, makes the scale NaN
+and with it the row's results.
 `kernels/reference.py` has the same steps, and the codes are equal bit for bit.
 """
 
@@ -163,6 +164,7 @@ class _Int8Row(_Row):
         if spec.shifted:
             lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
             extent, offset = (hi - lo) * 0.5, (lo + hi) * 0.5
+            finite = finite & (extent < float("inf")) & (offset < float("inf")) & (offset > float("-inf"))  # either may overflow
         inverse = f.value("float", 127.0) / extent
         inverse = (inverse < float("inf")).select(inverse, 0.0)
         scale = finite.select(extent * (1 / 127), float("nan"))
