@@ -102,6 +102,9 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
             report.note(f"{one.label} at N={one.n}, K={one.k}: its weights fit into the cache, and may have been read from there")
         if not all(sample.idle for sample in one.samples):
             report.note(f"{one.label}: its threads went on spinning after its turn, in others' time")
+    visits = sum(len(one.samples) for one in report.measurements)
+    if left_out := visits - sum(one.steady for one in report.measurements):
+        report.note(f"{left_out} of {visits} visits left out: the host was busy with something else")
     return report
 
 
