@@ -37,8 +37,8 @@ Advance = Callable[[str, float], None]  # what is going on, and the part of the 
 
 
 def _usual_memory() -> int:
-    """A quarter of main memory (runtimes hold a weight twice while they arrange it) for as many contenders as there usually are."""
-    return min(_MEMORY_CAP, (machine().memory or _USUAL_MEMORY) // 4 // (len(PEERS) + 2))
+    """An eighth of main memory: quantized weights rotate over far less, so that in practice dense ones alone come near it."""
+    return min(_MEMORY_CAP, (machine().memory or _USUAL_MEMORY) // 8)
 
 
 def _cache() -> int:
