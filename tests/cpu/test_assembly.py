@@ -1,0 +1,138 @@
+"""Machine code for every instruction set, also those that this CPU lacks: it has the instructions that its speed rests on."""
+
+import functools
+import itertools
+import re
+
+import pytest
+
+from halfbyte.kernels.cpu import activations, dequantize, driver, jit, quantize, runtime, tile
+from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.dequantize import DequantizeSpec
+from halfbyte.kernels.cpu.isa import ISA, ISAS
+from halfbyte.kernels.cpu.quantize import QuantizeSpec
+from halfbyte.kernels.cpu.tile import Inner, TileSpec
+from halfbyte.machine import machine
+
+BY_NAME = {isa.name: isa for isa in ISAS}
+UNITS = ((32, True), (32, False), (8, False))
+
+pytestmark = pytest.mark.skipif(machine().arch != "x86_64", reason="the triple of this process is no x86")
+
+
+@functools.cache
+def assembly(isa: ISA, spec: TileSpec) -> str:
+    return jit.compile_assembly(tile.build(spec, isa), isa)
+
+
+def spec_of(
+    isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, shifted: bool = False, out: str = "f32"
+) -> TileSpec:
+    most, vectors = isa.tile(m, inner)
+    return TileSpec(inner, bits, "f16", zero, *unit, by_row=False, shifted=shifted, rows=min(m, most), vectors=vectors, out=out)
+
+
+def between(text: str, instruction: str) -> list[str]:
+    """The lines from the first to the last that have `instruction`."""
+    lines = text.splitlines()
+    at = [i for i, line in enumerate(lines) if re.match(rf"\s{instruction}\s", line)]
+    assert at, f"no {instruction}"
+    return lines[at[0] : at[-1] + 1]
+
+
+def spills(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.search(r"%r[sb]p", line) and re.search(r"%[xyz]mm", line)]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("zero", "shifted"), [("none", False), ("point", False), ("offset", True)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, shifted: bool, unit: tuple[int, bool]) -> None:
+    isa = BY_NAME["avx512_vnni"]
+    for m in (1, 6, 8):
+        spec = spec_of(isa, "int8", bits, zero, unit, m, shifted)
+        text = assembly(isa, spec)
+        loop = between(text, "vpdpbusd")
+        dots = [line for line in loop if "vpdpbusd" in line]
+        # Four k of 16 outputs each; where activations have an offset the sums of the weights are one more row.
+        assert len(dots) == (spec.rows + shifted) * spec.vectors * unit[0] // 4
+        assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
+        assert not any("{1to16}" in line for line in dots)  # it takes a slot of its own
+        assert not spills(loop)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("zero", ["none", "point", "offset"])
+def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tuple[int, bool]) -> None:
+    isa = BY_NAME["avx512_bf16"]
+    for m in (1, 6):
+        spec = spec_of(isa, "bf16", 4, zero, unit, m)
+        text = assembly(isa, spec)
+        loop = between(text, "vdpbf16ps")
+        assert sum("vdpbf16ps" in line for line in loop) == spec.rows * spec.vectors * unit[0] // 2
+        assert text.count("\tvpermw\t") == spec.vectors * unit[0] // 2  # a lookup makes two weights of each lane
+        assert not spills(loop)
+
+
+def test_avx512_float_tiles_look_nibbles_up() -> None:
+    isa = BY_NAME["avx512_vnni"]
+    text = assembly(isa, spec_of(isa, "float", 4, "none", (32, True), 4))
+    loop = between(text, "vfmadd231ps")
+    lookups = sum(bool(re.search(r"\tvperm(ps|d)\t", line)) for line in text.splitlines())  # the same lookup, whatever its name
+    assert lookups == 2 * 32
+    assert not spills(loop)
+    assert "vcvtph2ps" in text
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_avx2_tiles(bits: int) -> None:
+    isa = BY_NAME["avx2"]
+    text = assembly(isa, spec_of(isa, "int8", bits, "none", (32, True), 4))
+    assert text.count("\tvpmaddubsw\t") == 4 * 2 * 8
+    assert text.count("\tvpmaddwd\t") == 4 * 2 * (1 if bits == 4 else 8)  # eight steps of 4-bit weights are summed as int16
+    assert text.count("\tvpsignb\t") == (0 if bits == 4 else 4 * 2 * 8)
+    floats = assembly(isa, spec_of(isa, "float", bits, "point", (32, True), 6))
+    assert floats.count("\tvfmadd231ps\t") >= 6 * 2 * 32
+    for each in (text, floats):
+        assert "zmm" not in each
+        assert "{%k" not in each
+        assert "vpdpbusd" not in each
+
+
+def test_generic_code_keeps_to_what_every_x86_has() -> None:
+    for inner in ("int8", "float"):
+        text = assembly(BY_NAME["generic"], spec_of(BY_NAME["generic"], inner, 4, "point", (32, True), 2))
+        assert not re.search(r"%[yz]mm|\tv[a-z]+\t|\tpshufb|\tpmulld|\tpblend", text)
+
+
+def test_requantizing_tiles_take_all_int8_values_on_avx2() -> None:
+    isa = BY_NAME["avx2"]
+    text = assembly(isa, spec_of(isa, "int8", 8, "none", (32, False), 4, out="i8"))
+    assert "vpsignb" not in text  # the sign of -128 can't be turned
+    assert text.count("\tvpmaddwd\t") == 2 * 4 * 2 * 8
+
+
+# Everything that is compiled at run time, for each instruction set. That an intrinsic is unknown to a target shows here.
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+def test_all_is_compiled_for_every_instruction_set(isa: ISA) -> None:
+    halves = ("f32", "bf16", "f16") if isa.half_conversions else ("f32", "bf16")
+    modules = [driver.build(isa), runtime.build(isa)]
+    for (source, inner), (unit, single) in itertools.product((("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")), UNITS):
+        for by_row, shifted in ((False, False), (True, False), (False, True)):
+            if source != "i8" or not (by_row or shifted):
+                modules.append(activations.build(RowSpec(source, inner, unit, single, by_row, shifted, -8, "values"), isa))
+    if isa.bf16_dot:
+        modules.append(activations.build(RowSpec("bf16", "bf16", 32, True, False, False, 0, "values"), isa))
+    for bits, zero, out in itertools.product((4, 8), ("none", "point", "offset"), halves):
+        modules.append(dequantize.build(DequantizeSpec(bits, "f16", zero, 8, out), isa))
+        modules.append(quantize.build(QuantizeSpec("f16", bits, zero, out, "int"), isa))
+    for family, bits, zero in (("ggml", 4, "none"), ("ggml", 4, "offset"), ("ggml", 8, "none"), ("inferllm", 4, "none")):
+        modules.append(quantize.build(QuantizeSpec("bf16", bits, zero, "f32", family), isa))
+    for inner, bits, out in itertools.product(("int8", "float"), (4, 8), (*halves, "i8")):
+        if out != "i8" or inner == "int8":
+            modules.append(tile.build(spec_of(isa, inner, bits, "none", (8, False), 3, out=out), isa))
+    for module in modules:
+        text = jit.compile_assembly(module, isa)
+        assert all(f"\n{function.name}:" in text for function in module.functions)
