@@ -1,0 +1,47 @@
+"""`halfbyte bench`: the time of one linear layer, beside torch's in float32 and bfloat16."""
+
+from __future__ import annotations
+
+import argparse
+
+from halfbyte.cli.output import Commands, add_command, print_json, progress
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "bench",
+        run,
+        "time a linear layer beside torch",
+        "Time y = x W^T for x [M, K] and W [N, K]. All contenders take turns, each in a process of its own, and rotate over copies of the "
+        "weight that no cache holds, so that weights come from memory, as in a whole model. Results are checked first.",
+    )
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 128], help="rows of the activations (default: 1 128)")
+    parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
+    parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
+    parser.add_argument("--format", nargs="+", default=["q4_0"], help="formats of the weight (default: q4_0)")
+    parser.add_argument("--threads", type=int, help="threads (default: as many as torch takes)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that each contender takes (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from halfbyte.bench import cpu
+    from halfbyte.bench.report import text
+
+    plan = cpu.Plan(
+        shapes=((args.n, args.k),),
+        ms=tuple(args.m),
+        threads=(torch.get_num_threads() if args.threads is None else args.threads,),
+        formats=tuple(args.format),
+        peers=("torch_fp32", "torch_bf16"),
+        rounds=args.rounds,
+    )
+    with progress(args, "measuring", "part") as advance:
+        report = cpu.run(plan, lambda doing, done: advance(done, 1, doing))
+    if args.json:
+        print_json(report.to_json())
+    else:
+        print(text(report))
+    return 0

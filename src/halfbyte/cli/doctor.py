@@ -1,0 +1,162 @@
+"""`halfbyte doctor`: what halfbyte finds on this machine, and whether its kernels compute what they should."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from halfbyte import __version__, env
+from halfbyte.cli.output import Commands, add_command, print_json, print_table, progress
+from halfbyte.errors import HalfbyteError
+
+if TYPE_CHECKING:
+    from halfbyte.cli.selftest import Result
+
+_PACKAGES = ("torch", "llvmlite", "numpy", "safetensors", "transformers")
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "doctor",
+        run,
+        "check the machine and the kernels",
+        "Show versions, CPU, instruction set, threads, cache and variables, and test every kernel against the float64 reference. "
+        "The exit code is 1 if anything is wrong.",
+    )
+    parser.add_argument("--no-test", action="store_true", help="leave the tests of the kernels out")
+
+
+def run(args: argparse.Namespace) -> int:
+    parts = {"versions": _versions, "cpu": _cpu, "isa": _isa, "threads": _threads, "cache": _cache, "variables": _variables}
+    faults: list[str] = []
+    found = {name: _find(part, faults) for name, part in parts.items()}
+    tests = [] if args.no_test or faults else _test(args)
+    faults += [f"{test.op} {test.format}: {test.fault}" for test in tests if test.fault is not None]
+    if args.json:
+        print_json({**found, "tests": [test.to_json() for test in tests], "faults": faults})
+    else:
+        _print(found, tests, faults)
+    return 1 if faults else 0
+
+
+def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, Any] | None:
+    try:
+        return part()
+    except HalfbyteError as error:  # a variable that makes no sense is what doctor is asked to find
+        faults.append(str(error))
+        return None
+
+
+def _test(args: argparse.Namespace) -> list[Result]:
+    from halfbyte.cli import selftest
+
+    results = []
+    checks = selftest.checks()
+    with progress(args, "testing kernels") as advance:
+        for i, check in enumerate(checks):
+            advance(i, len(checks), f"{check.op} {check.format}")
+            results.append(check.run())
+    return results
+
+
+def _versions() -> dict[str, str | None]:
+    installed = {package: metadata.version(package) if find_spec(package) else None for package in _PACKAGES}
+    return {"halfbyte": __version__, "python": platform.python_version(), "system": platform.platform(), **installed}
+
+
+def _cpu() -> dict[str, Any]:
+    from halfbyte.machine import machine
+
+    here = machine()
+    return {
+        "name": here.cpu,
+        "arch": here.arch,
+        "vendor": here.vendor,
+        "llvm": here.llvm_cpu,
+        "cores": here.cores,
+        "memory": here.memory,
+        "caches": here.caches._asdict(),
+        "features": sorted(here.features),
+    }
+
+
+def _isa() -> dict[str, Any]:
+    from halfbyte.kernels.cpu.isa import ISAS, current
+
+    return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in ISAS if isa.name != current().name}}
+
+
+def _threads() -> dict[str, Any]:
+    from halfbyte.kernels.cpu import runtime
+
+    return {"count": runtime.threads(), "runtime": runtime.name()}
+
+
+def _cache() -> dict[str, Any]:
+    from halfbyte.kernels.cpu import jit
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = jit.cache_folder() is not None
+    folder = env.cache()
+    objects = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    trouble = "; ".join(str(warning.message) for warning in caught) or None
+    return {"folder": str(folder), "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects)}
+
+
+def _variables() -> dict[str, Any]:
+    known = {variable.name: os.environ[variable.name] for variable in env.VARIABLES if os.environ.get(variable.name)}
+    return {"set": known, "unknown": env.unknown()}
+
+
+def _print(found: dict[str, dict[str, Any] | None], tests: list[Result], faults: list[str]) -> None:
+    for name, part in found.items():
+        for line in [] if part is None else LINES[name](part):
+            print(f"{name:10} {line}")
+            name = ""
+    if tests:
+        rows = [(t.op, t.format, str(t.cases), f"{t.ms:.0f}", "PASS" if t.passed else "FAIL") for t in tests]
+        print_table(("kernel", "format", "cases", "ms", "result"), rows, left=2)
+        print(f"{len(tests) - len(faults)} of {len(tests)} passed")
+    for fault in faults:
+        print(f"FAULT  {fault}")
+
+
+def _lines_cpu(cpu: dict[str, Any]) -> list[str]:
+    caches = ", ".join(f"{name.upper()} {level >> 10} KiB" for name, level in cpu["caches"].items() if level)
+    memory = "" if cpu["memory"] is None else f", {cpu['memory'] / 1e9:.1f} GB of memory"
+    return [f"{cpu['name']} ({cpu['arch']}, {cpu['llvm']}), {cpu['cores']} cores{memory}", caches or "caches unknown"]
+
+
+def _lines_cache(cache: dict[str, Any]) -> list[str]:
+    from halfbyte.nn.report import size_text
+
+    return [f"{cache['folder']}: {cache['files']} files, {size_text(cache['bytes'])}", *filter(None, [cache["trouble"]])]
+
+
+def _lines_variables(variables: dict[str, Any]) -> list[str]:
+    lines = [f"{name}={value}" for name, value in variables["set"].items()] or ["none set"]
+    return lines + [f"{name} means nothing to halfbyte; did you mean {_alike(name)}?" for name in variables["unknown"]]
+
+
+def _alike(name: str) -> str:
+    names = [variable.name for variable in env.VARIABLES]
+    return (get_close_matches(name, names, 1, 0.0) or names)[0]
+
+
+LINES: dict[str, Callable[[Any], list[str]]] = {
+    "versions": lambda part: [", ".join(f"{name} {version or 'absent'}" for name, version in part.items())],
+    "cpu": _lines_cpu,
+    "isa": lambda part: [f"{part['chosen']} is used", *(f"{name}: {reason}" for name, reason in part["others"].items())],
+    "threads": lambda part: [f"{part['count']}, {part['runtime']}"],
+    "cache": _lines_cache,
+    "variables": _lines_variables,
+}

@@ -1,0 +1,132 @@
+"""`halfbyte inspect`: what is in a checkpoint, and how far its weights are from the original's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
+from halfbyte.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint.loading import Checkpoint
+    from halfbyte.io.safetensors import Reader
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "inspect",
+        run,
+        "show formats, shapes and bytes of a checkpoint",
+        "Show what is in a halfbyte checkpoint, or in any safetensors file or folder. "
+        "The error of a weight is ||original - quantized|| / ||original|| (Frobenius).",
+    )
+    parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint folder, or a safetensors file or folder")
+    parser.add_argument("--against", metavar="SRC", type=Path, help="the original model: compute the error of each weight from it")
+
+
+def run(args: argparse.Namespace) -> int:
+    from halfbyte.checkpoint.converting import _weight_files as weight_files
+    from halfbyte.checkpoint.loading import open_checkpoint
+    from halfbyte.io.safetensors import Reader
+    from halfbyte.nn.report import size_text
+
+    if _is_checkpoint(args.path):
+        checkpoint = open_checkpoint(args.path)
+        rows = list(_checkpoint_rows(checkpoint))
+        if args.against is not None:
+            with progress(args, "comparing") as advance:
+                _compare(checkpoint, Reader(weight_files(args.against)), rows, advance)
+    elif args.against is not None:
+        raise CheckpointError(f"{args.path} is no halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
+    else:
+        rows = list(_plain_rows(Reader(weight_files(args.path))))
+    weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
+    nbytes = sum(row["bytes"] for row in rows)
+    totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "bits_per_element": 8 * nbytes / weights if weights else 0.0}
+    if args.json:
+        print_json({"path": str(args.path), "rows": rows, "totals": totals})
+        return 0
+    print_table(
+        ("name", "format", "shape", "bytes", "bits", "error"),
+        ([row["name"], row["format"], *_cells(row)] for row in rows),
+        left=2,
+    )
+    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits an element")
+    return 0
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    from halfbyte.nn.report import size_text
+
+    shape = "×".join(map(str, row["shape"])) or "scalar"
+    if row["tied_to"] is not None:
+        return shape, "tied to", row["tied_to"], ""
+    elements = math.prod(row["shape"])
+    error = "" if row["error"] is None else f"{row['error']:.5f}"
+    return shape, size_text(row["bytes"]), f"{8 * row['bytes'] / elements:.2f}" if elements else "", error
+
+
+def _is_checkpoint(path: Path) -> bool:
+    from halfbyte.checkpoint.manifest import CONFIG, SECTION
+    from halfbyte.io.safetensors import load_json
+
+    return (path / CONFIG).is_file() and SECTION in load_json(path / CONFIG)
+
+
+def _checkpoint_rows(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    for name, owner in checkpoint.names():
+        tied_to = None if owner == name else owner
+        if (weight := checkpoint.manifest.weights.get(owner)) is not None:
+            nbytes = sum(spec.nbytes for spec in weight.stored(owner).values())
+            yield _row(name, str(weight.format), weight.shape, nbytes, weight.error, tied_to)
+        else:
+            spec = checkpoint.reader.spec(owner)
+            yield _row(name, str(spec.dtype).removeprefix("torch."), spec.shape, spec.nbytes, None, tied_to)
+
+
+def _plain_rows(reader: Reader) -> Iterator[dict[str, Any]]:
+    for name, place in sorted(reader.places.items()):
+        yield _row(name, str(place.spec.dtype).removeprefix("torch."), place.spec.shape, place.spec.nbytes)
+
+
+def _row(
+    name: str, format: str, shape: tuple[int, ...], nbytes: int, error: float | None = None, tied_to: str | None = None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "format": format,
+        "shape": list(shape),
+        "bytes": 0 if tied_to else nbytes,
+        "error": error,
+        "tied_to": tied_to,
+    }
+
+
+def _compare(checkpoint: Checkpoint, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
+    """Fills in the error of every quantized row, from the original's tensors."""
+    from halfbyte.nn.convert import relative_error
+
+    quantized = [row for row in rows if row["name"] in checkpoint.manifest.weights]
+    for i, row in enumerate(quantized):
+        advance(i, len(quantized), row["name"])
+        original = _name_in(source, row["name"])
+        spec = source.spec(original)
+        if list(spec.shape) != row["shape"]:
+            shapes = f"{row['shape']}, but {original} of the original is {list(spec.shape)}"
+            raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
+        row["error"] = relative_error(source.read(original), checkpoint.codes(row["name"]))
+
+
+def _name_in(source: Reader, name: str) -> str:
+    """What a weight is called in the original, whose names may have a prefix more or less, as `bert.`."""
+    if name in source.places:
+        return name
+    alike = [other for other in source.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
+    if len(alike) != 1:
+        raise CheckpointError(f"the original has {len(alike) or 'no'} tensors called {name}: is it the same model?")
+    return alike[0]

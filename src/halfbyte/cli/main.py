@@ -1,0 +1,53 @@
+"""Arguments in, exit code out: 0 done, 1 a check failed, 2 a mistake in what was asked, 130 interrupted.
+
+A command is a file of this room with `add(commands)`, which declares its arguments, and a function that runs it. They import torch and
+all else that is heavy only when they run, so that `halfbyte --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from halfbyte import __version__
+from halfbyte.cli import bench, doctor, eval, explain, inspect, quantize
+from halfbyte.errors import HalfbyteError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="halfbyte", description="Quantize neural networks to 4 and 8 bits, and see what that does to size, speed and quality."
+    )
+    parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (quantize, inspect, eval, bench, explain, doctor):
+        command.add(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except HalfbyteError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        # The reader went away, as `| head` does. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"halfbyte: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

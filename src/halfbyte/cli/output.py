@@ -1,0 +1,78 @@
+"""What the commands share: their common arguments, tables, progress bars, and words for bytes.
+
+Results go to stdout, progress and notes to stderr. With --json stdout holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+Command = Callable[[argparse.Namespace], int]
+# argparse's own type for this is private.
+Commands = Any
+
+
+def add_command(commands: Commands, name: str, run: Command, help: str, description: str = "") -> argparse.ArgumentParser:
+    """A parser for one command, with the arguments that all commands have."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """A table on stdout; the first `left` columns are words, the others numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", overflow="fold", no_wrap=i >= left)
+    for row in rows:
+        table.add_row(*row)
+    # A file or a pipe has no width of its own: nothing is cut to fit one.
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 240)
+    console.print(table)
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    if not args.quiet:
+        print(text, file=sys.stderr)
+
+
+class Advance(Protocol):
+    def __call__(self, done: float, total: float, doing: str = "") -> None:
+        """`done` of `total` is done; `doing` replaces the words beside the bar."""
+
+
+@contextmanager
+def progress(args: argparse.Namespace, what: str, unit: Literal["bytes", "steps", "part"] = "steps") -> Iterator[Advance]:
+    """A progress bar on stderr with the time left. It counts steps, or bytes with their rate, or just shows the part that is done."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    counts: dict[str, tuple[rich.ProgressColumn, ...]] = {
+        "bytes": (rich.DownloadColumn(), rich.TransferSpeedColumn()),
+        "steps": (rich.MofNCompleteColumn(),),
+        "part": (rich.TaskProgressColumn(),),
+    }
+    console = Console(stderr=True)
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *counts[unit], rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=console, disable=args.quiet or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: float, total: float, doing: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=doing or None)
+
+        yield advance

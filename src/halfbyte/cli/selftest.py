@@ -1,0 +1,134 @@
+"""The kernels of this machine against the float64 reference, on small shapes that no tile divides."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats import Codes, as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.problem import Activation
+from halfbyte.quantizers import absmax
+
+FORMATS = (
+    *("q4_0", "q4_1", "q8_0", "inferllm_q4_0"),
+    *("int4_g128_zp", "int4_g48_offset", "int4_channel", "int8_g64_zp", "int8_channel", "int8_tensor"),
+)
+# Other dtypes and activation scales differ from format to format in no way that one of these would not show.
+_THOROUGH = ("q4_0", "int4_g128_zp", "int8_channel")
+_N, _K = 70, 200
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# One case: what was called, and the elements that are right.
+Case = tuple[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one operation on one format.
+
+    cases  how many calls were compared
+    fault  the first that was wrong, and how; None if none was
+    ms     all of it: compiling, where the cache was empty, running, and the reference
+    """
+
+    op: str
+    format: str
+    cases: int
+    fault: str | None
+    ms: float
+
+    @property
+    def passed(self) -> bool:
+        return self.fault is None
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "passed": self.passed}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One operation on one format, yet to be run."""
+
+    op: str
+    format: str
+    cases: Callable[[Codes], Iterator[Case]]
+
+    def run(self) -> Result:
+        start, count, fault = time.perf_counter(), 0, None
+        try:
+            generator = torch.Generator().manual_seed(0)
+            for what, right in self.cases(ops.quantize(torch.randn(_N, _K, generator=generator), self.format)):
+                count += 1
+                if fault is None and not bool(right.all()):
+                    fault = f"{what}: {int((~right).sum())} of {right.numel()} elements are wrong"
+        except (HalfbyteError, RuntimeError) as error:
+            fault = f"{type(error).__name__}: {error}"
+        return Result(self.op, self.format, count, fault, (time.perf_counter() - start) * 1e3)
+
+
+def checks() -> list[Check]:
+    """All of them; `run()` takes from milliseconds to a second each, depending on what must be compiled."""
+    kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
+    found = [Check(op, name, cases) for (op, cases), name in itertools.product(kinds.items(), FORMATS)]
+    channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
+    return found + [Check("qlinear", name, _qlinear) for name in channelwise]
+
+
+def _quantize(codes: Codes) -> Iterator[Case]:
+    weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(3))
+    for dtype in _FLOATS:
+        found, wanted = ops.quantize(weight.to(dtype), codes.format).tensors(), absmax(weight.to(dtype), codes.format).tensors()
+        for name, tensor in wanted.items():
+            yield f"{name} from {dtype}", found[name] == tensor
+
+
+def _layout(codes: Codes) -> Iterator[Case]:
+    back = ops.unpack(ops.pack(codes)).tensors()
+    for name, tensor in codes.tensors().items():
+        yield f"{name} after pack and unpack", back[name] == tensor
+
+
+def _dequantize(codes: Codes) -> Iterator[Case]:
+    for dtype in _FLOATS:
+        yield str(dtype), ops.dequantize(ops.pack(codes), dtype) == reference.dequantize(codes).to(dtype)
+
+
+def _embedding(codes: Codes) -> Iterator[Case]:
+    ids = torch.tensor([[_N - 1, 0, 3], [3, 31, 32]])
+    yield "6 rows", ops.embedding(ids, ops.pack(codes)) == reference.embedding(ids, codes).float()
+
+
+def _linear(codes: Codes) -> Iterator[Case]:
+    packed, generator = ops.pack(codes), torch.Generator().manual_seed(1)
+    bias = torch.randn(_N, generator=generator)
+    ways = [("float", "block", torch.float32), ("int8", "block", torch.float32)]
+    if str(codes.format) in _THOROUGH:
+        ways += [("float", "block", dtype) for dtype in _FLOATS[1:]]
+        ways += [("int8", activation, torch.float32) for activation in get_args(Activation)[1:]]
+    for m in (1, 7):
+        rows = torch.randn(m, _K, generator=generator)
+        for compute, activation, dtype in ways:
+            x = rows.to(dtype)
+            y = ops.linear(x, packed, bias, compute=compute, activation=activation)
+            expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
+            bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
+            yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
+
+
+def _qlinear(codes: Codes) -> Iterator[Case]:
+    packed, generator = ops.pack(codes), torch.Generator().manual_seed(2)
+    bias = torch.randn(_N, generator=generator)
+    for m in (1, 7):
+        xq = torch.randint(-128, 128, (m, _K), dtype=torch.int8, generator=generator)
+        scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
+        expected = reference.qlinear(xq, codes, bias, **scales)  # type: ignore[arg-type]
+        yield f"M={m}", expected.agrees(ops.qlinear(xq, packed, bias, **scales))  # type: ignore[arg-type]
