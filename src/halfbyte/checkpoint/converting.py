@@ -78,7 +78,7 @@ def convert(
     """
     config = config if isinstance(config, Config) else Config(config)
     source, target = Path(src), Path(dst)
-    reader = Reader(_weight_files(source))
+    reader = Reader(weight_files(source))
     described = _described(source)
     architecture = known_architecture(described)
     notes = []
@@ -228,7 +228,7 @@ def _report(plan: _Plan, reader: Reader, notes: Sequence[str]) -> Report:
     return Report(tuple(rows), tuple(notes))
 
 
-def _weight_files(source: Path) -> list[Path]:
+def weight_files(source: Path) -> list[Path]:
     """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
     if source.is_file():
         return [source]
