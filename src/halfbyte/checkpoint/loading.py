@@ -149,11 +149,13 @@ def _fit(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
         places |= {f"{dot}{name}": tensor for name, tensor in own_tensors(module)}
         if isinstance(module, QuantModule):
             places[f"{dot}weight"] = module.packed_data
-        if (weight := weights.get(owners.get(f"{dot}weight", ""))) is None:
+        owner = owners.get(f"{dot}weight", "")
+        if (weight := weights.get(owner)) is None:
             continue
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
-        if kind_of(module) != weight.kind or module.weight.shape != weight.shape:
+        fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
+        if kind_of(module) not in fits or module.weight.shape != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "
                 f"in the model {type(module).__name__} {list(module.weight.shape)}: pass the model that was saved"
