@@ -67,7 +67,8 @@ def run_linear(
 ) -> Tensor:
     """The kernel's result in x's dtype, made in memory that is NaN before: the output, what surrounds it, and the scratch memory."""
     linear._thread.scratch.fill_(255)
-    out, untouched = poisoned(x.shape[0], packed.shape[0], dtype=kernel.out_dtype)
+    fill = torch.nan if kernel.out_dtype.is_floating_point else 77
+    out, untouched = poisoned(x.shape[0], packed.shape[0], dtype=kernel.out_dtype, fill=fill)
     kernel._pass(x, x.shape[0], packed.data.data_ptr(), bias, *clamp, out)
     assert untouched()
     return out.to(kernel.dtype)

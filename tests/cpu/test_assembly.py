@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from halfbyte.kernels.cpu import activations, dequantize, driver, jit, quantize, runtime, tile
+from halfbyte.kernels.cpu import activations, dequantize, driver, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA, ISAS
@@ -118,7 +118,7 @@ def test_requantizing_tiles_take_all_int8_values_on_avx2() -> None:
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_all_is_compiled_for_every_instruction_set(isa: ISA) -> None:
     halves = ("f32", "bf16", "f16") if isa.half_conversions else ("f32", "bf16")
-    modules = [driver.build(isa), runtime.build(isa)]
+    modules = [driver.build(isa), runtime.build(isa), probe.build(isa)]
     for (source, inner), (unit, single) in itertools.product((("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")), UNITS):
         for by_row, shifted in ((False, False), (True, False), (False, True)):
             if source != "i8" or not (by_row or shifted):

@@ -167,12 +167,12 @@ def test_draw_asks_for_the_next_until_the_end() -> None:
     counter, out = torch.tensor([2]), torch.zeros(8, dtype=torch.int64)
 
     def body(f: Function, next_: Value, to: Value) -> None:
-        for i in f.draw(lambda: f.emit("i64", f"atomicrmw add ptr {next_.name}, i64 2 monotonic"), f.value("i64", 7)):
+        for i in f.draw(lambda: f.fetch_add(next_), f.value("i64", 7)):
             to.store(i + 1, i * 8)
 
     call(body, counter, out)
-    assert out.tolist() == [0, 0, 3, 0, 5, 0, 7, 0]
-    assert counter.item() == 10  # 8 was drawn and found beyond the end
+    assert out.tolist() == [0, 0, 3, 4, 5, 6, 7, 0]
+    assert counter.item() == 8  # 7 was drawn and found to be the end
 
 
 def test_when_and_variables() -> None:

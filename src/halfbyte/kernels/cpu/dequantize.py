@@ -2,7 +2,8 @@
 
 Reads the layout `cpu_tiles` row by row, so that one packed weight serves as an embedding and as a linear layer.
 Arithmetic: q - point is exact; one float32 multiplication, or one fused multiply-add where there is an offset; one rounding
-to the output's dtype. For float16 and bfloat16 scales that equals `Codes.dequantize`, which computes in float64.
+to the output's dtype. To float32 that equals `Codes.dequantize`, which computes in float64; to float16 and bfloat16 it does where
+the float32 is exact: without an offset and with scales of 16 bits.
 """
 
 from __future__ import annotations
