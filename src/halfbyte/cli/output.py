@@ -43,7 +43,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
         table.add_row(*row)
     # A file or a pipe has no width of its own: nothing is cut to fit one.
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 240)
-    console.print(table)
+    # Written by hand: rich ends the process its own way when nobody reads.
+    with console.capture() as text:
+        console.print(table)
+    sys.stdout.write(text.get())
 
 
 def note(args: argparse.Namespace, text: str) -> None:

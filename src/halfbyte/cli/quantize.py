@@ -21,19 +21,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a safetensors file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder to write")
     parser.add_argument("--format", required=True, help="of the linear layers: q8_0, q4_0, int4_g128, ...")
-    parser.add_argument("--embedding", metavar="FORMAT", help="of the embeddings (default: q8_0)")
+    parser.add_argument("--embedding", metavar="FORMAT", help="of the embeddings, unless they are skipped (default: q8_0)")
     parser.add_argument("--method", default="absmax", help="how scales are chosen: absmax is fast, mse is closer (default: %(default)s)")
     parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="modules to leave as they are; may be repeated")
     parser.add_argument(
         "--override", metavar="PATTERN=FORMAT", action="append", default=[], help="another format for some modules; may be repeated"
     )
-    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--force", action="store_true", help="replace the halfbyte checkpoint that is in DST")
 
 
 def run(args: argparse.Namespace) -> int:
     overrides = dict(_override(text) for text in args.override)
-    if args.dst.exists() and not args.force:
-        raise ArgumentError(f"{args.dst} exists: choose another folder, or replace it with --force")
+    if not args.force and args.dst.exists() and not (args.dst.is_dir() and not any(args.dst.iterdir())):
+        raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 
     from halfbyte.checkpoint import convert
     from halfbyte.nn.convert import Config
