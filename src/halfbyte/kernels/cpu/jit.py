@@ -58,7 +58,8 @@ def _optimized(text: str, isa: ISA) -> tuple[Any, Any]:
         module = llvm.parse_assembly(f'target triple = "{isa.triple}"\n{text}')
         module.verify()
     except RuntimeError as error:
-        raise KernelError(f"the code generated for {isa.name} is not valid LLVM IR, a fault in halfbyte to be reported: {error}") from error
+        what = f"the code generated for {isa.name} is not valid LLVM IR"
+        raise KernelError(f"{what}: this is a fault in halfbyte, please report it ({error})") from error
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     # The emitter has unrolled and vectorized as it wants it.
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
