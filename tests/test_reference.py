@@ -48,7 +48,7 @@ def test_spans() -> None:
     assert reference.spans(0, 32) == []
     assert reference.spans(70, 32) == [(0, 32), (32, 64), (64, 70)]
     assert reference.spans(70000, 70000) == [(0, 32768), (32768, 65536), (65536, 70000)]
-    assert reference.spans(70000, 40000) == [(0, 32768), (32768, 40000), (40000, 70000)]
+    assert reference.spans(70000, 40000) == [(0, 20000), (20000, 40000), (40000, 60000), (60000, 70000)]
 
 
 def scalar_steps(x: np.ndarray, with_offset: bool) -> tuple[list[int], np.float32, np.float32]:
