@@ -1,0 +1,194 @@
+"""Every kernel on memory that ends, or begins, at a page that may not be touched: a process of its own, which dies of a step too far.
+
+    python guarded.py PROGRESS    runs all; the file PROGRESS says what was running
+    python guarded.py PROGRESS 1  reads one byte too far, and should not come back
+"""
+
+import ctypes
+import faulthandler
+import itertools
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from samples import random_codes
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.dispatch.rules import choose_linear
+from halfbyte.formats import as_format
+from halfbyte.kernels.cpu import dequantize, linear, quantize, runtime
+from halfbyte.kernels.cpu.isa import current
+from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.layouts.cpu_tiles import geometry, pack
+
+PAGE = mmap.PAGESIZE
+ENDS = ("end", "start")  # where a buffer lies flush with a forbidden page
+FORBIDDEN, READ_ONLY = 0, 1
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Tails of each size; the numbers of the lists have no common factor, so that in turn each meets each.
+MS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13)
+KS = (1, 7, 8, 9, 20, 31, 32, 33, 41, 64, 95, 130)
+NS = (1, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 25, 31, 32, 33, 47, 63, 65)
+LINEAR = [
+    ("q4_0", "block"), ("q4_1", "row"), ("q8_0", "block_offset"), ("int8_channel", "row"), ("int4_g20_zp", "block"),
+    ("int4_g64_zp_bf16", "row_offset"), ("int8_g33_offset_f32", "block_offset"), ("int4_tensor_offset", "block"), ("int8_g8_zp", "row"),
+    ("q4_0", "float"), ("int8_g20_offset", "float"), ("int4_g40_zp_f32", "float"), ("int8_channel_zp", "float"),
+]  # fmt: skip
+
+
+def _memory(nbytes: int, flush: str) -> tuple[mmap.mmap, int]:
+    """Whole pages between two forbidden ones, and where in them `nbytes` begin that lie flush with one."""
+    size = -(-max(nbytes, 1) // PAGE) * PAGE
+    memory = mmap.mmap(-1, size + 2 * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (start, start + PAGE + size):
+        if _mprotect(page, PAGE, FORBIDDEN):
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+    return memory, PAGE if flush == "start" else PAGE + size - nbytes
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, flush: str) -> Tensor:
+    """New memory for a tensor, full of 0xFF."""
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory, at = _memory(count * dtype.itemsize, flush)
+    memory[at : at + count * dtype.itemsize] = b"\xff" * (count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
+
+
+def placed(t: Tensor, flush: str, gap: int = 0) -> Tensor:
+    """A read-only copy of t; its rows are `gap` elements apart, and none follow the last."""
+    stride = t.shape[-1] + gap
+    rows = t.numel() // t.shape[-1]
+    memory = guarded(((rows - 1) * stride + t.shape[-1],), t.dtype, flush)
+    view = memory.as_strided((*t.shape[:-1], t.shape[-1]), (stride, 1) if t.dim() == 2 else (1,))
+    view.copy_(t)
+    start = memory.data_ptr() // PAGE * PAGE
+    if _mprotect(start, memory.data_ptr() + memory.nbytes - start, READ_ONLY):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    return view
+
+
+@contextmanager
+def guarded_allocations(flush: str) -> Iterator[None]:
+    """What kernels allocate lies flush too."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def new(*sizes: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return guarded(tuple(sizes[0]) if isinstance(sizes[0], (tuple, list, torch.Size)) else sizes, dtype, flush)
+
+    torch.empty, torch.empty_like = new, lambda t, dtype=None: new(t.shape, dtype=dtype or t.dtype)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+def scratch(flush: str) -> None:
+    kept: list[Tensor] = []
+
+    def memory(size: int) -> int:
+        kept[:] = [guarded((size,), torch.uint8, flush)]
+        return kept[0].data_ptr()
+
+    linear._thread.memory = memory
+    linear._ZEROS = placed(torch.zeros(32), flush)
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    if not torch.equal(a, b):
+        raise AssertionError("the result is another than on ordinary memory")
+
+
+def products(tell: Callable[[str], None]) -> None:
+    some_m, some_n = itertools.cycle(MS), itertools.cycle(NS)
+    for (i, (name, way)), k in itertools.product(enumerate(LINEAR), KS):
+        fmt, dtype = as_format(name), DTYPES[i % 3]  # each with int8 and with float compute
+        compute, activation = ("float", "block") if way == "float" else ("int8", way)
+        inner = choose_linear(fmt, dtype, compute, current()).taken.inner
+        for n in itertools.islice(some_n, 4):
+            kernel, packed = LinearKernel(fmt, n, k, dtype, inner, activation), pack(random_codes(fmt, (n, k)))
+            m = next(some_m)
+            x, bias = torch.randn(m, k).to(dtype), torch.randn(n)
+            wanted = [kernel(x, packed.data.data_ptr(), b, -9.0, 9.0) for b in (bias, None)]
+            for flush in ENDS:
+                tell(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
+                scratch(flush)
+                linear._thread.calls.clear()  # they know where the zeros were that stand for a bias
+                rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
+                with guarded_allocations(flush):
+                    same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted[0])
+                    same(kernel(rows, data.data_ptr(), None, -9.0, 9.0), wanted[1])
+
+
+def integer_products(tell: Callable[[str], None]) -> None:
+    scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 2.0, "out_zero": 5}
+    some_m, some_n = itertools.cycle(MS), itertools.cycle(NS)
+    for name, k, _ in itertools.product(("int8_channel", "int4_tensor"), KS, range(4)):
+        fmt, m, n = as_format(name), next(some_m), next(some_n)
+        packed = pack(random_codes(fmt, (n, k)))
+        kernel, table = LinearKernel(fmt, n, k, torch.int8, "int8", "block"), ops.requantization_table(packed, None, **scales)
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+        wanted = kernel(x, packed.data.data_ptr(), table, -128.0, 127.0)
+        for flush in ENDS:
+            tell(f"qlinear {name} m={m} n={n} k={k} flush with {flush}")
+            scratch(flush)
+            rows, data, columns = placed(x, flush), placed(packed.data, flush), placed(table, flush)
+            with guarded_allocations(flush):
+                same(kernel(rows, data.data_ptr(), columns, -128.0, 127.0), wanted)
+
+
+def weights(tell: Callable[[str], None]) -> None:
+    dtypes = itertools.cycle(DTYPES)
+    names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
+    for name, k, n in itertools.product(names, KS, (1, 31, 32, 33)):
+        fmt, dtype = as_format(name), next(dtypes)
+        packed, geo, ids = pack(random_codes(fmt, (n, k))), geometry(fmt, (n, k)), torch.tensor([n - 1, 0, n // 2])
+        wanted, rows = dequantize.dequantize(packed.data, geo, dtype), dequantize.dequantize(packed.data, geo, dtype, ids)
+        weight = torch.randn(n, k).to(dtype)
+        codes = quantize.quantize(weight, fmt) if quantize.supports(weight, fmt) is None else None
+        for flush in ENDS:
+            tell(f"dequantize and quantize {name} {dtype} n={n} k={k} flush with {flush}")
+            data = placed(packed.data, flush)
+            with guarded_allocations(flush):
+                same(dequantize.dequantize(data, geo, dtype), wanted)
+                same(dequantize.dequantize(data, geo, dtype, placed(ids, flush)), rows)
+                if codes is not None:
+                    again = quantize.quantize(placed(weight, flush, gap=k % 2), fmt)
+                    for part, tensor in codes.tensors().items():
+                        same(again.tensors()[part], tensor)
+
+
+def main(progress: str, one_too_far: bool) -> None:
+    faulthandler.enable()
+    torch.manual_seed(0)
+    runtime.threads = lambda: 1  # thousands of small calls
+    with Path(progress).open("w") as file:
+
+        def tell(text: str) -> None:
+            file.seek(0)
+            file.write(text.ljust(120))
+            file.flush()
+
+        tell("one too far")
+        if one_too_far:
+            for flush in ENDS:
+                t = placed(torch.zeros(5), flush)
+                ctypes.string_at(t.data_ptr(), t.nbytes)
+            ctypes.string_at(t.data_ptr() - 1, 1)
+        scratch("end")
+        products(tell)
+        integer_products(tell)
+        weights(tell)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], len(sys.argv) > 2)
