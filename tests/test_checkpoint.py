@@ -192,7 +192,7 @@ def test_a_model_that_does_not_fit_is_refused_unchanged(tmp_path: Path) -> None:
     wrong = {
         r"0\.weight is a Linear \[6, 8\] in .*, in the model Linear \[6, 9\]": [nn.Linear(9, 6), nn.LayerNorm(6)],
         r"0\.weight is a Linear \[6, 8\] in .*, in the model Embedding": [nn.Embedding(6, 8), nn.LayerNorm(6)],
-        r"1\.bias is \[6\] in .*, \[5\] in the model": [nn.Linear(8, 6), nn.LayerNorm(5)],
+        r"1\.weight is \[6\] in .*, \[5\] in the model": [nn.Linear(8, 6), nn.LayerNorm(5)],
         r"no place for 0\.bias": [nn.Linear(8, 6, bias=False), nn.LayerNorm(6)],
         r"has no 2\.weight, which the model has": [nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(1, 1)],
         "Own has a forward of its own": [Own(8, 6), nn.LayerNorm(6)],

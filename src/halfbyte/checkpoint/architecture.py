@@ -5,14 +5,16 @@ All that halfbyte knows about transformers is in this file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +28,9 @@ from halfbyte.io.safetensors import Spec
 # A config.json from elsewhere must not make Python build endless lists: no model has as many layers, heads, labels.
 _COUNT_LIMIT = 1 << 21
 _COUNT_NAME = re.compile(r"(num|n)_.*")
-_BUFFER_ELEMENTS = 1 << 27  # what masks and tables that are in no file may come to
+# What a model may have in masks and tables that are in no file.
+_BUFFER_ELEMENTS = 1 << 27
+_BUFFERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +67,28 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
-def skeleton(config: Mapping[str, Any], dtype: torch.dtype, elements: int) -> nn.Module:
+def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
     """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
 
-    dtype     of its parameters
-    elements  how many parameters there are in the files: a config that asks for far more is refused before it is built
+    dtype  of its parameters
+    files  the shapes of the tensors in the files: a config that asks for far more is refused before it is built
     """
     name = known_architecture(config)
     if name is None:
         raise CheckpointError(
-            f"config.json names no architecture that transformers knows (architectures: {config.get('architectures')!r}): "
+            f"config.json names no architecture that transformers knows (architectures: {short(config.get('architectures'))}): "
             "build the model yourself and pass it, load(dir, model=model)"
         )
     _check_counts(config)
     transformers = import_transformers(name)
     cls = getattr(transformers, name)
     try:
-        with _default_dtype(dtype), _Skeleton(4 * elements + _BUFFER_ELEMENTS):
+        with _default_dtype(dtype), _Skeleton([math.prod(shape) for shape in files]):
             model: nn.Module = cls(cls.config_class.from_dict(dict(config)))
     except CheckpointError:
         raise
     except Exception as e:  # transformers raises anything for a config that makes no sense
-        raise CheckpointError(f"transformers cannot build {name} from config.json ({type(e).__name__}: {e}): the file is damaged") from e
+        raise CheckpointError(f"transformers cannot build {name} from config.json ({_why(e)}): the file is damaged") from e
     return model.eval()
 
 
@@ -95,7 +99,7 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({e}): repair or remove it") from e
+            raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({_why(e)}): repair or remove it") from e
 
 
 def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[str]]:
@@ -146,7 +150,7 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
         try:
             made = mine.convert(target, model=model, config=model.config)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({type(e).__name__}: {e})") from e
+            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({_why(e)})") from e
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     # Only the conversion itself knows what it makes: it is tried on tensors without data.
@@ -154,24 +158,32 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
     return Step(tuple(name for name, _ in sources), {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}, run)
 
 
+def _why(e: Exception) -> str:
+    """What transformers says, on one line."""
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+
+
 class _Skeleton(TorchFunctionMode):
     """Inside, torch.empty makes tensors on the meta device: parameters, which layers allocate so and fill afterwards.
 
-    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget of elements.
+    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget, which is generous to a
+    model whose tensors have these `sizes`.
     """
 
     FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace, torch.eye)
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.left = elements
+        self.elements_left = 4 * sum(sizes) + _BUFFER_ELEMENTS
+        self.tensors_left = 16 * len(sizes) + _BUFFERS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.FACTORIES and kwargs.get("device") is None:
             on_meta = func(*args, **{**kwargs, "device": "meta"})
-            self.left -= on_meta.numel() + 1
-            if self.left < 0:
+            self.elements_left -= on_meta.numel()
+            self.tensors_left -= 1
+            if min(self.elements_left, self.tensors_left) < 0:
                 raise CheckpointError("config.json describes a model far larger than the tensors in the files: one of them is damaged")
             if func is torch.empty:
                 return on_meta
@@ -193,7 +205,7 @@ def _check_counts(config: object) -> None:
     if isinstance(config, Mapping):
         for name, value in config.items():
             if isinstance(value, int) and abs(value) > _COUNT_LIMIT and _COUNT_NAME.fullmatch(name):
-                raise CheckpointError(f"config.json says {name}: {value}, over {_COUNT_LIMIT}: the file is damaged")
+                raise CheckpointError(f"config.json says {name}: {short(value)}, over {_COUNT_LIMIT}: the file is damaged")
             _check_counts(value)
     elif isinstance(config, list):
         for value in config:

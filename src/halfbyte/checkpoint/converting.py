@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,7 +124,7 @@ def _plan_model(described: Mapping[str, Any], reader: Reader, config: Config) ->
     files = {name: place.spec for name, place in reader.places.items()}
     floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
-    model = skeleton(described, dtype, sum(math.prod(spec.shape) for spec in files.values()))
+    model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
     plan = _Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no such tensor"))
     _settle_ties(plan, model, reader)

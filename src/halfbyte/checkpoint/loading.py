@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -30,19 +29,20 @@ class Checkpoint:
     """An open checkpoint: every name, shape and dtype in it has been checked, no tensor has been read.
 
     config  config.json without the section
-    plain   names of the tensors that are not quantized
     """
 
     folder: Path
     config: dict[str, Any]
     manifest: Manifest
     reader: Reader
-    plain: tuple[str, ...]
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor of the files; raises CheckpointError where its bytes are not those that were written."""
+    def plain(self, name: str) -> Tensor:
+        """A tensor that is not quantized."""
+        return self._read(name, self.manifest.plain[name])
+
+    def _read(self, name: str, crc32: int) -> Tensor:
         tensor = self.reader.read(name)
-        if checksum(tensor) != self.manifest.checksums[name]:
+        if checksum(tensor) != crc32:
             path = self.reader.places[name].path
             raise CheckpointError(f"{path}: the bytes of {name} are not those that were written: the file is damaged")
         return tensor
@@ -51,16 +51,21 @@ class Checkpoint:
         """A quantized weight."""
         weight = self.manifest.weights[name]
         try:
-            parts = {full.removeprefix(f"{name}."): self.tensor(full) for full in weight.stored(name)}
+            parts = {part: self._read(f"{name}.{part}", crc32) for part, crc32 in weight.crc32.items()}
             codes = Codes.from_tensors(weight.format, weight.shape, parts)
             codes.check_values()
         except FormatError as e:
             raise CheckpointError(f"{self.folder}: {name}: {e}") from e
         return codes
 
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """Of all weights and plain tensors."""
+        yield from (weight.shape for weight in self.manifest.weights.values())
+        yield from (self.reader.spec(name).shape for name in self.manifest.plain)
+
     def names(self) -> Iterator[tuple[str, str]]:
         """(name, the name that it is stored under) of everything, ties included."""
-        yield from ((name, name) for name in (*self.manifest.weights, *self.plain))
+        yield from ((name, name) for name in (*self.manifest.weights, *self.manifest.plain))
         yield from self.manifest.tied.items()
 
 
@@ -71,27 +76,20 @@ def open_checkpoint(dir: str | PathLike[str]) -> Checkpoint:
     complete(folder, manifest)
     reader = Reader([folder / name for name in manifest.files])
     parts = {part: spec for name, weight in manifest.weights.items() for part, spec in weight.stored(name).items()}
-    for name, spec in parts.items():
-        if name not in reader.places:
-            raise CheckpointError(f"{folder}: {name} is in none of the files: the checkpoint is damaged")
-        if reader.spec(name) != spec:
-            raise CheckpointError(f"{folder}: {name} is {reader.spec(name)}, config.json says {spec}: the checkpoint is damaged")
-    plain = tuple(name for name in reader.places if name not in parts)
-    if odd := reader.places.keys() ^ manifest.checksums.keys():
+    if odd := reader.places.keys() ^ (parts.keys() | manifest.plain.keys()):
         raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
-    if twice := manifest.weights.keys() & {*plain}:
-        raise CheckpointError(f"{folder}: {min(twice)} is there quantized and not: the checkpoint is damaged")
-    for name, owner in manifest.tied.items():
-        if name in plain or (owner not in manifest.weights and owner not in plain):
-            raise CheckpointError(f"{folder}: {name} is tied to {owner}, which makes no sense here: the checkpoint is damaged")
-    return Checkpoint(folder, config, manifest, reader, plain)
+    for name, spec in parts.items():
+        if (got := reader.spec(name)) != spec:
+            says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
+            raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
+    return Checkpoint(folder, config, manifest, reader)
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
     """Everything in a checkpoint, by the names of the model's parameters and buffers. Tied names have one and the same value."""
     checkpoint = open_checkpoint(dir)
     tensors: dict[str, Codes | Tensor] = {name: checkpoint.codes(name) for name in checkpoint.manifest.weights}
-    tensors |= {name: checkpoint.tensor(name) for name in checkpoint.plain}
+    tensors |= {name: checkpoint.plain(name) for name in checkpoint.manifest.plain}
     return tensors | {name: tensors[owner] for name, owner in checkpoint.manifest.tied.items()}
 
 
@@ -125,11 +123,11 @@ def load(dir: str | PathLike[str], device: torch.device | str = "cpu", model: nn
     """
     checkpoint = open_checkpoint(dir)
     if model is None:
-        model = skeleton(checkpoint.config, _dtype(checkpoint), _elements(checkpoint))
+        model = skeleton(checkpoint.config, _dtype(checkpoint), checkpoint.shapes())
         load_generation_config(model, checkpoint.folder)
     owners = _fit(checkpoint, model)
     packed = {name: ops.pack(checkpoint.codes(name), device) for name in checkpoint.manifest.weights}
-    plain = {name: checkpoint.tensor(name).to(device) for name in checkpoint.plain}
+    plain = {name: checkpoint.plain(name).to(device) for name in checkpoint.manifest.plain}
     _fill(model, owners, packed, plain, checkpoint.manifest.weights)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -201,11 +199,5 @@ def _fill(
 def _dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype that the model was built in: what config.json says, or else that of its first floating tensor."""
     named = dtype_named(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
-    floats = (spec.dtype for name in checkpoint.plain if (spec := checkpoint.reader.spec(name)).dtype.is_floating_point)
+    floats = (spec.dtype for name in checkpoint.manifest.plain if (spec := checkpoint.reader.spec(name)).dtype.is_floating_point)
     return named or next((weight.dtype for weight in checkpoint.manifest.weights.values()), None) or next(floats, torch.float32)
-
-
-def _elements(checkpoint: Checkpoint) -> int:
-    shapes = [weight.shape for weight in checkpoint.manifest.weights.values()]
-    shapes += [checkpoint.reader.spec(name).shape for name in checkpoint.plain]
-    return sum(math.prod(shape) for shape in shapes)

@@ -35,6 +35,7 @@ class Weight:
     shape   logical
     dtype   of the float weight that it stands for, in which the module runs
     error   relative error when it was quantized, if known
+    crc32   of each of its tensors: data, scale and perhaps zero
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Weight:
     error: float | None = None
     compute: str = "auto"
     activation: str = "block"
+    crc32: Mapping[str, int] = field(default_factory=dict)
 
     def stored(self, name: str) -> dict[str, Spec]:
         """The tensors of the weight called `name`, by their names in the files."""
@@ -66,6 +68,7 @@ class Weight:
             "dtype": _DTYPE_NAMES[self.dtype],
             "compute": self.compute,
             "activation": self.activation,
+            "crc32": dict(self.crc32),
         }
         return entry if self.error is None else entry | {"error": self.error}
 
@@ -75,20 +78,19 @@ class Manifest:
     """The section, parsed.
 
     files       the safetensors files, plain names
-    weights     the quantized weights, by module name + ".weight"; every other tensor in the files is plain
-    tied        name of a parameter -> name of the one that it is the same as, which is in the files
-    checksums   CRC-32 of every tensor in the files, by name
+    weights     the quantized weights, by module name + ".weight"
+    plain       the other tensors in the files: name -> CRC-32
+    tied        name of a parameter -> name of the weight or plain tensor that it is the same as
     staging     a subfolder that may still hold other files (tokenizer, …) on their way to their places
     obsolete    weight files of the checkpoint before this one, which may still be there
     """
 
     files: tuple[str, ...]
     weights: Mapping[str, Weight]
-    checksums: Mapping[str, int]
+    plain: Mapping[str, int]
     tied: Mapping[str, str] = field(default_factory=dict)
     staging: str | None = None
     obsolete: tuple[str, ...] = ()
-    producer: str = ""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -97,7 +99,7 @@ class Manifest:
             "files": list(self.files),
             "weights": {name: weight.to_json() for name, weight in self.weights.items()},
             "tied": dict(self.tied),
-            "crc32": dict(self.checksums),
+            "plain": dict(self.plain),
             "staging": self.staging,
             "obsolete": list(self.obsolete),
         }
@@ -124,25 +126,23 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
 
 def _parse(section: Mapping[str, Any]) -> Manifest:
     weights = {name: _parse_weight(name, entry) for name, entry in _get(section, "weights", dict).items()}
+    plain = _checksums(section, "plain")
     tied = _get(section, "tied", dict)
+    if twice := (weights.keys() & plain.keys()) | (tied.keys() & (weights.keys() | plain.keys())):
+        raise ValueError(f"{short(min(twice))} is there in two ways")
     for name, owner in tied.items():
-        if not isinstance(owner, str) or owner in tied or name in weights:
+        if not isinstance(owner, str) or (owner not in weights and owner not in plain):
             raise ValueError(f"{short(name)} is tied to {short(owner)}, which is no tensor of the files")
-    checksums = _get(section, "crc32", dict)
-    for name, value in checksums.items():
-        if type(value) is not int or not 0 <= value < 1 << 32:
-            raise ValueError(f"the CRC-32 of {short(name)} is {short(value)}")
     staging = section.get("staging")
     if staging is not None and not (isinstance(staging, str) and _STAGING.fullmatch(staging)):
         raise ValueError(f"the staging folder is called {short(staging)}, not .halfbyte- and 8 hexadecimal digits")
     return Manifest(
         files=tuple(plain_name(name) for name in _get(section, "files", list)),
         weights=weights,
-        checksums=checksums,
+        plain=plain,
         tied=tied,
         staging=staging,
         obsolete=tuple(plain_name(name) for name in _get(section, "obsolete", list)),
-        producer=str(section.get("producer", "")),
     )
 
 
@@ -160,7 +160,19 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if error is not None and not (isinstance(error, int | float) and math.isfinite(error)):
         raise ValueError(f"the error of {short(name)} is a number, got {short(error)}")
     check_compute(compute, activation)
-    return Weight(kind, as_format(entry.get("format", "")), tuple(shape), _DTYPES[dtype], error, compute, activation)
+    fmt = as_format(entry.get("format", ""))
+    weight = Weight(kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"))
+    if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
+        raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
+    return weight
+
+
+def _checksums(section: Mapping[str, Any], key: str) -> dict[str, int]:
+    checksums: dict[str, int] = _get(section, key, dict)
+    for name, value in checksums.items():
+        if type(value) is not int or not 0 <= value < 1 << 32:
+            raise ValueError(f"the CRC-32 of {short(name)} is {short(value)}")
+    return checksums
 
 
 def _get(section: Mapping[str, Any], key: str, kind: type) -> Any:

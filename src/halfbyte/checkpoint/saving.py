@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,12 @@ def publish(
     if len(writer.files) > 1 or not staging.fresh:
         size = sum(spec.nbytes for spec in writer.specs.values())
         write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
-    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, checksums=writer.checksums, tied=tied))
+    sums = dict(writer.checksums)
+    weights = {
+        name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
+        for name, weight in weights.items()
+    }
+    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied))
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
