@@ -338,7 +338,7 @@ def test_bench(run: Run) -> None:
     assert all(one["seconds"] > 0 for one in found.values())
 
 
-@pytest.mark.parametrize("line", ["--m 0", "--n -1", "--format q9", "--threads 0", "--threads 100000", "--rounds 0"])
+@pytest.mark.parametrize("line", ["--m 0", "--n -1", "--format q9", "--threads 0", "--threads 100000", "--rounds 0", "--k 1000000000000"])
 def test_bench_refuses(run: Run, line: str) -> None:
     run("bench", *line.split()).refuses()
 
@@ -350,6 +350,7 @@ def test_explain(run: Run) -> None:
     run("explain", "--compute", "guess").refuses("'guess'")
     run("explain", "--format", "q9").refuses("'q9'")
     run("explain", "--m", "-1").refuses("-1")
+    run("explain", "--n", 10**12).refuses("GB")
 
 
 def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="40 passages, 8 queries, few timing rounds")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results as JSON")
     parser.add_argument("--threads", type=int, help="threads of torch and of halfbyte's kernels (default: as many as torch takes)")
+    parser.add_argument("--method", default="absmax", help="how scales are chosen: absmax or mse (default: %(default)s)")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -111,7 +112,7 @@ def main() -> None:
         for name in FORMATS:
             status.update(f"quantizing to {name}")
             checkpoint = Path(folder) / name
-            hb.convert(source, checkpoint, hb.Config(name))
+            hb.convert(source, checkpoint, hb.Config(name, method=args.method))
             models[name] = hb.load(checkpoint).eval()
             on_disk[name] = disk_bytes(checkpoint)
 
@@ -133,6 +134,7 @@ def main() -> None:
 
     here = machine()
     about = {
+        "method": args.method,
         "cpu": here.cpu,
         "arch": here.arch,
         "cores": here.cores,
@@ -155,8 +157,8 @@ def main() -> None:
     ]
     show(rows)
     print(
-        f"\n{len(passages)} passages, {len(queries)} queries, all against fp32. Milliseconds are medians of interleaved runs;"
-        f"\nthe batch of 1 is {tokens[1]} tokens, the batch of 32 is {tokens[32]}."
+        f"\n{len(passages)} passages, {len(queries)} queries, against fp32; scales by {args.method}."
+        f"\nMilliseconds are medians of interleaved runs; the batch of 1 is {tokens[1]} tokens, the batch of 32 is {tokens[32]}."
         f"\n{about['cpu']}, {about['threads']} threads of {about['cores']} cores; halfbyte {about['halfbyte']}, torch {about['torch']}, "
         f"transformers {about['transformers']}, Python {about['python']}."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from halfbyte.cli.output import Commands, add_command, print_json, progress
+from halfbyte.cli.output import Commands, add_command, check_fits, print_json, progress
 
 
 def add(commands: Commands) -> None:
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.bench import cpu
     from halfbyte.bench.report import text
 
+    check_fits(args.n, args.k)
     plan = cpu.Plan(
         shapes=((args.n, args.k),),
         ms=tuple(args.m),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from halfbyte.cli.output import Commands, add_command, print_json
+from halfbyte.cli.output import Commands, add_command, check_fits, print_json
 
 
 def add(commands: Commands) -> None:
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.dispatch.explain import explain
 
+    check_fits(args.n, args.k)
     settings = {"compute": args.compute, "activation": args.activation, "measured": not args.no_measure}
     explanation = explain(args.m, args.n, args.k, args.format, dtype=getattr(torch, args.dtype), **settings)
     if args.json:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from halfbyte.errors import ArgumentError
+
 Command = Callable[[argparse.Namespace], int]
 # argparse's own type for this is private.
 Commands = Any
@@ -46,12 +48,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
     # Written by hand: rich ends the process its own way when nobody reads.
     with console.capture() as text:
         console.print(table)
-    sys.stdout.write(text.get())
-
-
-def note(args: argparse.Namespace, text: str) -> None:
-    if not args.quiet:
-        print(text, file=sys.stderr)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
 
 
 class Advance(Protocol):
@@ -79,3 +76,14 @@ def progress(args: argparse.Namespace, what: str, unit: Literal["bytes", "steps"
             bar.update(task, completed=done, total=total, description=doing or None)
 
         yield advance
+
+
+def check_fits(n: int, k: int) -> None:
+    """Raises ArgumentError for a weight [n, k] that this machine cannot hold in float32 four times over."""
+    from halfbyte.machine import machine
+
+    memory = machine().memory
+    if memory is not None and n > 0 and k > 0 and 16 * n * k > memory:
+        raise ArgumentError(
+            f"a float32 weight of {n} x {k} takes {4 * n * k / 1e9:.1f} GB, this machine has {memory / 1e9:.1f} GB: ask for a quarter of that"
+        )

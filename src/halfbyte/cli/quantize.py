@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
     settings = {} if args.embedding is None else {"embedding": args.embedding}
     config = Config(args.format, method=args.method, skip=args.skip, overrides=overrides, **settings)
-    with progress(args, "reading", "bytes") as advance:
-        report = convert(args.src, args.dst, config, advance)
+    with progress(args, "quantizing", "bytes") as advance:
+        # The name that convert tells is of the tensor that is done, not of the one that takes so long.
+        report = convert(args.src, args.dst, config, lambda done, total, name: advance(done, total))
     if args.json:
         print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})
     elif not args.quiet:
