@@ -84,6 +84,5 @@ def check_fits(n: int, k: int) -> None:
 
     memory = machine().memory
     if memory is not None and n > 0 and k > 0 and 16 * n * k > memory:
-        raise ArgumentError(
-            f"a float32 weight of {n} x {k} takes {4 * n * k / 1e9:.1f} GB, this machine has {memory / 1e9:.1f} GB: ask for a quarter of that"
-        )
+        got, most = 4 * n * k / 1e9, memory / 4e9
+        raise ArgumentError(f"a float32 weight of {n} x {k} takes {got:.1f} GB: ask for one of at most {most:.1f} GB on this machine")
