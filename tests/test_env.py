@@ -75,7 +75,7 @@ def test_isa(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 @pytest.mark.parametrize("value", ["avx", "avx2,generic", "sse4.2"])
 def test_unknown_isa(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", value)
-    with pytest.raises(ArgumentError, match=r"HALFBYTE_ISA is .*avx2, generic"):
+    with pytest.raises(ArgumentError, match=r"HALFBYTE_ISA is .*avx2, .*generic"):
         env.isa()
 
 

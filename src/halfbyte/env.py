@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from platformdirs import user_cache_path
 
 from halfbyte.errors import ArgumentError
 
-Isa = Literal["avx512_bf16", "avx512_vnni", "avx2", "generic"]
-ISAS: tuple[Isa, ...] = ("avx512_bf16", "avx512_vnni", "avx2", "generic")
+Isa = Literal["avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "neon_i8mm", "neon_dotprod", "neon", "generic"]
+ISAS: tuple[Isa, ...] = get_args(Isa)
 
 _MAX_THREADS = 4096
 
@@ -27,7 +27,7 @@ class Variable(NamedTuple):
 VARIABLES = (
     Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
-    Variable("HALFBYTE_ISA", "instruction set of the CPU kernels: avx512_bf16, avx512_vnni, avx2 or generic", "the best that the CPU has"),
+    Variable("HALFBYTE_ISA", f"instruction set of the CPU kernels: {', '.join(ISAS[:-1])} or {ISAS[-1]}", "the best that the CPU has"),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
 )
 

@@ -229,7 +229,7 @@ def _linear_cpu(
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str) -> Any:
     """Check what does not change from call to call, and find the kernel."""
     from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu.isa import current
+    from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.cpu.linear import linear_kernel
 
     if x.dtype not in _FLOATS:

@@ -21,7 +21,7 @@ from halfbyte import ops
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import dequantize, linear, quantize, runtime
-from halfbyte.kernels.cpu.isa import current
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.layouts.cpu_tiles import geometry, pack
 

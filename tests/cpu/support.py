@@ -9,7 +9,8 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import jit, linear
 from halfbyte.kernels.cpu.ir import Function, Module, Value
-from halfbyte.kernels.cpu.isa import ISA, ISAS, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.layouts.base import Packed
 
@@ -29,7 +30,7 @@ _numbers = itertools.count()
 def call(body: Callable[..., None], *tensors: Tensor, isa: ISA | None = None) -> None:
     """Compile body(f, address of each tensor) as a function of its own and run it."""
     isa = isa or current()
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     name = f"test{next(_numbers)}"
     f = module.function(name, ["ptr"] * len(tensors))
     body(f, *f.parameters)

@@ -9,7 +9,8 @@ import pytest
 from halfbyte.kernels.cpu import activations, dequantize, driver, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
-from halfbyte.kernels.cpu.isa import ISA, ISAS
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import Inner, TileSpec
 from halfbyte.machine import machine

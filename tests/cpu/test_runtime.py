@@ -16,7 +16,7 @@ from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.ir import Module
-from halfbyte.kernels.cpu.isa import current
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts.cpu_tiles import pack

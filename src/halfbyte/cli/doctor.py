@@ -89,7 +89,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _isa() -> dict[str, Any]:
-    from halfbyte.kernels.cpu.isa import ISAS, current
+    from halfbyte.kernels.cpu.isas import ISAS, current
 
     return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in ISAS if isa.name != current().name}}
 

@@ -12,7 +12,8 @@ from halfbyte.dispatch.rules import Choice, choose_linear
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe, runtime
-from halfbyte.kernels.cpu.isa import ISA, ISAS, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
 from halfbyte.kernels.problem import Problem

@@ -48,7 +48,7 @@ class RowSpec:
 
 def build(spec: RowSpec, isa: ISA) -> Module:
     """A module with one function: spec.name(arguments, x, tile, rows of the tile, which of them)."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr"] * 3 + ["i64"] * 2)
     row = _CopiedRow if spec.source == "i8" else _Int8Row if spec.inner == "int8" else _FloatRow
     row(spec, isa, f).emit()

@@ -18,7 +18,8 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
 from halfbyte.kernels.cpu.ir import Function, Module, Value
-from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
@@ -42,7 +43,7 @@ class DequantizeSpec:
 
 def build(spec: DequantizeSpec, isa: ISA) -> Module:
     """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr", "i64", "i64"])
     args, thread, threads = f.parameters
     ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")

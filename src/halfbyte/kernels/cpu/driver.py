@@ -17,7 +17,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 
 def build(isa: ISA) -> Module:
     """A module with the two phases: rows(arguments, thread, threads) and panels(arguments, thread, threads)."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     _rows(module.function("rows", ["ptr", "i64", "i64"]))
     _panels(module.function("panels", ["ptr", "i64", "i64"]))
     return module

@@ -354,12 +354,12 @@ class Function:
 
 
 class Module:
-    """The functions that are compiled together."""
+    """The functions that are compiled together; `attributes`, in LLVM's spelling, are those of each."""
 
-    def __init__(self, vector_bits: int = 0) -> None:
+    def __init__(self, attributes: str = "") -> None:
         self.functions: list[Function] = []
         self._declarations: dict[str, str] = {}
-        self._vector_bits = vector_bits
+        self._attributes = f"nounwind {attributes}".rstrip()
 
     def function(self, name: str, types: Sequence[str], returns: str = "void") -> Function:
         return Function(self, name, types, returns)
@@ -370,6 +370,4 @@ class Module:
     def text(self) -> str:
         own = {f.name for f in self.functions}
         declarations = [text for name, text in self._declarations.items() if name not in own]
-        # Without these two LLVM splits 512-bit vectors on the CPUs whose default is 256.
-        width = f' "prefer-vector-width"="{self._vector_bits}" "min-legal-vector-width"="{self._vector_bits}"' if self._vector_bits else ""
-        return "\n".join([*declarations, *(f.text() for f in self.functions), f"attributes #0 = {{ nounwind{width} }}", ""])
+        return "\n".join([*declarations, *(f.text() for f in self.functions), f"attributes #0 = {{ {self._attributes} }}", ""])

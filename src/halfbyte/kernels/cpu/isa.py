@@ -1,42 +1,65 @@
-"""What the kernels ask of an instruction set: one class each, from the plain vectors that any LLVM target runs upwards.
+"""What the kernels ask of an instruction set, and the plain vectors that any LLVM target runs.
 
 An ISA says how many float lanes a register has, which tiles keep their accumulators in registers, and how three things
-are done: `dot` (four products of bytes summed into each int32 lane), `float_codes` (stored bytes to float weights), and
-conversions to and from half-width floats. Compiling for an ISA needs no such machine; `missing` guards running it.
+are done: a unit of products of bytes (`int8_unit`, which for most is a matter of `dot`), `float_codes` (stored bytes to float
+weights), and conversions to and from half-width floats. Compiling for an ISA needs no such machine; `missing` guards running it.
+
+Bytes are little-endian throughout: a layout's four bytes are read as one integer. Big-endian machines are not supported.
 """
 
 from __future__ import annotations
 
-import functools
-import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from halfbyte import env
-from halfbyte.errors import KernelError
-from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
+from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.machine import machine
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Unit:
+    """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
+
+    full_range   activations may be -128, not just -127 … 127
+    """
+
+    rows: int
+    vectors: int
+    bits: int
+    k: int
+    full_range: bool
+
+
 class ISA:
-    """The generic path: 128-bit vectors in LLVM's own operations, right on every target."""
+    """The generic path: 128-bit vectors in LLVM's own operations, right on every little-endian target."""
 
     name = "generic"
-    lanes = 4
-    vector_bits = 0
+    arch = ""  # as in Machine; "" stands for the one at hand
+    needs: ClassVar[frozenset[str]] = frozenset()
     cpu = ""
     features = ""
-    needs: ClassVar[frozenset[str]] = frozenset()
+    attributes = ""  # of each function
+    code_model = "jitdefault"
+    lanes = 4
+    register_totals = 8  # vectors of float totals that fit in registers beside a block's accumulators
     half_conversions = False  # has instructions for float <-> float16
     bf16_dot = False  # sums products of bfloat16 pairs in float32
+    lane_products = 4  # products of bytes that one `product` sums into each lane
 
     @property
     def triple(self) -> str:
         from llvmlite import binding
 
+        if self.arch and self.arch != machine().arch:
+            return f"{self.arch}-unknown-linux-gnu"
         return str(binding.get_process_triple())
 
     def missing(self) -> str | None:
         """Why this machine can't run code for this ISA; None if it can."""
+        if self.arch and self.arch != machine().arch:
+            return f"it is for {self.arch}, and this machine is {machine().arch}"
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
@@ -53,11 +76,25 @@ class ISA:
         return vector("i32", self.lanes)
 
     @property
+    def shorts(self) -> str:
+        """Two int16 in each 32-bit lane."""
+        return vector("i16", 2 * self.lanes)
+
+    @property
     def quads(self) -> str:
         """Four bytes in each 32-bit lane."""
         return vector("i8", 4 * self.lanes)
 
-    # Integer dot products. A kernel multiplies "unit weights", which differ from the codes by a constant:
+    def spread(self, a: Value, element: str, at: int) -> Value:
+        """The element at byte `at` of one of the tile's records of activations, in every lane."""
+        return a.load(element, at, bytes_of(element)).splat(self.lanes)
+
+    def stored(self, rows: Value, vectors: int) -> Iterator[Value]:
+        """One row of the layout's data, 4 bytes of each output: a vector of quads each."""
+        size = 4 * self.lanes
+        return (rows.load(self.quads, v * size, size) for v in range(vectors))
+
+    # Integer products. A kernel multiplies "unit weights", which differ from the codes by a constant:
     # sum(code * a) = sum(unit weight * a) + correction * sum(a), where code is q if signed, else u.
 
     def correction(self, bits: int, signed: bool) -> int:
@@ -67,22 +104,59 @@ class ISA:
         """Stored bytes (quads) -> unit weights for each step of four k: two steps for 4 bits, one for 8."""
         if bits == 8:
             return [stored]
-        return [stored & 15, (stored.bits(vector("i16", 2 * self.lanes)) >> 4).bits(stored.type) & 15]
+        return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
         """The accumulator of a unit (at most 32 k), begun from or beside the block's int32 `total`."""
-        return total
+        # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720).
+        return f.value(self.shorts, 0) if bits == 4 else total
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane); -128 only if `full_range`."""
-        w = weights.bits(self.ints)
-        for j in range(4):
-            acc = acc + ((w >> (8 * j)) & 255) * (a << (24 - 8 * j)).shift_signed(24)
-        return acc
+        w, x = weights.bits(self.shorts), a.bits(self.shorts)
+        even, odd = (w & 255) * (x << 8).shift_signed(8), (w >> 8) * x.shift_signed(8)  # each fits: 255 * 128 < 2^15
+        return acc + even + odd if bits == 4 else acc + self._pair_sums(even) + self._pair_sums(odd)
+
+    def _pair_sums(self, products: Value) -> Value:
+        both = products.bits(self.ints)
+        return (both << 16).shift_signed(16) + both.shift_signed(16)
+
+    def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
+        """What most of the work with 4-bit weights is made of, for the measure of the machine's peak."""
+        return self.dot(f, acc, weights, a, 4)
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
-        return acc
+        return total + self._pair_sums(acc) if bits == 4 else acc
+
+    def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
+        """A block's int32 totals (row by row, a vector each) to the form in which `int8_unit` keeps them, and back again."""
+        return totals
+
+    def int8_unit(
+        self, f: Function, unit: Int8Unit, weights: Value, a: Value, totals: list[Value], weight_sums: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        """The totals after one unit; `weight_sums` (a vector each, or none) are those of one more row, which is all ones.
+
+        weights, a   address of the unit's data at the tile's first output, and of its activations
+        """
+        accs = [self.start(f, t, unit.bits) for t in totals]
+        sums = [self.start(f, t, unit.bits) for t in weight_sums]
+        ones = f.value("i32", 0x01010101).splat(self.lanes)
+        at = 0
+        for t in range(unit.k * unit.bits // 32):
+            by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(weights + t * PANEL * 4, unit.vectors)]
+            for step in zip(*by_vector, strict=True):
+                for i in range(unit.rows):
+                    four = self.spread(a, "i32", i * unit.k + at)
+                    for v, w in enumerate(step):
+                        n = i * unit.vectors + v
+                        accs[n] = self.dot(f, accs[n], w, four, unit.bits, unit.full_range)
+                sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
+                at += 4
+                f.fence()
+        widened = [self.widen(f, acc, t, unit.bits) for acc, t in zip(accs, totals, strict=True)]
+        return widened, [self.widen(f, acc, t, unit.bits) for acc, t in zip(sums, weight_sums, strict=True)]
 
     # Floating point
 
@@ -126,118 +200,3 @@ class ISA:
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         return (nan.select(bits | 0x400000, rounded) >> 16).to("i16")
-
-
-class AVX2(ISA):
-    """256 bits without dot-product instructions: `vpmaddubsw` sums two products of bytes in an int16."""
-
-    name = "avx2"
-    lanes = 8
-    cpu = "haswell"
-    needs = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
-    half_conversions = True
-
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
-        if m <= 2:
-            return m, 4
-        return (4, 2) if compute == "int8" else (6, 2)
-
-    def correction(self, bits: int, signed: bool) -> int:
-        if bits == 4:
-            return super().correction(bits, signed)
-        return 0 if signed else 128  # the unit weight of 8 bits is u - 128
-
-    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
-        return [stored ^ 128] if bits == 8 else super().unit_weights(stored, bits)
-
-    def start(self, f: Function, total: Value, bits: int) -> Value:
-        # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 127 = 30480), two products of 8-bit ones just fit.
-        return f.value("<16 x i16>", 0) if bits == 4 else total
-
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
-        if bits == 4:
-            return acc + f.call("<16 x i16>", "llvm.x86.avx2.pmadd.ub.sw", weights, a.bits(self.quads))
-        if full_range:  # -(-128) and -128 * -128 * 2 overflow below: even and odd bytes as int16 instead
-            w, x = weights.bits("<16 x i16>"), a.bits("<16 x i16>")
-            for left, right in (((w << 8).shift_signed(8), (x << 8).shift_signed(8)), (w.shift_signed(8), x.shift_signed(8))):
-                acc = acc + f.call(self.ints, "llvm.x86.avx2.pmadd.wd", left, right)
-            return acc
-        a = a.bits(self.quads)
-        size = f.call(self.quads, "llvm.abs.v32i8", weights, f.value("i1", 0))  # unsigned, at most 128
-        signed = f.call(self.quads, "llvm.x86.avx2.psign.b", a, weights)  # a with the weight's sign
-        pairs = f.call("<16 x i16>", "llvm.x86.avx2.pmadd.ub.sw", size, signed)
-        return acc + f.call(self.ints, "llvm.x86.avx2.pmadd.wd", pairs, f.value("<16 x i16>", 1))
-
-    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        if bits == 8:
-            return acc
-        return total + f.call(self.ints, "llvm.x86.avx2.pmadd.wd", acc, f.value("<16 x i16>", 1))
-
-
-class AVX512VNNI(ISA):
-    """512 bits with `vpdpbusd`: four products of unsigned and signed bytes summed into each int32 lane."""
-
-    name = "avx512_vnni"
-    lanes = 16
-    vector_bits = 512
-    cpu = "cascadelake"
-    needs = AVX2.needs | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512vnni"}
-    half_conversions = True
-
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
-        if compute == "int8":
-            return (m if m <= 8 else 6), 2
-        return (min(m, 6), 2)
-
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
-        return f.call(self.ints, "llvm.x86.avx512.vpdpbusd.512", acc, weights, a.bits(self.quads))
-
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:
-        if bits == 8:
-            return super().float_codes(f, stored, bits, signed)
-        # One lookup a nibble: vpermps reads the low four bits of each lane.
-        table = f.constant(self.floats, [float(i - 8 if signed else i) for i in range(16)])
-        words = stored.bits(self.ints)
-        order = [(s >> 1) + 4 * (s & 1) for s in range(8)]
-        return [(k, f.call(self.floats, "llvm.x86.avx512.permvar.sf.512", table, words >> (4 * s))) for s, k in enumerate(order)]
-
-
-class AVX512BF16(AVX512VNNI):
-    """AVX-512 with `vdpbf16ps`: products of bfloat16 pairs summed in float32."""
-
-    name = "avx512_bf16"
-    cpu = "cooperlake"
-    needs = AVX512VNNI.needs | {"avx512bf16"}
-    bf16_dot = True
-
-    # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
-    bf16_pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
-
-    def bf16_codes(self, f: Function, stored: Value, signed: bool) -> list[Value]:
-        """Stored 4-bit codes (quads) -> pairs of bfloat16 weights for each of `bf16_pairs`, exactly."""
-        values = [float(i - 8 if signed else i) for i in range(16)] * 2  # vpermw reads five bits: the table stands twice
-        table = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
-        words = stored.bits("<32 x i16>")
-        return [f.call("<32 x i16>", "llvm.x86.avx512.permvar.hi.512", table, words >> (4 * s)) for s in range(4)]
-
-    def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
-        both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
-        return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
-
-
-ISAS: tuple[ISA, ...] = (AVX512BF16(), AVX512VNNI(), AVX2(), ISA())  # best first
-
-
-@functools.cache
-def _named(name: str | None) -> ISA:
-    if name is None:
-        return next(isa for isa in ISAS if isa.missing() is None)
-    isa = next(i for i in ISAS if i.name == name)
-    if reason := isa.missing():
-        raise KernelError(f"HALFBYTE_ISA asks for {name}, but {reason}; unset it to let halfbyte choose")
-    return isa
-
-
-def current() -> ISA:
-    """The ISA that kernels are compiled for: the best that this CPU has, or what HALFBYTE_ISA says."""
-    return _named(env.isa())

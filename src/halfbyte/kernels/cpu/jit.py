@@ -49,7 +49,7 @@ def _initialize() -> None:
 def _target_machine(isa: ISA) -> Any:
     _initialize()
     target = llvm.Target.from_triple(isa.triple)
-    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="static", codemodel="jitdefault")
+    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="static", codemodel=isa.code_model)
 
 
 def _optimized(text: str, isa: ISA) -> tuple[Any, Any]:

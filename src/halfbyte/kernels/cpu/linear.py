@@ -22,7 +22,8 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, driver, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry

@@ -13,7 +13,8 @@ import torch
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import PROBE
 from halfbyte.kernels.cpu.ir import Module, Value
-from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.machine import machine
 
 _CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
@@ -24,7 +25,7 @@ _LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
 
 def build(isa: ISA) -> Module:
     """A module with three phases: read, dots, fmas."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     _build_read(module, isa)
     _build_arithmetic(module, isa, "dots")
     _build_arithmetic(module, isa, "fmas")
@@ -64,7 +65,7 @@ def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
             if name == "fmas":
                 total.value = f.fma(x, y, total.value)
             else:  # operands of their own, read anew each time: LLVM would compute equal products once
-                total.value = isa.dot(f, total.value, weights, buffer.load(isa.ints, 64 * i, 64), 4)
+                total.value = isa.product(f, total.value, weights, buffer.load(isa.ints, 64 * i, 64))
         f.fence()
     out.store(functools.reduce(Value.__add__, (s.value for s in sums)))
 
@@ -106,7 +107,7 @@ def _rate(phase: str, threads: int, operations: int) -> float:
 
 def dot_peak(threads: int) -> float:
     """Operations a second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
-    return _rate("dots", threads, _CHAINS * 8 * current().lanes)
+    return _rate("dots", threads, _CHAINS * 2 * current().lane_products * current().lanes)
 
 
 def fma_peak(threads: int) -> float:

@@ -18,7 +18,8 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import QUANTIZE
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
-from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.tile import ROUND, ROUND_BITS
 
@@ -57,7 +58,7 @@ class QuantizeSpec:
 
 def build(spec: QuantizeSpec, isa: ISA) -> Module:
     """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr", "i64", "i64"])
     _Rows(spec, isa, f).emit()
     return module

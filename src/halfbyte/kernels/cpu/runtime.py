@@ -21,7 +21,8 @@ from halfbyte import env
 from halfbyte.kernels.cpu import jit
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Module, Value
-from halfbyte.kernels.cpu.isa import ISA, current
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _forked = False
@@ -36,7 +37,7 @@ def _after_fork() -> None:
 
 def build(isa: ISA) -> Module:
     """A module with run(arguments, threads), which starts an OpenMP region."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     region = module.function("region", ["ptr"])
     args = region.parameters[0]
     table = LINEAR.load(args, "openmp", "ptr")

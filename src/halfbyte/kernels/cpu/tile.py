@@ -17,13 +17,14 @@ All of K is done in one pass, so an output is written once, with its bias added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
-from halfbyte.kernels.cpu.isa import AVX512BF16, ISA
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit
+from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.layouts.cpu_tiles import PANEL
 
 Inner = Literal["int8", "float", "bf16"]
@@ -31,7 +32,6 @@ FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and blo
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
 PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
-_REGISTER_TOTALS = {16: 12, 8: 4, 4: 8}  # lanes -> vectors of float totals that fit beside the block's accumulators
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class TileSpec:
 
 def build(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, prefetch)."""
-    module = Module(isa.vector_bits)
+    module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
@@ -95,7 +95,8 @@ class Tile:
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = -(-PANEL * (self.scale_bytes + zero_bytes) // 64) * 64
         self.count = spec.rows * spec.vectors
-        self.in_registers = self.count <= _REGISTER_TOTALS[isa.lanes]
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=spec.out == "i8")
+        self.in_registers = self.count <= isa.register_totals
         size = isa.lanes * 4
         self.scratch = f.alloca(isa.floats, max(self.count, 2 * spec.rows * 8), size)
         self.totals: list[Variable] = []
@@ -136,6 +137,8 @@ class Tile:
         scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
         zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         start = self._start(fields, zeros, units)
+        if spec.inner == "int8":
+            start = isa.turned(self.int8, start)
         sums = f.value(isa.ints, 0) if spec.shifted else None
         weight_sums = [sums] * spec.vectors if sums is not None else []
         if spec.single:
@@ -149,6 +152,8 @@ class Tile:
                 for k, v in zip(kept, (*new, *new_sums), strict=True):
                     k.value = v
             totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
+        if spec.inner == "int8":
+            totals = isa.turned(self.int8, totals)
         self._finish(totals, fields, scales, zeros, weight_sums, units)
         w.value = tail + self.tail_bytes
         a.value = fields + 4 * FIELDS * spec.rows
@@ -189,7 +194,7 @@ class Tile:
                 f.prefetch(w + (PREFETCH_BYTES + line))
         rows = w + first * 4
         if spec.inner == "int8":
-            return self._int8_unit(rows, a, totals, weight_sums)
+            return self.isa.int8_unit(f, self.int8, rows, a, totals, weight_sums)
         step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
         row_k = 32 // spec.bits
         for t in range(spec.unit // row_k):
@@ -197,37 +202,13 @@ class Tile:
             f.fence()
         return totals, weight_sums
 
-    def _stored(self, row: Value) -> Iterator[Value]:
-        for v in range(self.spec.vectors):
-            yield row.load(self.isa.quads, v * self.isa.lanes * 4, self.isa.lanes * 4)
-
-    def _int8_unit(self, rows: Value, a: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
-        spec, isa, f = self.spec, self.isa, self.f
-        accs = [isa.start(f, t, spec.bits) for t in totals]
-        sum_accs = [isa.start(f, t, spec.bits) for t in weight_sums]
-        ones = f.value("i32", 0x01010101).splat(isa.lanes)
-        at = 0
-        for t in range(spec.unit * spec.bits // 32):
-            by_vector = [isa.unit_weights(s, spec.bits) for s in self._stored(rows + t * PANEL * 4)]
-            for weights in zip(*by_vector, strict=True):
-                for i in range(spec.rows):
-                    four = a.load("i32", i * spec.unit + at, 4).splat(isa.lanes)
-                    for v, weight in enumerate(weights):
-                        n = i * spec.vectors + v
-                        accs[n] = isa.dot(f, accs[n], weight, four, spec.bits, full_range=spec.out == "i8")
-                sum_accs = [isa.dot(f, acc, weight, ones, spec.bits) for acc, weight in zip(sum_accs, weights, strict=bool(sum_accs))]
-                at += 4
-                f.fence()
-        widened = [isa.widen(f, acc, t, spec.bits) for acc, t in zip(accs, totals, strict=True)]
-        return widened, [isa.widen(f, acc, t, spec.bits) for acc, t in zip(sum_accs, weight_sums, strict=True)]
-
     def _float_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in self._stored(row)]
+        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in isa.stored(row, spec.vectors)]
         out = list(totals)
         for parts in zip(*by_vector, strict=True):
             for i in range(spec.rows):
-                x = a.load("float", 4 * (i * spec.unit + parts[0][0]), 4).splat(isa.lanes)
+                x = isa.spread(a, "float", 4 * (i * spec.unit + parts[0][0]))
                 for v, (_, code) in enumerate(parts):
                     out[i * spec.vectors + v] = f.fma(code, x, out[i * spec.vectors + v])
         return out
@@ -236,7 +217,7 @@ class Tile:
         spec, isa, f = self.spec, self.isa, self.f
         assert isinstance(isa, AVX512BF16)
         assert spec.bits == 4
-        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in self._stored(row)]
+        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in isa.stored(row, spec.vectors)]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):
             for i in range(spec.rows):

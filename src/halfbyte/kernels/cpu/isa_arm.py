@@ -1,0 +1,142 @@
+"""64-bit Arm: NEON, its dot products of bytes (Armv8.2 dotprod) and its products of 2 x 8 matrices (i8mm)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit
+from halfbyte.layouts.cpu_tiles import PANEL
+
+
+class Neon(ISA):
+    """128 bits; products of bytes are summed in int16 (`smlal`), those of 8-bit weights in int32 pairs (`sadalp`)."""
+
+    name = "neon"
+    arch = "aarch64"
+    needs: ClassVar[frozenset[str]] = frozenset({"neon"})
+    features = "+neon"
+    half_conversions = True
+
+    def tile(self, m: int, compute: str) -> tuple[int, int]:
+        if m <= 2:
+            return m, 8 if m == 1 else 4
+        return (4, 2) if compute == "int8" else (6, 4)
+
+    def spread(self, a: Value, element: str, at: int) -> Value:
+        # Products take an operand's lane for free. A register has four; what it reads beyond a short unit is still the record's.
+        size = bytes_of(element)
+        lanes = 16 // size
+        return a.load(f"<{lanes} x {element}>", at & ~15, size).shuffle([at % 16 // size] * self.lanes)
+
+    def correction(self, bits: int, signed: bool) -> int:
+        if bits == 4:
+            return super().correction(bits, signed)
+        return 0 if signed else 128  # both factors are signed: the unit weight of 8 bits is u - 128
+
+    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
+        return [stored ^ 128] if bits == 8 else [stored & 15, stored >> 4]
+
+    def start(self, f: Function, total: Value, bits: int) -> Value:
+        # Eight steps of 4-bit weights fit an int16 (8 * 15 * 128 = 15360).
+        return f.value("<16 x i16>" if bits == 4 else "<8 x i32>", 0)
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+        products = weights.to("i16") * a.bits(self.quads).to("i16")
+        return acc + products if bits == 4 else acc + self._pairs(f, products)
+
+    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
+        pairs = self._pairs(f, acc) if bits == 4 else acc
+        return total + f.call(self.ints, "llvm.aarch64.neon.addp.v4i32", pairs.shuffle(range(4)), pairs.shuffle(range(4, 8)))
+
+    def _pairs(self, f: Function, shorts: Value) -> Value:
+        """<16 x i16> -> <8 x i32>: the sums of two neighbours each."""
+        halves = [shorts.shuffle(range(h, h + 8)) for h in (0, 8)]
+        low, high = (f.call(self.ints, "llvm.aarch64.neon.saddlp.v4i32.v8i16", half) for half in halves)
+        return low.shuffle(range(8), high)
+
+
+class NeonDotprod(Neon):
+    """NEON with `sdot`: four products of signed bytes summed into each int32 lane."""
+
+    name = "neon_dotprod"
+    needs = Neon.needs | {"dotprod"}
+    features = "+neon,+dotprod"
+
+    def tile(self, m: int, compute: str) -> tuple[int, int]:
+        if m == 1:
+            return 1, 8
+        return (min(m, 5), 4) if compute == "int8" else super().tile(m, compute)
+
+    def start(self, f: Function, total: Value, bits: int) -> Value:
+        return total
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+        return f.call(self.ints, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, weights, a.bits(self.quads))
+
+    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
+        return acc
+
+
+class NeonI8mm(NeonDotprod):
+    """NEON with `smmla`: two rows of eight signed bytes times two outputs of eight, summed into the 2 x 2 lanes of a register.
+
+    A pair of rows has, for each vector of four outputs, two accumulators in the places of the two rows': one of outputs 0 and 1,
+    one of outputs 2 and 3, each with the first row in its low half and the second in its high half. The last of an odd number
+    of rows is summed by `sdot`.
+    """
+
+    name = "neon_i8mm"
+    needs = NeonDotprod.needs | {"i8mm"}
+    features = "+neon,+dotprod,+i8mm"
+    lane_products = 8
+
+    def tile(self, m: int, compute: str) -> tuple[int, int]:
+        return (min(m, 8), 2) if compute == "int8" and m > 1 else super().tile(m, compute)
+
+    def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
+        return f.call(self.ints, "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, a.bits(self.quads), weights)
+
+    def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
+        out = list(totals)
+        for first, second in self._pairs_of_accumulators(unit):
+            out[first] = totals[first].shuffle((0, 1, 4, 5), totals[second])
+            out[second] = totals[first].shuffle((2, 3, 6, 7), totals[second])
+        return out
+
+    def _pairs_of_accumulators(self, unit: Int8Unit) -> list[tuple[int, int]]:
+        rows = range(0, unit.rows - 1, 2)
+        return [(i * unit.vectors + v, (i + 1) * unit.vectors + v) for i in rows for v in range(unit.vectors)]
+
+    def int8_unit(
+        self, f: Function, unit: Int8Unit, weights: Value, a: Value, totals: list[Value], weight_sums: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        accs, sums = list(totals), list(weight_sums)
+        ones = f.value("i32", 0x01010101).splat(self.lanes)
+        for g in range(unit.k // 8):
+            steps = list(zip(*(self._eight(weights, g, v, unit.bits) for v in range(unit.vectors)), strict=True))
+            operands = [(low.shuffle(_ZIP_LOW, high), low.shuffle(_ZIP_HIGH, high)) for low, high in zip(*steps, strict=True)]
+            for n, (first, second) in enumerate(self._pairs_of_accumulators(unit)):
+                i, v = n // unit.vectors * 2, n % unit.vectors
+                top, bottom = (a.load("<8 x i8>", (i + j) * unit.k + 8 * g, 8) for j in (0, 1))
+                rows = top.shuffle(range(16), bottom)
+                for acc, operand in zip((first, second), operands[v], strict=True):
+                    accs[acc] = self.product(f, accs[acc], operand, rows)
+            for s, step in enumerate(steps):
+                if unit.rows % 2:
+                    four = self.spread(a, "i32", (unit.rows - 1) * unit.k + 8 * g + 4 * s)
+                    at = (unit.rows - 1) * unit.vectors
+                    accs[at:] = [self.dot(f, acc, w, four, unit.bits) for acc, w in zip(accs[at:], step, strict=True)]
+                sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
+            f.fence()
+        return accs, sums
+
+    def _eight(self, weights: Value, g: int, v: int, bits: int) -> list[Value]:
+        """Unit weights of the g-th eight k of four outputs: the first four k and the last."""
+        rows = 8 * bits // 32
+        at = [(g * rows + r) * PANEL * 4 + v * 16 for r in range(rows)]
+        return [w for offset in at for w in self.unit_weights(weights.load(self.quads, offset, 16), bits)]
+
+
+_ZIP_LOW = [*range(4), *range(16, 20), *range(4, 8), *range(20, 24)]  # outputs 0 and 1, eight k each
+_ZIP_HIGH = [*range(8, 12), *range(24, 28), *range(12, 16), *range(28, 32)]

@@ -1,0 +1,32 @@
+"""The instruction sets that kernels are compiled for, and the one that is taken."""
+
+from __future__ import annotations
+
+import functools
+
+from halfbyte import env
+from halfbyte.errors import KernelError
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_arm import Neon, NeonDotprod, NeonI8mm
+from halfbyte.kernels.cpu.isa_x86 import AVX2, AVX512, AVX512BF16, AVX512VNNI, AVXVNNI
+
+ISAS: tuple[ISA, ...] = (
+    *(AVX512BF16(), AVX512VNNI(), AVXVNNI(), AVX512(), AVX2()),
+    *(NeonI8mm(), NeonDotprod(), Neon()),
+    ISA(),
+)  # of each architecture the best first
+
+
+@functools.cache
+def _named(name: str | None) -> ISA:
+    if name is None:
+        return next(isa for isa in ISAS if isa.missing() is None)
+    isa = next(i for i in ISAS if i.name == name)
+    if reason := isa.missing():
+        raise KernelError(f"HALFBYTE_ISA asks for {name}, but {reason}; unset it to let halfbyte choose")
+    return isa
+
+
+def current() -> ISA:
+    """The ISA that kernels are compiled for: the best that this CPU has, or what HALFBYTE_ISA says."""
+    return _named(env.isa())
