@@ -159,7 +159,7 @@ def main() -> None:
     print(
         f"\n{len(passages)} passages, {len(queries)} queries, against fp32; scales by {args.method}."
         f"\nMilliseconds are medians of interleaved runs; the batch of 1 is {tokens[1]} tokens, the batch of 32 is {tokens[32]}."
-        f"\n{about['cpu']}, {about['threads']} threads of {about['cores']} cores; halfbyte {about['halfbyte']}, torch {about['torch']}, "
+        f"\n{about['cpu']}, cores: {about['cores']}, threads: {about['threads']}; halfbyte {about['halfbyte']}, torch {about['torch']}, "
         f"transformers {about['transformers']}, Python {about['python']}."
     )
     if "bf16" not in models and not args.quick:
