@@ -63,7 +63,10 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
     if not isinstance(name, str) or not name.isidentifier():
         return None
     transformers = import_transformers(f"{name}, the architecture in config.json,")
-    found = getattr(transformers, name, None)
+    try:
+        found = getattr(transformers, name, None)
+    except Exception as e:  # what the architecture itself imports may be missing
+        raise CheckpointError(f"transformers cannot import {name} ({_why(e)}): install what it needs") from e
     return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
@@ -83,7 +86,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
     transformers = import_transformers(name)
     cls = getattr(transformers, name)
     try:
-        with _default_dtype(dtype), _Skeleton([math.prod(shape) for shape in files]):
+        with torch.random.fork_rng(devices=[]), _default_dtype(dtype), _Skeleton([math.prod(shape) for shape in files]):
             model: nn.Module = cls(cls.config_class.from_dict(dict(config)))
     except CheckpointError:
         raise
@@ -122,7 +125,7 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
-        if target not in state:
+        if target not in state or target in renamed:  # the first of two that become the same is taken
             unused.append(name)
         elif pattern is None:
             renamed[target] = name

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, p
 from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
-from halfbyte.io.safetensors import SHARD_BYTES, Reader, Spec, Writer, load_json
+from halfbyte.io.safetensors import SHARD_BYTES, Reader, Spec, Writer, load_json, read_bytes
 from halfbyte.nn.convert import FLOATS, Candidate, Config, candidates, check_patterns, decide, own_tensors, relative_error
 from halfbyte.nn.modules import kind_of
 from halfbyte.nn.report import Report, Row
@@ -34,7 +34,7 @@ class _Plan:
     """What `convert` is going to do. Names are those in the checkpoint.
 
     steps    where the tensors come from
-    renamed  a step's target -> its name in the checkpoint, where a tied one goes by another
+    renamed  a step's target -> its name in the checkpoint, which is another where it is tied
     weights  those that are quantized
     plain    the others
     about    of each: (what holds it, why it is not quantized)
@@ -79,9 +79,8 @@ def convert(
     source, target = Path(src), Path(dst)
     reader = Reader(weight_files(source))
     described = _described(source)
-    architecture = known_architecture(described)
     notes = []
-    if architecture is not None:
+    if known_architecture(described) is not None:
         plan = _plan_model(described, reader, config)
     else:
         plan = _plan_by_rule(reader, config)
@@ -99,7 +98,7 @@ def convert(
                 progress(done, total, ", ".join(step.targets))
         for name in companions:
             (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, staging.path / name)
+            (staging.path / name).write_bytes(read_bytes(source / name, _COMPANION_BYTES))
         publish(staging, writer, described, plan.weights, plan.tied)
     return _report(plan, reader, notes)
 
@@ -126,14 +125,16 @@ def _plan_model(described: Mapping[str, Any], reader: Reader, config: Config) ->
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
     model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
-    plan = _Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no such tensor"))
+    plan = _Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no use for it"))
     _settle_ties(plan, model, reader)
     places = list(_places(model))
     first: dict[int, str] = {}  # tensor of the model -> its first name, by which the checkpoint calls it
     canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in places}
-    plan.renamed = {target: canonical[target] for step in steps for target in step.targets if canonical[target] != target}
+    plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
     plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
     given = plan.given()
+    if strange := given.keys() - canonical.keys():
+        raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
     found = candidates(model, without_data=True)
     check_patterns(config, [candidate.name for candidate in found])
     decisions = decide(found, config)
@@ -187,22 +188,19 @@ def _settle_ties(plan: _Plan, model: nn.Module, reader: Reader) -> None:
 
 def _plan_by_rule(reader: Reader, config: Config) -> _Plan:
     """The plan for tensors of which nothing but the names is known."""
-    plan = _Plan([rename(name, name, place.spec) for name, place in reader.places.items()])
-    found = {}
-    for name, place in reader.places.items():
-        spec = place.spec
-        fits = name.endswith(".weight") and len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0
-        reason = None if fits else "not a 2-D float tensor called *.weight"
-        found[name] = Candidate(name.removesuffix(".weight") if fits else name, "Linear" if fits else "tensor", name, reason)
+    specs = {name: place.spec for name, place in reader.places.items()}
+    plan = _Plan([rename(name, name, spec) for name, spec in specs.items()])
+    fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
+    found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
     check_patterns(config, [candidate.name for candidate in found.values()])
     decisions = decide(list(found.values()), config)
-    for name, candidate in found.items():
-        spec, decision = reader.spec(name), decisions[candidate.name]
+    for name, spec in specs.items():
+        decision = decisions[found[name].name] if name in found else "not a 2-D float tensor called *.weight"
         if isinstance(decision, Format):
             plan.weights[name] = Weight("Linear", decision, spec.shape, spec.dtype, None, config.compute, config.activation)
         else:
             plan.plain[name] = spec
-            plan.about[name] = candidate.kind, decision
+            plan.about[name] = "Linear" if name in found else "tensor", decision
     return plan
 
 
@@ -229,13 +227,13 @@ def _report(plan: _Plan, reader: Reader, notes: Sequence[str]) -> Report:
 
 def weight_files(source: Path) -> list[Path]:
     """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
-    if source.is_file():
+    if isfile(source):
         return [source]
-    if not source.is_dir():
+    if not isdir(source):
         raise CheckpointError(f"there is no {source}: name a folder with safetensors files, or one such file")
-    if (source / "model.safetensors").is_file():
+    if isfile(source / "model.safetensors"):
         return [source / "model.safetensors"]
-    if (source / INDEX).is_file():
+    if isfile(source / INDEX):
         shards = load_json(source / INDEX).get("weight_map")
         if not isinstance(shards, dict):
             raise CheckpointError(f"{source / INDEX} has no weight_map: the file is damaged")
@@ -253,7 +251,7 @@ def weight_files(source: Path) -> list[Path]:
 def _described(source: Path) -> dict[str, Any]:
     """config.json of the model, nothing where there is none; raises CheckpointError for one that is quantized already."""
     path = source / CONFIG
-    if not path.is_file():
+    if not isfile(path):
         return {}
     config = load_json(path)
     if quantized := [key for key in (SECTION, "quantization_config") if config.get(key) is not None]:
@@ -265,13 +263,16 @@ def _companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     """The small files beside the weights, by their paths in the folder: those to copy, and those that are left out."""
     copied: list[str] = []
     left_out: list[str] = []
-    for path in sorted(source.rglob("*")) if source.is_dir() else ():
-        name = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()) or name.as_posix() == CONFIG:
-            continue
-        model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
-        if not model:
-            small = path.stat().st_size <= _COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES
-            (copied if small else left_out).append(name.as_posix())
+    try:
+        for path in sorted(source.rglob("*")) if source.is_dir() else ():
+            name = path.relative_to(source)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()) or name.as_posix() == CONFIG:
+                continue
+            model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
+            if not model:
+                small = path.stat().st_size <= _COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES
+                (copied if small else left_out).append(name.as_posix())
+    except OSError as e:
+        raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
     return copied, left_out

@@ -112,7 +112,7 @@ def replacing(folder: Path) -> Iterator[Staging]:
 def complete(folder: Path, manifest: Manifest) -> None:
     """Moves the files that a writer left in its staging folder, when it died, to their places; where it cannot, it does not."""
     staged = folder / (manifest.staging or ".")
-    if manifest.staging is None or not staged.is_dir() or staged.is_symlink():
+    if manifest.staging is None or not os.path.isdir(staged) or os.path.islink(staged):
         return
     for path in sorted(staged.rglob("*")):
         name = path.relative_to(staged)

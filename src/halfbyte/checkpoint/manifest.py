@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -108,8 +109,8 @@ class Manifest:
 def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     """config.json without the section, and the section. Raises CheckpointError where anything in it does not fit."""
     path = folder / CONFIG
-    if not path.is_file():
-        what = f"there is no {path}" if folder.is_dir() or not folder.exists() else f"{folder} is not a folder"
+    if not isfile(path):
+        what = f"there is no {path}" if isdir(folder) or not exists(folder) else f"{folder} is not a folder"
         raise CheckpointError(f"{what}: a halfbyte checkpoint is a folder that save() or convert() made")
     config = load_json(path)
     section = config.pop(SECTION, None)

@@ -78,14 +78,19 @@ class Place:
 
 def load_json(path: Path, limit: int = _HEADER_LIMIT) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes."""
+    return parse_json(read_bytes(path, limit), str(path))
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of a file of at most `limit` bytes."""
     try:
         with open(path, "rb") as file:
-            text = file.read(limit + 1)
+            content = file.read(limit + 1)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
-    if len(text) > limit:
+    if len(content) > limit:
         raise CheckpointError(f"{path} is longer than {limit} bytes, which no {path.name} needs: check that it is the right file")
-    return parse_json(text, str(path))
+    return content
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
