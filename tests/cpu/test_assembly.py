@@ -17,8 +17,7 @@ from halfbyte.machine import machine
 
 BY_NAME = {isa.name: isa for isa in ISAS}
 UNITS = ((32, True), (32, False), (8, False))
-
-pytestmark = pytest.mark.skipif(machine().arch != "x86_64", reason="the triple of this process is no x86")
+LOOPED = UNITS[1:]
 
 
 @functools.cache
@@ -36,13 +35,18 @@ def spec_of(
 def between(text: str, instruction: str) -> list[str]:
     """The lines from the first to the last that have `instruction`."""
     lines = text.splitlines()
-    at = [i for i, line in enumerate(lines) if re.match(rf"\s{instruction}\s", line)]
+    at = [i for i, line in enumerate(lines) if re.match(rf"\s({{vex}}\s+)?{instruction}[.\s]", line)]
     assert at, f"no {instruction}"
     return lines[at[0] : at[-1] + 1]
 
 
+def count(lines: list[str], instruction: str) -> int:
+    return sum(bool(re.match(rf"\s({{vex}}\s+)?{instruction}[.\s]", line)) for line in lines)
+
+
 def spills(lines: list[str]) -> list[str]:
-    return [line for line in lines if re.search(r"%r[sb]p", line) and re.search(r"%[xyz]mm", line)]
+    """Loads and stores of vector registers on the stack."""
+    return [line for line in lines if re.search(r"%r[sb]p.*%[xyz]mm|%[xyz]mm.*%r[sb]p|\bq\d+.*\[sp", line)]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -85,6 +89,63 @@ def test_avx512_float_tiles_look_nibbles_up() -> None:
     assert "vcvtph2ps" in text
 
 
+@pytest.mark.parametrize("unit", LOOPED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_avx_vnni_tiles_are_dot_products_of_half_the_width(bits: int, unit: tuple[int, bool]) -> None:
+    isa = BY_NAME["avx_vnni"]
+    for m in (1, 5):
+        spec = spec_of(isa, "int8", bits, "point", unit, m)
+        text = assembly(isa, spec)
+        loop = between(text, "vpdpbusd")
+        assert count(loop, "vpdpbusd") == spec.rows * spec.vectors * unit[0] // 4
+        assert not spills(loop)
+        assert "zmm" not in text
+        assert "{evex}" not in text
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_avx512_without_dot_products_multiplies_bytes(bits: int) -> None:
+    isa = BY_NAME["avx512"]
+    text = assembly(isa, spec_of(isa, "int8", bits, "none", (32, False), 4))
+    loop = between(text, "vpmaddubsw")
+    assert count(loop, "vpmaddubsw") == 4 * 2 * 8
+    assert all("%zmm" in line for line in loop if "vpmaddubsw" in line)
+    assert not spills(loop)
+    assert "vpdp" not in text
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_neon_tiles_multiply_bytes_to_int16(bits: int) -> None:
+    isa = BY_NAME["neon"]
+    text = assembly(isa, spec_of(isa, "int8", bits, "none", (32, False), 4))
+    assert count(text.splitlines(), "sm(la|ul)l2?") == 2 * 4 * 2 * 8  # eight products each
+    assert "dot" not in text
+
+
+@pytest.mark.parametrize("unit", LOOPED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dotprod_tiles_are_dot_products_in_registers(bits: int, unit: tuple[int, bool]) -> None:
+    isa = BY_NAME["neon_dotprod"]
+    for m in (1, 4, 5):
+        spec = spec_of(isa, "int8", bits, "point", unit, m)
+        loop = between(assembly(isa, spec), "sdot")
+        assert count(loop, "sdot") == spec.rows * spec.vectors * unit[0] // 4
+        assert not spills(loop)
+
+
+@pytest.mark.parametrize("unit", LOOPED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_i8mm_tiles_are_matrix_products_in_registers(bits: int, unit: tuple[int, bool]) -> None:
+    isa = BY_NAME["neon_i8mm"]
+    for m in (2, 5, 8):
+        spec = spec_of(isa, "int8", bits, "point", unit, m)
+        text = assembly(isa, spec)
+        loop = between(text, "smmla")
+        assert count(loop, "smmla") == spec.rows // 2 * 2 * spec.vectors * unit[0] // 8
+        assert count(text.splitlines(), "sdot") == spec.rows % 2 * spec.vectors * unit[0] // 4  # the odd row
+        assert not spills(loop)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_avx2_tiles(bits: int) -> None:
     isa = BY_NAME["avx2"]
@@ -100,6 +161,7 @@ def test_avx2_tiles(bits: int) -> None:
         assert "vpdpbusd" not in each
 
 
+@pytest.mark.skipif(machine().arch != "x86_64", reason="generic code is for the machine at hand")
 def test_generic_code_keeps_to_what_every_x86_has() -> None:
     for inner in ("int8", "float"):
         text = assembly(BY_NAME["generic"], spec_of(BY_NAME["generic"], inner, 4, "point", (32, True), 2))
@@ -119,16 +181,17 @@ def test_requantizing_tiles_take_all_int8_values_on_avx2() -> None:
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_all_is_compiled_for_every_instruction_set(isa: ISA) -> None:
     halves = ("f32", "bf16", "f16") if isa.half_conversions else ("f32", "bf16")
+    some = itertools.cycle(halves)
     modules = [driver.build(isa), runtime.build(isa), probe.build(isa)]
-    for (source, inner), (unit, single) in itertools.product((("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")), UNITS):
-        for by_row, shifted in ((False, False), (True, False), (False, True)):
-            if source != "i8" or not (by_row or shifted):
-                modules.append(activations.build(RowSpec(source, inner, unit, single, by_row, shifted, -8, "values"), isa))
+    for source, inner in (("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")):
+        modules.append(activations.build(RowSpec(source, inner, 32, True, False, False, -8, "values"), isa))
+        for by_row, shifted in ((True, False), (False, True)) if source != "i8" else ():
+            modules.append(activations.build(RowSpec(source, inner, 8, False, by_row, shifted, -8, "values"), isa))
     if isa.bf16_dot:
         modules.append(activations.build(RowSpec("bf16", "bf16", 32, True, False, False, 0, "values"), isa))
-    for bits, zero, out in itertools.product((4, 8), ("none", "point", "offset"), halves):
-        modules.append(dequantize.build(DequantizeSpec(bits, "f16", zero, 8, out), isa))
-        modules.append(quantize.build(QuantizeSpec("f16", bits, zero, out, "int"), isa))
+    for bits, zero in itertools.product((4, 8), ("none", "point", "offset")):
+        modules.append(dequantize.build(DequantizeSpec(bits, "f16", zero, 8, next(some)), isa))
+        modules.append(quantize.build(QuantizeSpec("f16", bits, zero, next(some), "int"), isa))
     for family, bits, zero in (("ggml", 4, "none"), ("ggml", 4, "offset"), ("ggml", 8, "none"), ("inferllm", 4, "none")):
         modules.append(quantize.build(QuantizeSpec("bf16", bits, zero, "f32", family), isa))
     for inner, bits, out in itertools.product(("int8", "float"), (4, 8), (*halves, "i8")):
