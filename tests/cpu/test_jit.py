@@ -255,12 +255,12 @@ def test_an_instruction_set_that_the_cpu_lacks_is_an_error(monkeypatch: pytest.M
     isas_module._named.cache_clear()
     try:
         monkeypatch.setenv("HALFBYTE_ISA", "avx2")
-        with pytest.raises(KernelError, match=r"HALFBYTE_ISA asks for avx2, but (the CPU lacks|it is for) .*; unset it to let halfbyte choose"):
+        with pytest.raises(KernelError, match=r"HALFBYTE_ISA asks for avx2, but .*(CPU lacks|is for).*; unset it to let halfbyte choose"):
             current()
         monkeypatch.delenv("HALFBYTE_ISA")
         assert current().name == "generic"
         for isa in ISAS[:-1]:  # and code for it is never run, however one gets there
-            with pytest.raises(KernelError, match=f"kernels for {isa.name} can't run here: (the CPU lacks|it is for) .*; unset HALFBYTE_ISA"):
+            with pytest.raises(KernelError, match=f"kernels for {isa.name} can't run here: .*(CPU lacks|is for).*; unset HALFBYTE_ISA"):
                 jit.load("f", lambda _: _with_function("f"), isa)
     finally:
         isas_module._named.cache_clear()
