@@ -381,6 +381,44 @@ def test_convert_takes_the_small_files_along(tmp_path: Path) -> None:
         assert result.notes == ("not copied: onnx/model.onnx, pytorch_model.bin",)
 
 
+def test_convert_reads_shards(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    convert(tmp_path / "one", tmp_path / "a", "q4_0")
+    convert(tmp_path / "many", tmp_path / "b", "q4_0")
+    assert same_tensors(load_tensors(tmp_path / "a"), load_tensors(tmp_path / "b"))
+    next((tmp_path / "many").glob("*-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*00002.*: No such file"):
+        convert(tmp_path / "many", tmp_path / "c", "q4_0")
+
+
+def test_without_transformers_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "float")
+    save(quantize_(model, "q8_0"), tmp_path / "q")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for act in (lambda: load(tmp_path / "q"), lambda: convert(tmp_path / "float", tmp_path / "r", "q8_0")):
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM, .* needs transformers: pip install 'halfbyte\[transformers\]'"):
+            act()
+    assert load_tensors(tmp_path / "q")
+    convert(tmp_path / "float" / "model.safetensors", tmp_path / "r", "q8_0")  # a file has no architecture
+
+
+def test_tensors_with_colliding_names_are_told_apart(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(3.0), "a.weight": torch.randn(4, 8), "a.weight.data": torch.zeros(2)}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.weight\.data"):
+        convert(tmp_path / "x.safetensors", tmp_path / "q", "q8_0")
+    del tensors["a.weight.data"]
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "q", "q8_0")
+    loaded = load_tensors(tmp_path / "q")
+    assert torch.equal(loaded["a"], tensors["a"])  # type: ignore[arg-type]
+    assert isinstance(loaded["a.weight"], Codes)
+
+
 def test_convert_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickled").mkdir()

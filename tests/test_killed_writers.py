@@ -67,6 +67,15 @@ def test_a_folder_keeps_what_is_not_the_checkpoints(folder: Path) -> None:
         assert len(names) == 4
 
 
+def test_a_file_of_the_users_under_an_old_name_is_kept(folder: Path) -> None:
+    assert (folder / "model.safetensors").exists()
+    save(network(), folder)
+    assert not (folder / "model.safetensors").exists()
+    (folder / "model.safetensors").write_text("mine")
+    save(network(), folder)
+    assert (folder / "model.safetensors").read_text() == "mine"
+
+
 def test_an_interrupted_writer_leaves_no_trace(folder: Path, tmp_path: Path) -> None:
     before, names = contents(folder), sorted(tmp_path.rglob("*"))
 

@@ -155,7 +155,8 @@ def _clean(folder: Path, manifest: Manifest | None) -> None:
     if manifest is not None:
         complete(folder, manifest)
         named = {*manifest.files}
-        for name in {*manifest.obsolete} - named:
+        # While the staging folder is there, the writer has not finished; later, files of these names may be the user's.
+        for name in {*manifest.obsolete} - named if manifest.staging and (folder / manifest.staging).is_dir() else ():
             (folder / name).unlink(missing_ok=True)
     for path in list(folder.iterdir()):
         if _STAGING.fullmatch(path.name):

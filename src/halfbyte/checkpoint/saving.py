@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.io.safetensors import SHARD_BYTES, Spec, Writer
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.modules import QuantLinear, QuantModule
@@ -76,7 +76,10 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> di
     """All tensors of a checkpoint, by their names in the files."""
     specs = dict(plain)
     for name, weight in weights.items():
-        specs |= weight.stored(name)
+        stored = weight.stored(name)
+        if taken := stored.keys() & specs.keys():
+            raise CheckpointError(f"{min(taken)} is the name of a tensor already: {name} cannot be quantized, skip it")
+        specs |= stored
     return specs
 
 
