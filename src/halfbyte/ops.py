@@ -339,7 +339,7 @@ class _Linear(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
         format, n, k, _, _, low, high = ctx.settings
         if output is not None:  # nothing flows through an output that was clamped

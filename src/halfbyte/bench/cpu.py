@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
     """Measures everything in the plan; raises what `Plan.check` does."""
     names = plan.check()
     report = Report(
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         machine={"cpu": machine().cpu, "cores": machine().cores, "last-level cache": f"{plan.cache_bytes / 2**20:.0f} MiB"},
         versions={"python": sys.version.split()[0], "halfbyte": halfbyte.__version__, **_versions()},
         settings=asdict(plan),

@@ -67,7 +67,8 @@ class Explanation:
         lines = [
             f"linear  [{problem.m}, {problem.k}] x [{problem.n}, {problem.k}] {problem.format}, {dtype} activations",
             f"machine  {machine().cpu}: {self.isa.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({runtime.name()})",
-            f"kernel  {taken.inner}: {taken.summary}{scheme}; tiles of up to {self.tile[0]} rows x {self.tile[1] * self.isa.lanes} outputs",
+            f"kernel  {taken.inner}: {taken.summary}{scheme}",
+            f"tiles  up to {self.tile[0]} rows x {self.tile[1] * self.isa.lanes} outputs",
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in ISAS if isa.missing()]
