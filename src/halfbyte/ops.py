@@ -210,14 +210,14 @@ def _linear_cpu(
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation)
     shape = x.shape
-    if shape[-1] != k or weight.numel() != kernel.nbytes or not low <= high:
+    if not shape or shape[-1] != k or weight.shape != (kernel.nbytes,) or weight.dtype != torch.uint8 or not low <= high:
         _refuse(x, weight, format, n, k, low, high)
     if bias is not None:
         bias = _fit_bias(bias, n)
-    flat = x if len(shape) == 2 else x.reshape(-1, k)
-    if flat.numel() == 0 or n == 0:
+    if x.numel() == 0 or n == 0:
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         return empty.clamp_(low, high) if bias is None else empty.add_(bias).clamp_(low, high)
+    flat = x if len(shape) == 2 else x.reshape(-1, k)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
@@ -279,11 +279,11 @@ def _qlinear_cpu(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, 
     wanted = (3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
     if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous():
         raise ArgumentError(f"qlinear's table is float32 {list(wanted)}, got {table.dtype} {list(table.shape)}: use requantization_table")
-    flat = x.reshape(-1, k)
     if k == 0:  # a sum of nothing: the same as one code that is 0
         return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
-    if flat.numel() == 0 or n == 0:
+    if x.numel() == 0 or n == 0:
         return x.new_empty((*x.shape[:-1], n))
+    flat = x.reshape(-1, k)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")

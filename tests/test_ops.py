@@ -1,0 +1,262 @@
+"""The public operations as torch sees them: what they accept, what they refuse, tracing, compiling and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte import ops
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.kernels import reference
+from halfbyte.quantizers import METHODS
+
+N, K = 37, 70
+INFINITE = math.inf
+
+
+def packed_weight(fmt: str = "q4_0", n: int = N, k: int = K) -> hb.Packed:
+    return hb.pack(hb.quantize(torch.randn(n, k), fmt))
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compute", ["auto", "int8", "float"])
+def test_linear_equals_the_reference(compute: str, dtype: torch.dtype) -> None:
+    packed, x, bias = packed_weight("int4_g33_zp"), torch.randn(2, 3, K).to(dtype), torch.randn(N)
+    y = hb.linear(x, packed, bias, compute=compute, clamp=(-0.5, 6))
+    arithmetic = "float" if compute == "float" else "int8"
+    expected = reference.linear(x, hb.unpack(packed), bias, arithmetic, "block", (-0.5, 6))
+    assert y.shape == (2, 3, N)
+    assert y.dtype == dtype
+    assert reference.agrees(y, expected, reference.error_bound(x, hb.unpack(packed), bias, arithmetic)).all()
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0", "int4_g33_zp", "int8_channel", "int8_tensor", "int4_g64_offset_bf16"])
+def test_pack_keeps_the_numbers(fmt: str) -> None:
+    codes = hb.quantize(torch.randn(N, K), fmt)
+    packed = hb.pack(codes)
+    for name, tensor in codes.tensors().items():
+        assert torch.equal(hb.unpack(packed).tensors()[name], tensor)
+    assert torch.equal(hb.dequantize(packed), codes.dequantize())
+    ids = torch.tensor([[3, 0], [N - 1, 3]], dtype=torch.int32)
+    assert torch.equal(hb.embedding(ids, packed, torch.bfloat16), codes.dequantize(torch.bfloat16)[ids])
+
+
+def test_a_weight_of_three_dimensions_is_dequantized_in_its_shape() -> None:
+    codes = hb.quantize(torch.randn(3, 5, 40), "q8_0")
+    assert torch.equal(hb.dequantize(hb.pack(codes)), codes.dequantize())
+    with pytest.raises(ArgumentError, match=r"takes a weight \[N, K\], got one of shape \[3, 5, 40\]"):
+        hb.linear(torch.randn(2, 40), hb.pack(codes))
+
+
+def test_qlinear_equals_the_reference() -> None:
+    packed, x, bias = packed_weight("int8_channel"), torch.randint(-128, 128, (2, 5, K), dtype=torch.int8), torch.randn(N)
+    settings: dict[str, Any] = {"in_scale": 0.02, "in_zero": 3, "out_scale": 0.1, "out_zero": -4}
+    y = hb.qlinear(x, packed, bias, **settings, clamp=(-4, 127))
+    expected = reference.qlinear(x, hb.unpack(packed), bias, **settings, clamp=(-4, 127))
+    assert y.dtype == torch.int8
+    assert expected.agrees(y).all()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, N, K), (3, 0, K), (3, N, 0), (0, 0, 0)])
+def test_nothing_times_something(m: int, n: int, k: int) -> None:
+    packed, bias = packed_weight("q8_0", n, k), torch.linspace(-1, 1, n)
+    assert torch.equal(hb.linear(torch.randn(m, k), packed, bias, clamp=(-0.5, 0.5)), bias.clamp(-0.5, 0.5).expand(m, n))
+    assert hb.linear(torch.randn(m, k), packed).shape == (m, n)
+    assert hb.dequantize(packed).shape == (n, k)
+    channel = packed_weight("int8_channel", n, k)
+    y = hb.qlinear(torch.zeros(m, k, dtype=torch.int8), channel, bias, in_scale=1, in_zero=0, out_scale=0.5, out_zero=1)
+    assert torch.equal(y, (bias.double() / 0.5 + 1).round().to(torch.int8).expand(m, n))
+
+
+def test_one_vector_and_strided_activations() -> None:
+    packed, x = packed_weight(), torch.randn(K, 6)
+    by_rows = hb.linear(x.T.contiguous(), packed)
+    assert torch.equal(hb.linear(x.T, packed), by_rows)
+    assert torch.equal(hb.linear(x.T[::2], packed), by_rows[::2])
+    assert torch.equal(hb.linear(x[:, 0].contiguous(), packed), by_rows[0])
+
+
+def test_packed_bytes_that_moved_are_read_where_they_are() -> None:
+    packed, x = packed_weight(), torch.randn(3, K)
+    memory = torch.empty(packed.nbytes + 1, dtype=torch.uint8)
+    memory[1:] = packed.data  # an address that no kernel takes
+    moved = hb.Packed(packed.format, packed.shape, packed.layout, memory[1:])
+    assert torch.equal(hb.linear(x, moved), hb.linear(x, packed))
+    assert torch.equal(hb.dequantize(moved), hb.dequantize(packed))
+
+
+def test_a_bias_of_another_dtype() -> None:
+    packed, x, bias = packed_weight(), torch.randn(3, K), torch.randn(N).to(torch.bfloat16)
+    assert torch.equal(hb.linear(x, packed, bias), hb.linear(x, packed, bias.float()))
+
+
+def test_a_nan_spoils_its_row_alone() -> None:
+    packed, x = packed_weight(), torch.randn(5, K)
+    clean = hb.linear(x, packed)
+    for bad in (math.nan, math.inf, -math.inf):
+        x[2, 7] = bad
+        y = hb.linear(x, packed)
+        assert y[2].isnan().all()
+        assert torch.equal(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+# Refusals: what came, what is allowed
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: hb.linear(torch.randn(2, K + 1), p), rf"takes activations \[..., {K}\], got \[2, {K + 1}\]"),
+        (lambda p: hb.linear(torch.tensor(1.0), p), rf"takes activations \[..., {K}\], got \[\]"),
+        (lambda p: hb.linear(torch.randn(2, K).double(), p), "float32, bfloat16 or float16, got torch.float64"),
+        (lambda p: hb.linear(torch.randn(2, K), p, torch.randn(N + 1)), rf"the bias of {N} outputs .* got torch.float32 \[{N + 1}\]"),
+        (lambda p: hb.linear(torch.randn(2, K), p, torch.zeros(N, dtype=torch.int32)), "got torch.int32"),
+        (lambda p: hb.linear(torch.randn(2, K), p, compute="int4"), "unknown compute 'int4': use one of auto, int8, float"),
+        (lambda p: hb.linear(torch.randn(2, K), p, activation="tensor"), "unknown activation scaling 'tensor': use one of block"),
+        (lambda p: hb.linear(torch.randn(2, K), p, clamp=(1, 0)), r"low <= high, got \(1"),
+        (lambda p: hb.linear(torch.randn(2, K), p, clamp=(math.nan, 0)), r"low <= high, got \(nan"),
+        (lambda p: hb.embedding(torch.tensor([0, N]), p), rf"ids lie in 0 … {N - 1}, got 0 … {N}"),
+        (lambda p: hb.embedding(torch.tensor([-1]), p), "got -1 … -1"),
+        (lambda p: hb.embedding(torch.tensor([0.5]), p), "int64 or int32, got torch.float32"),
+        (lambda p: hb.dequantize(p, torch.float64), "float32, bfloat16 or float16, not torch.float64"),
+        (lambda p: hb.quantize(torch.full((2, 3), math.nan), "q4_0", name="head"), "head"),
+        (lambda p: hb.quantize(torch.randn(2, 3), "q4_0", "best"), "unknown quantization method 'best': use one of absmax, mse"),
+        (lambda p: hb.quantize(torch.randn(2, 3), "q5_9"), "unknown format 'q5_9'"),
+        (lambda p: hb.quantize(torch.full((2, 3), 1e38), "q4_0"), "float16"),
+        (lambda p: hb.pack(hb.unpack(p), device="cuda"), "no kernels for device 'cuda'"),
+    ],
+)
+def test_refusals(call: Callable[[hb.Packed], object], message: str) -> None:
+    with pytest.raises((ArgumentError, FormatError, UnsupportedError), match=message):
+        call(packed_weight())
+
+
+def test_refusals_of_qlinear() -> None:
+    x = torch.zeros(2, K, dtype=torch.int8)
+    good: dict[str, Any] = {"in_scale": 0.1, "in_zero": 0, "out_scale": 0.1, "out_zero": 0}
+    with pytest.raises(FormatError, match="symmetric weights with one scale a channel or a tensor"):
+        hb.qlinear(x, packed_weight("q8_0"), **good)
+    packed = packed_weight("int8_channel")
+    for changed, message in (
+        ({"in_scale": 0.0}, "in_scale is positive and finite, got 0"),
+        ({"out_scale": math.inf}, "out_scale is positive and finite"),
+        ({"in_zero": 128}, "in_zero lies in -128 … 127, got 128"),
+        ({"clamp": (5, 4)}, r"got \(5, 4\)"),
+        ({"clamp": (-129, 4)}, r"got \(-129, 4\)"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            hb.qlinear(x, packed, **{**good, **changed})
+    with pytest.raises(ArgumentError, match="takes int8"):
+        hb.qlinear(x.float(), packed, **good)
+
+
+@pytest.mark.parametrize("bad", [lambda d: d[:-1], lambda d: d.to(torch.int8), lambda d: d.view(2, -1), lambda d: torch.cat((d, d))])
+def test_packed_bytes_of_another_size_are_refused(bad: Callable[[Tensor], Tensor]) -> None:
+    packed = packed_weight()
+    broken = hb.Packed(packed.format, packed.shape, packed.layout, bad(packed.data))
+    calls = (lambda: hb.linear(torch.randn(2, K), broken), lambda: hb.dequantize(broken), lambda: hb.embedding(torch.tensor([0]), broken))
+    for call in calls:
+        with pytest.raises(FormatError, match="packed bytes on the CPU"):
+            call()
+
+
+# Tracing, compiling, gradients
+
+
+def settings(clamp: tuple[float, float] = (-INFINITE, INFINITE)) -> tuple[Any, ...]:
+    return "q4_0", N, K, "auto", "block", *clamp
+
+
+def test_opcheck() -> None:
+    packed, channel = packed_weight(), packed_weight("int8_channel")
+    x = torch.randn(2, 3, K)
+    linear = torch.ops.halfbyte.linear.default
+    torch.library.opcheck(linear, (x, packed.data, None, *settings()))
+    torch.library.opcheck(linear, (x.clone().requires_grad_(), packed.data, torch.randn(N, requires_grad=True), *settings((0, 6))))
+    torch.library.opcheck(torch.ops.halfbyte.embedding.default, (torch.tensor([[1, 2]]), packed.data, "q4_0", N, K, torch.float32))
+    torch.library.opcheck(torch.ops.halfbyte.dequantize.default, (packed.data, "q4_0", N, K, torch.bfloat16))
+    table = ops.requantization_table(channel, None, in_scale=0.1, in_zero=1, out_scale=0.1, out_zero=2)
+    xq = torch.randint(-128, 128, (2, K), dtype=torch.int8)
+    torch.library.opcheck(torch.ops.halfbyte.qlinear.default, (xq, channel.data, table, "int8_channel", N, K, -128, 127))
+
+
+def test_compiled_whole() -> None:
+    packed, bias = packed_weight(), torch.randn(N)
+
+    def model(x: Tensor) -> Tensor:
+        return hb.linear(x.relu(), packed, bias, clamp=(0, 6)) * 2
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for m in (4, 9):
+        x = torch.randn(m, K)
+        assert torch.equal(compiled(x), model(x))
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_meta_and_fake_tensors_take_shapes_only() -> None:
+    packed = packed_weight()
+    assert hb.linear(torch.empty(2, 3, K, device="meta"), packed).shape == (2, 3, N)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = hb.linear(mode.from_tensor(torch.randn(5, K)), packed)
+        assert isinstance(y, torch._subclasses.FakeTensor)
+        assert y.shape == (5, N)
+
+
+@pytest.mark.parametrize("compute", ["int8", "float"])
+def test_gradients_are_those_of_the_dequantized_weight(compute: str) -> None:
+    packed = packed_weight("int4_g33_zp")
+    x, bias = torch.randn(2, 3, K, requires_grad=True), torch.randn(N, requires_grad=True)
+    dy = torch.randn(2, 3, N)
+    hb.linear(x, packed, bias, compute=compute).backward(dy)
+    codes = hb.unpack(packed)
+    assert x.grad is not None
+    assert bias.grad is not None
+    expected = reference.linear_gradient(dy, codes)
+    # A product of N terms in float32, in any order: N roundings of each term (Higham, chapter 3).
+    bound = 2 * N * 2.0**-24 * (dy.double().abs() @ codes.dequantize(torch.float64).abs())
+    assert ((x.grad.double() - expected).abs() <= bound).all()
+    assert torch.allclose(bias.grad, dy.sum((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_through_a_clamped_output() -> None:
+    packed, x = packed_weight(), torch.randn(4, K, requires_grad=True)
+    y = hb.linear(x, packed, clamp=(0, INFINITE))
+    y.sum().backward()
+    inside = (y > 0).float()
+    assert 0 < inside.sum() < inside.numel()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, inside @ hb.dequantize(packed), rtol=1e-5, atol=1e-5)
+
+
+def test_the_fast_way_past_the_dispatcher_gives_what_the_op_gives() -> None:
+    packed, x = packed_weight(), torch.randn(3, K)
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    y = hb.linear(x, packed)
+    with Watch():
+        assert torch.equal(hb.linear(x, packed), y)
+    assert "halfbyte.linear.default" in seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_quantize_equals_the_slow_method_bit_for_bit(dtype: torch.dtype) -> None:
+    weight = (torch.randn(9, 130) * 10.0 ** torch.randint(-6, 3, (9, 1))).to(dtype)
+    for fmt in ("q4_0", "q4_1", "q8_0", "inferllm_q4_0", "int4_g33_zp", "int8_channel_offset", "int4_g40_bf16", "int8_g64_zp"):
+        fast, slow = hb.quantize(weight, fmt), METHODS["absmax"](weight, hb.as_format(fmt), "weight")
+        for name, tensor in slow.tensors().items():
+            assert torch.equal(fast.tensors()[name].view(torch.uint8), tensor.view(torch.uint8)), (fmt, name)
