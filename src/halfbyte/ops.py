@@ -147,7 +147,8 @@ def requantization_table(
             raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
     if packed.data not in _integer_sums:
         codes = unpack(packed)
-        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(n, 1).flatten()
+        scales = codes.scale.double().expand(n, 1).flatten() if k else torch.zeros(n, dtype=torch.float64)
+        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), scales
     sums, scale = _integer_sums[packed.data]
     table = torch.zeros(3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
     table[0, :n] = float(out_zero) if bias is None else _fit_bias(bias, n).double() / out_scale + out_zero
