@@ -57,8 +57,11 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
 
 def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
     """Arrange `codes` for the kernels of `device`. The numbers stay the same: `unpack` gives them back."""
+    from halfbyte.kernels.cpu import pack as kernel
+
     _cpu_only(torch.device(device))
-    return cpu_tiles.pack(codes.to("cpu"))
+    codes = codes.to("cpu")
+    return kernel.pack(codes) if kernel.supports(codes) is None else cpu_tiles.pack(codes)
 
 
 def unpack(packed: Packed) -> Codes:

@@ -72,7 +72,8 @@ class Explanation:
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in ISAS if isa.missing()]
-        lines.append(f"weight  {self.weight_bytes / 1e6:.2f} MB, {8 * self.weight_bytes / max(1, problem.n * problem.k):.2f} bits an element")
+        bits = 8 * self.weight_bytes / max(1, problem.n * problem.k)
+        lines.append(f"weight  {self.weight_bytes / 1e6:.2f} MB, {bits:.2f} bits an element")
         if roof is not None:
             parts = f"memory {roof.memory_seconds * 1e3:.3f} ms, arithmetic {roof.compute_seconds * 1e3:.3f} ms"
             lines.append(f"roofline  {roof.seconds * 1e3:.3f} ms, bound by {roof.bound} ({parts}; ceilings measured just now)")

@@ -82,3 +82,11 @@ QUANTIZE = Block(
 )
 
 PROBE = Block((*_HEADER, "buffer", "out", "size"))
+
+PACK = Block(
+    (
+        *_HEADER,
+        *("data", "data_stride", "rows", "scale", "zero", "scale_stride"),
+        *("out", "panel_bytes", "blocks", "groups", "padded_groups", "last_groups", "last_padded_groups"),  # groups: of eight k
+    )
+)

@@ -1,0 +1,130 @@
+"""Canonical codes into the layout `cpu_tiles`, at the speed of memory: the same bytes that `layouts.cpu_tiles.pack` makes.
+
+Each thread takes whole panels. Eight codes of a row are one or two 32-bit words in canonical order and in the layout alike;
+only the nibbles inside a word change places, and words of a row lie 128 bytes apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import PACK
+from halfbyte.kernels.cpu.ir import Module, Value
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.cpu_tiles import PANEL
+
+_ELEMENTS_A_THREAD = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpec:
+    """Bits of a code; whether it is signed; bytes of a scale and of a zero."""
+
+    bits: int
+    signed: bool
+    scale_bytes: int
+    zero_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"pack_{'s' if self.signed else 'u'}{self.bits}_{self.scale_bytes}_{self.zero_bytes}"
+
+
+def build(spec: PackSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    args, thread, threads = f.parameters
+    data, scale, zero, out = (PACK.load(args, name, "ptr") for name in ("data", "scale", "zero", "out"))
+    rows, stride, blocks = (PACK.load(args, name) for name in ("rows", "data_stride", "blocks"))
+    scale_stride, panel_bytes = PACK.load(args, "scale_stride"), PACK.load(args, "panel_bytes")
+    panels = (rows + (PANEL - 1)) // PANEL
+    for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
+        for lane in f.loop(PANEL):
+            row = p * PANEL + lane
+            real = f.emit("i1", f"icmp ult i64 {row.name}, {rows.name}")
+            codes, record = f.variable(data + row * stride), f.variable(out + p * panel_bytes)
+            for b in f.loop(blocks):
+                ends = (b + 1).equals(blocks)
+                groups = ends.select(PACK.load(args, "last_groups"), PACK.load(args, "groups"))
+                padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
+                to, tail = record.value + lane * 4, record.value + padded * (PANEL * spec.bits)
+                stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
+                done = real.select(groups, 0)
+                with f.when(real):
+                    for g in f.loop(groups):
+                        _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
+                    number = row * scale_stride + b
+                    _copy(scale + number * spec.scale_bytes, tail + lane * spec.scale_bytes, spec.scale_bytes)
+                    if spec.zero_bytes:
+                        _copy(zero + number * spec.zero_bytes, tail + lane * spec.zero_bytes + PANEL * spec.scale_bytes, spec.zero_bytes)
+                    if spec.zero_bytes == 1:
+                        point = (zero + number).load("i8").to("i32", unsigned=True)
+                        stands_for_zero.value = point * (0x11111111 if spec.bits == 4 else 0x01010101)
+                for g in f.loop(padded, start=done):
+                    for word in range(spec.bits // 4):
+                        (to + g * (PANEL * spec.bits)).store(stands_for_zero.value, 4 * PANEL * word, 4)
+                codes.value = codes.value + groups * spec.bits
+                record.value = tail + -(-PANEL * (spec.scale_bytes + spec.zero_bytes) // 64) * 64
+    return module
+
+
+def _eight(spec: PackSpec, source: Value, to: Value) -> None:
+    """Eight codes of one row."""
+    if spec.bits == 8:
+        for word in range(2):
+            codes = source.load("i32", 4 * word)
+            to.store(codes ^ 0x80808080 if spec.signed else codes, 4 * PANEL * word, 4)
+        return
+    codes = source.load("i32")
+    # From nibbles 01234567 (k = 0 … 7) to 04152637, by exchanging neighbours of 8 and then of 4 bits.
+    for distance, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        moved = (codes ^ (codes >> distance)) & mask
+        codes = codes ^ moved ^ (moved << distance)
+    to.store(codes, 0, 4)
+
+
+def _copy(source: Value, to: Value, size: int) -> None:
+    to.store(source.load(f"i{8 * size}", 0, size), 0, size)
+
+
+def supports(codes: Codes) -> str | None:
+    """Why `pack` can't take these codes; None if it can."""
+    geo = cpu_tiles.geometry(codes.format, codes.shape)
+    if geo.nbytes == 0:
+        return "there is nothing to pack"
+    if geo.k % 8 or geo.block % 8:
+        return f"it takes eight codes at a time, and K = {geo.k} or the block of {geo.block} is no multiple of that"
+    if geo.format.block == "tensor" or geo.blocks != codes.scale.shape[-1]:
+        return "scales and records do not go one to one"
+    return None
+
+
+@functools.cache
+def _phase(spec: PackSpec) -> int:
+    return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
+
+
+def pack(codes: Codes) -> Packed:
+    """`layouts.cpu_tiles.pack(codes)`, fast. The caller asks `supports` first."""
+    fmt, geo = codes.format, cpu_tiles.geometry(codes.format, codes.shape)
+    data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
+    zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
+    out = torch.zeros(geo.nbytes, dtype=torch.uint8)
+    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes)
+    block = PACK.struct().pack(
+        *(_phase(spec), 0, runtime.openmp_address(), 0),
+        *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),
+        *(out.data_ptr(), geo.panel_bytes, geo.blocks, geo.block // 8, geo.padded // 8, geo.last // 8, geo.last_padded // 8),
+    )
+    runtime.run(block, geo.n * geo.k // _ELEMENTS_A_THREAD)
+    return Packed(fmt, codes.shape, cpu_tiles.NAME, out)
