@@ -339,6 +339,16 @@ class Function:
         """
         self.line('call void asm sideeffect "", "~{memory}"()')
 
+    def pinned(self, value: Value, register: str) -> Value:
+        """The same value, made here and not later, and its making hidden. Costs nothing at run time.
+
+        `register` is LLVM's letter for the class of registers that holds it.
+
+        Of the chains of sums of an unrolled tile, LLVM's schedulers put some off, and keep the operands of all their steps until
+        then; and a chain of integer additions becomes a tree. Both take more registers than there are.
+        """
+        return self.emit(value.type, f'call {value.type} asm sideeffect "", "={register},0"({value.type} {value.name})')
+
     def fetch_add(self, address: Value) -> Value:
         """The i64 at `address`, which is counted up by one; threads may do so at once."""
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")

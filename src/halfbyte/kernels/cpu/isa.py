@@ -45,6 +45,7 @@ class ISA:
     lanes = 4
     register_totals = 8  # vectors of float totals that fit in registers beside a block's accumulators
     half_conversions = False  # has instructions for float <-> float16
+    register = ""  # as for Function.pinned, where accumulators are to be pinned
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
 
@@ -89,6 +90,9 @@ class ISA:
         """The element at byte `at` of one of the tile's records of activations, in every lane."""
         return a.load(element, at, bytes_of(element)).splat(self.lanes)
 
+    def pinned(self, f: Function, acc: Value) -> Value:
+        return f.pinned(acc, self.register) if self.register and bytes_of(acc.type) == 4 * self.lanes else acc
+
     def stored(self, rows: Value, vectors: int) -> Iterator[Value]:
         """One row of the layout's data, 4 bytes of each output: a vector of quads each."""
         size = 4 * self.lanes
@@ -106,10 +110,13 @@ class ISA:
             return [stored]
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
+    def apart(self, bits: int) -> bool:
+        """Whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
+        return bits == 4  # eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720)
+
     def start(self, f: Function, total: Value, bits: int) -> Value:
-        """The accumulator of a unit (at most 32 k), begun from or beside the block's int32 `total`."""
-        # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720).
-        return f.value(self.shorts, 0) if bits == 4 else total
+        """The accumulator of a unit at its beginning."""
+        return f.value(self.shorts, 0) if self.apart(bits) else total
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane); -128 only if `full_range`."""
@@ -127,7 +134,7 @@ class ISA:
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
-        return total + self._pair_sums(acc) if bits == 4 else acc
+        return total + self._pair_sums(acc) if self.apart(bits) else acc
 
     def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
         """A block's int32 totals (row by row, a vector each) to the form in which `int8_unit` keeps them, and back again."""
@@ -151,7 +158,7 @@ class ISA:
                     four = self.spread(a, "i32", i * unit.k + at)
                     for v, w in enumerate(step):
                         n = i * unit.vectors + v
-                        accs[n] = self.dot(f, accs[n], w, four, unit.bits, unit.full_range)
+                        accs[n] = self.pinned(f, self.dot(f, accs[n], w, four, unit.bits, unit.full_range))
                 sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
                 at += 4
                 f.fence()
@@ -160,20 +167,18 @@ class ISA:
 
     # Floating point
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:
-        """Stored bytes (quads) -> (k within them, codes as floats in each lane), exactly."""
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
+        """Stored bytes (quads) -> (k within them, codes as floats in each lane), exactly; each made when it is asked for."""
         words = stored.bits(self.ints)
         if signed:  # from excess to two's complement; the sign is extended below
             words = words ^ (0x88888888 if bits == 4 else 0x80808080)
-        codes = []
         for s in range(32 // bits):
             k = s if bits == 8 else (s >> 1) + 4 * (s & 1)
             if signed:
                 field = (words << (32 - bits * (s + 1))).shift_signed(32 - bits)
             else:
                 field = (words >> (bits * s)) & ((1 << bits) - 1)
-            codes.append((k, field.to("float")))
-        return codes
+            yield k, field.to("float")
 
     def to_float(self, raw: Value, kind: str) -> Value:
         """Lanes of `kind` (i16 for f16 and bf16, float for f32) -> float, exactly."""

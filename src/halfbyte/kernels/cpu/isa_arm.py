@@ -17,11 +17,12 @@ class Neon(ISA):
     needs: ClassVar[frozenset[str]] = frozenset({"neon"})
     features = "+neon"
     half_conversions = True
+    register = "w"
 
     def tile(self, m: int, compute: str) -> tuple[int, int]:
         if m <= 2:
-            return m, 8 if m == 1 else 4
-        return (4, 2) if compute == "int8" else (6, 4)
+            return m, 4
+        return (4, 2) if compute == "int8" else (min(m, 4), 4)
 
     def spread(self, a: Value, element: str, at: int) -> Value:
         # Products take an operand's lane for free. A register has four; what it reads beyond a short unit is still the record's.
@@ -36,6 +37,9 @@ class Neon(ISA):
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
         return [stored ^ 128] if bits == 8 else [stored & 15, stored >> 4]
+
+    def apart(self, bits: int) -> bool:
+        return True
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
         # Eight steps of 4-bit weights fit an int16 (8 * 15 * 128 = 15360).
@@ -64,9 +68,12 @@ class NeonDotprod(Neon):
     features = "+neon,+dotprod"
 
     def tile(self, m: int, compute: str) -> tuple[int, int]:
-        if m == 1:
-            return 1, 8
-        return (min(m, 5), 4) if compute == "int8" else super().tile(m, compute)
+        if compute == "int8":
+            return (1, 8) if m == 1 else (min(m, 5), 4)
+        return super().tile(m, compute)
+
+    def apart(self, bits: int) -> bool:
+        return False
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
         return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value
@@ -22,6 +23,7 @@ class AVX2(ISA):
     needs: ClassVar[frozenset[str]] = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
     half_conversions = True
     register_totals = 4
+    register = "v"
 
     def tile(self, m: int, compute: str) -> tuple[int, int]:
         if m <= 2:
@@ -51,7 +53,7 @@ class AVX2(ISA):
         return acc + self._products(f, pairs, f.value(self.shorts, 1))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        return total + self._products(f, acc, f.value(self.shorts, 1)) if bits == 4 else acc
+        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc
 
     def _byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         """int16 sums of two products each."""
@@ -88,7 +90,7 @@ class AVX512(AVX2):
     def _with_sign(self, f: Function, a: Value, of: Value) -> Value:
         return (of < 0).select(f.value(a.type, 0) - a, a)
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
 
 
@@ -103,20 +105,18 @@ class AVXVNNI(ISA):
     needs: ClassVar[frozenset[str]] = AVX2.needs | {"avxvnni"}
     half_conversions = True
     register_totals = 4
+    register = "v"
 
     def tile(self, m: int, compute: str) -> tuple[int, int]:
         if m <= 2:
             return m, 4
         return min(m, 5 if compute == "int8" else 6), 2
 
-    def start(self, f: Function, total: Value, bits: int) -> Value:
-        return total
+    def apart(self, bits: int) -> bool:
+        return False
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc, weights, a.bits(self.quads))
-
-    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        return acc
 
 
 class AVX512VNNI(AVXVNNI):
@@ -128,6 +128,7 @@ class AVX512VNNI(AVXVNNI):
     features = ""
     needs = AVX512.needs | {"avx512vnni"}
     attributes = _WHOLE_REGISTERS
+    register = ""
     register_totals = 12
 
     def tile(self, m: int, compute: str) -> tuple[int, int]:
@@ -135,7 +136,7 @@ class AVX512VNNI(AVXVNNI):
             return (m if m <= 8 else 6), 2
         return min(m, 6), 2
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> list[tuple[int, Value]]:
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
 
 
@@ -162,9 +163,9 @@ class AVX512BF16(AVX512VNNI):
         return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
 
 
-def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> list[tuple[int, Value]]:
+def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> Iterator[tuple[int, Value]]:
     """`ISA.float_codes` of 4-bit codes, one lookup a nibble: vpermps reads the low four bits of each lane."""
     table = f.constant(isa.floats, [float(i - 8 if signed else i) for i in range(16)])
     words = stored.bits(isa.ints)
-    order = [(s >> 1) + 4 * (s & 1) for s in range(8)]
-    return [(k, f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", table, words >> (4 * s))) for s, k in enumerate(order)]
+    for s in range(8):
+        yield (s >> 1) + 4 * (s & 1), f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", table, words >> (4 * s))

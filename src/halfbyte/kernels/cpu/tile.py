@@ -134,9 +134,8 @@ class Tile:
         unit_activations = spec.rows * spec.unit * spec.activation_bytes
         tail = w.value + (self.unit_bytes if spec.single else units * self.unit_bytes)
         fields = a.value + (unit_activations if spec.single else units * unit_activations)
-        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
-        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
-        start = self._start(fields, zeros, units)
+        apart = spec.inner == "int8" and isa.apart(spec.bits)
+        start = [f.value(isa.ints, 0)] * self.count if apart else self._start(fields, tail, first)
         if spec.inner == "int8":
             start = isa.turned(self.int8, start)
         sums = f.value(isa.ints, 0) if spec.shifted else None
@@ -154,6 +153,10 @@ class Tile:
             totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
         if spec.inner == "int8":
             totals = isa.turned(self.int8, totals)
+        if apart:  # now, so that it takes no registers meanwhile; for the same reason scales and zeros come late
+            totals = [total + s for total, s in zip(totals, self._start(fields, tail, first), strict=True)]
+        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
+        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         self._finish(totals, fields, scales, zeros, weight_sums, units)
         w.value = tail + self.tail_bytes
         a.value = fields + 4 * FIELDS * spec.rows
@@ -176,7 +179,7 @@ class Tile:
         """A row's scale, correction, sum or offset, in every lane."""
         return fields.load(kind, 4 * (which * self.spec.rows + row), 4).splat(self.isa.lanes)
 
-    def _start(self, fields: Value, zeros: list[Value | None], units: Value) -> list[Value]:
+    def _start(self, fields: Value, tail: Value, first: Value) -> list[Value]:
         """What the block's accumulators begin at."""
         spec, f = self.spec, self.f
         if spec.inner == "int8":  # what turns unit weights into codes: for free here
@@ -184,6 +187,7 @@ class Tile:
         if spec.zero != "point":
             return [f.value(self.isa.floats, 0.0)] * self.count
         sums = [self._field(fields, 2, i, "float") for i in range(spec.rows)]
+        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         return [f.value(self.isa.floats, -0.0) - zero * s for s in sums for zero in zeros if zero is not None]
 
     def _unit(self, w: Value, a: Value, first: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -210,7 +214,8 @@ class Tile:
             for i in range(spec.rows):
                 x = isa.spread(a, "float", 4 * (i * spec.unit + parts[0][0]))
                 for v, (_, code) in enumerate(parts):
-                    out[i * spec.vectors + v] = f.fma(code, x, out[i * spec.vectors + v])
+                    out[i * spec.vectors + v] = isa.pinned(f, f.fma(code, x, out[i * spec.vectors + v]))
+            f.fence()
         return out
 
     def _bf16_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
@@ -314,8 +319,8 @@ class RequantizingTile(Tile):
     def _initial(self, first: Value, v: int) -> Value:
         return self._column(2, first, v, self.isa.ints).bits(self.isa.floats)  # int32 sums in the place of float totals
 
-    def _start(self, fields: Value, zeros: list[Value | None], units: Value) -> list[Value]:
-        corrections = super()._start(fields, zeros, units)
+    def _start(self, fields: Value, tail: Value, first: Value) -> list[Value]:
+        corrections = super()._start(fields, tail, first)
         return [self._total(n).bits(self.isa.ints) + c for n, c in enumerate(corrections)]
 
     def _finish(
