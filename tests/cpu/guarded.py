@@ -93,11 +93,9 @@ def guarded_allocations(flush: str) -> Iterator[None]:
 
 
 def scratch(flush: str) -> None:
-    kept: list[Tensor] = []
-
-    def memory(size: int) -> int:
-        kept[:] = [guarded((size,), torch.uint8, flush)]
-        return kept[0].data_ptr()
+    def memory(size: int) -> tuple[Tensor, int]:
+        exact = guarded((size,), torch.uint8, flush)
+        return exact, exact.data_ptr()
 
     linear._thread.memory = memory
     linear._ZEROS = placed(torch.zeros(32), flush)

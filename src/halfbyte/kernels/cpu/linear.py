@@ -34,6 +34,7 @@ _GROUPS_A_THREAD = 4
 _WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 _ROWS_A_PASS = 4096
 _KEPT_CALLS = 4096
+_KEPT_SCRATCH = 1 << 24
 
 _pack_all = LINEAR.struct().pack_into
 _pack_call = LINEAR.struct("counter", "clamp").pack_into
@@ -56,14 +57,15 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: dict[tuple[int, int, int], _Call] = {}
         self.scratch = torch.empty(0, dtype=torch.uint8)
-        self.scratch_address = 0
 
-    def memory(self, size: int) -> int:
-        """The address of `size` bytes, aligned to 64, good until the next call."""
-        if self.scratch.numel() < size + 64:
-            self.scratch = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8)
-            self.scratch_address = self.scratch.data_ptr() + 63 & ~63
-        return self.scratch_address
+    def memory(self, size: int) -> tuple[Tensor, int]:
+        """Memory for one call, and an address in it that is a multiple of 64 with `size` bytes behind it; small memory is kept."""
+        memory = self.scratch
+        if memory.numel() < size + 64:
+            memory = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8)
+            if size <= _KEPT_SCRATCH:
+                self.scratch = memory
+        return memory, memory.data_ptr() + 63 & ~63
 
 
 _thread = _Thread()
@@ -112,7 +114,7 @@ class LinearKernel:
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor) -> None:
         thread, available = _thread, runtime.threads()
         call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
-        memory = thread.memory(call.scratch_bytes)
+        _memory, address = thread.memory(call.scratch_bytes)
         stride = x.stride(0) * self.element_bytes
         _pack_call(
             call.buffer,
@@ -120,7 +122,7 @@ class LinearKernel:
             0,
             x.data_ptr(),
             stride,
-            memory,
+            address,
             weights,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
