@@ -23,6 +23,15 @@ _VENDORS = {
     "0x61": "Apple",
     "0xc0": "Ampere",
 }
+# What LLVM does not report of Arm: its spelling by those of Linux (/proc/cpuinfo) and of macOS (sysctl hw.optional.arm.*).
+_ARM_FEATURES = {
+    "dotprod": ("asimddp", "FEAT_DotProd"),
+    "i8mm": ("i8mm", "FEAT_I8MM"),
+    "bf16": ("bf16", "FEAT_BF16"),
+    "fullfp16": ("asimdhp", "FEAT_FP16"),
+    "sve": ("sve", ""),
+}
+_PR_SVE_GET_VL = 51
 _ARCHES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 _SYSFS_CPUS = Path("/sys/devices/system/cpu")
 
@@ -42,7 +51,8 @@ class Machine:
     arch      "x86_64", "aarch64", or what the operating system says in lower case
     cpu       the brand, for people to read
     vendor    "AMD", "Intel", "Arm", "Apple", …
-    features  what the CPU has and the operating system has enabled, as LLVM spells it: "avx2", "fma", "avx512vnni", "dotprod", …
+    features  what the CPU has and the operating system has enabled, as LLVM spells it: "avx2", "fma", "avx512vnni", "dotprod", …;
+              and "sve256" for SVE with vectors of 256 bits
     llvm_cpu  LLVM's name, such as "znver3"; a virtual machine may lack features that the name implies, so ask `features`
     cores     logical CPUs that this process may use
     caches    of the first of those CPUs
@@ -70,7 +80,7 @@ def machine() -> Machine:
         arch=_ARCHES.get(arch, arch),
         cpu=brand or platform.processor() or llvm_cpu,
         vendor=_VENDORS.get(vendor, vendor) or None,
-        features=features,
+        features=features | _arm_features() if arch in ("aarch64", "arm64") else features,
         llvm_cpu=llvm_cpu,
         cores=len(cpus),
         caches=_caches(cpus[0]),
@@ -87,6 +97,26 @@ def _llvm() -> tuple[str, frozenset[str]]:
         # LLVM asks the CPU and, for the wide registers, whether the operating system saves them.
         return name, frozenset(feature.lower() for feature, present in binding.get_host_cpu_features().items() if present)
     return "generic", frozenset()
+
+
+def _arm_features() -> frozenset[str]:
+    found = set[str]()
+    with suppress(OSError, AttributeError):
+        if sys.platform == "darwin":
+            found = {name for name, (_, apple) in _ARM_FEATURES.items() if apple and any(_sysctl(f"hw.optional.arm.{apple}"))}
+        elif sys.platform == "linux":
+            words = _fields(Path("/proc/cpuinfo").read_text(errors="replace")).get("features", "").split()
+            found = {name for name, (linux, _) in _ARM_FEATURES.items() if linux in words}
+            if "sve" in found:
+                found.add(f"sve{8 * _sve_bytes()}")
+    return frozenset(found)
+
+
+def _sve_bytes() -> int:
+    """How long a vector of SVE is."""
+    import ctypes
+
+    return int(ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)) & 0xFFFF
 
 
 def _usable_cpus() -> list[int]:
@@ -116,11 +146,17 @@ def _brand() -> tuple[str, str]:
 
 def _cpuinfo(text: str) -> tuple[str, str]:
     """(brand, vendor) of the first CPU in the text of /proc/cpuinfo. Arm gives no brand."""
+    fields = _fields(text)
+    return fields.get("model name", ""), fields.get("vendor_id") or fields.get("cpu implementer", "")
+
+
+def _fields(text: str) -> dict[str, str]:
+    """The first value of each field in the text of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip().lower(), value.strip())
-    return fields.get("model name", ""), fields.get("vendor_id") or fields.get("cpu implementer", "")
+    return fields
 
 
 def _caches(cpu: int) -> Caches:

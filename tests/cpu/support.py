@@ -2,7 +2,7 @@
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,3 +73,33 @@ def run_linear(
     kernel._pass(x, x.shape[0], packed.data.data_ptr(), bias, *clamp, out)
     assert untouched()
     return out.to(kernel.dtype)
+
+
+def activations(m: int, k: int, dtype: torch.dtype, seed: int, stride: int = 0) -> Tensor:
+    """[m, k] with some large values, some zeros and one row all zero; between the rows, NaN that no kernel should read."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=rng) * 30 ** torch.randn(m, k, generator=rng).clamp(-3, 1.2)
+    x[torch.rand(m, k, generator=rng) < 0.1] = 0
+    x[seed % (m + 5) : seed % (m + 5) + 1] = 0
+    whole = torch.full((m, k + stride), torch.nan, dtype=dtype)
+    whole[:, :k] = x
+    return whole[:, :k]
+
+
+def pairwise(*dimensions: Sequence[object]) -> list[tuple[object, ...]]:
+    """Few combinations in which each value of a dimension meets each value of every other."""
+    missing = {(i, a, j, b) for i, j in itertools.combinations(range(len(dimensions)), 2) for a in dimensions[i] for b in dimensions[j]}
+    chosen = []
+    while missing:
+        i, a, j, b = min(missing, key=str)
+        row: dict[int, object] = {i: a, j: b}
+        for d in range(len(dimensions)):
+            if d not in row:  # the value that meets most that it has not met yet
+                row[d] = max(dimensions[d], key=lambda v, d=d: sum(_pair(d, v, e, w) in missing for e, w in row.items()))
+        chosen.append(tuple(row[d] for d in range(len(dimensions))))
+        missing -= {_pair(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(dimensions)), 2)}
+    return chosen
+
+
+def _pair(i: int, a: object, j: int, b: object) -> tuple[int, object, int, object]:
+    return (i, a, j, b) if i < j else (j, b, i, a)

@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, run_linear
+from support import RUNNABLE, activations, pairwise, run_linear
 from torch import Tensor
 
 from halfbyte.dispatch.rules import choose_linear
@@ -57,25 +57,6 @@ class Case:
         return LinearKernel(self.format, n, k, self.dtype, inner, self.activation)
 
 
-def pairwise(*dimensions: Sequence[object]) -> list[tuple[object, ...]]:
-    """Few combinations in which each value of a dimension meets each value of every other."""
-    missing = {(i, a, j, b) for i, j in itertools.combinations(range(len(dimensions)), 2) for a in dimensions[i] for b in dimensions[j]}
-    chosen = []
-    while missing:
-        i, a, j, b = min(missing, key=str)
-        row: dict[int, object] = {i: a, j: b}
-        for d in range(len(dimensions)):
-            if d not in row:  # the value that meets most that it has not met yet
-                row[d] = max(dimensions[d], key=lambda v, d=d: sum(_pair(d, v, e, w) in missing for e, w in row.items()))
-        chosen.append(tuple(row[d] for d in range(len(dimensions))))
-        missing -= {_pair(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(dimensions)), 2)}
-    return chosen
-
-
-def _pair(i: int, a: object, j: int, b: object) -> tuple[int, object, int, object]:
-    return (i, a, j, b) if i < j else (j, b, i, a)
-
-
 # The three that a kernel's arithmetic depends on most meet in all combinations: bits and zero are one dimension.
 KINDS = list(itertools.product((4, 8), ("none", "point", "offset")))
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -107,17 +88,6 @@ def test_the_cases_cover_each_pair() -> None:
     for a, b in itertools.combinations(fields, 2):
         values = [{getattr(case, name) for case in CASES} for name in (a, b)]
         assert {(getattr(case, a), getattr(case, b)) for case in CASES} == set(itertools.product(*values))
-
-
-def activations(m: int, k: int, dtype: torch.dtype, seed: int, stride: int = 0) -> Tensor:
-    """[m, k] with some large values, some zeros and one row all zero; between the rows, NaN that no kernel should read."""
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=rng) * 30 ** torch.randn(m, k, generator=rng).clamp(-3, 1.2)
-    x[torch.rand(m, k, generator=rng) < 0.1] = 0
-    x[seed % (m + 5) : seed % (m + 5) + 1] = 0
-    whole = torch.full((m, k + stride), torch.nan, dtype=dtype)
-    whole[:, :k] = x
-    return whole[:, :k]
 
 
 def check(kernel: LinearKernel, case: Case, x: Tensor, codes: Codes, bias: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:

@@ -1,12 +1,13 @@
-"""64-bit Arm: NEON, its dot products of bytes (Armv8.2 dotprod) and its products of 2 x 8 matrices (i8mm)."""
+"""64-bit Arm: NEON, its dot products of bytes (Armv8.2 dotprod), its products of 2 x 8 matrices (i8mm), and longer vectors (SVE)."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from halfbyte.kernels.cpu.ir import Function, Value, bytes_of
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, mangled
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.machine import machine
 
 
 class Neon(ISA):
@@ -147,3 +148,39 @@ class NeonI8mm(NeonDotprod):
 
 _ZIP_LOW = [*range(4), *range(16, 20), *range(4, 8), *range(20, 24)]  # outputs 0 and 1, eight k each
 _ZIP_HIGH = [*range(8, 12), *range(24, 28), *range(12, 16), *range(28, 32)]
+
+
+class SVE(NeonDotprod):
+    """`sdot` on scalable vectors of a length that is fixed when the code is compiled: LLVM keeps fixed vectors of that length in them."""
+
+    def __init__(self, bits: int) -> None:
+        self.name = f"sve{bits}"
+        self.lanes = bits // 32
+        self.attributes = f"vscale_range({bits // 128},{bits // 128})"
+
+    needs = NeonDotprod.needs | {"sve"}
+    features = "+neon,+dotprod,+sve"
+    register = ""  # inline assembly takes no fixed vectors of more than 128 bits
+
+    def tile(self, m: int, compute: str) -> tuple[int, int]:
+        vectors = min(4, PANEL // self.lanes)
+        return min(m, (20 if compute == "int8" else 16) // vectors), vectors
+
+    def missing(self) -> str | None:
+        bits = 32 * self.lanes
+        return super().missing() or (None if f"sve{bits}" in machine().features else f"its vectors are not {bits} bits long")
+
+    def spread(self, a: Value, element: str, at: int) -> Value:
+        return ISA.spread(self, a, element, at)  # a load that repeats; a lane of another part of the register is not for free
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+        scalable = [self._scalable(f, v) for v in (acc, weights, a.bits(self.quads))]
+        total = f.call(_TOTALS, "llvm.aarch64.sve.sdot.nxv4i32", *scalable)
+        return f.call(self.ints, f"llvm.vector.extract.{mangled(self.ints)}.nxv4i32", total, f.value("i64", 0))
+
+    def _scalable(self, f: Function, fixed: Value) -> Value:
+        type_, name = (_TOTALS, "nxv4i32") if fixed.type == self.ints else (_BYTES, "nxv16i8")
+        return f.call(type_, f"llvm.vector.insert.{name}.{mangled(fixed.type)}", Value(f, type_, "poison"), fixed, f.value("i64", 0))
+
+
+_TOTALS, _BYTES = "<vscale x 4 x i32>", "<vscale x 16 x i8>"

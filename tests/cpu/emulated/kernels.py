@@ -1,0 +1,128 @@
+"""halfbyte's own calls, planned as ever, with an `Emulator` in the place of the CPU."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from emulated.program import IMAGE, Emulator
+from torch import Tensor
+
+from halfbyte.formats import Codes, Format
+from halfbyte.kernels.cpu import dequantize, jit, linear, quantize, runtime
+from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
+from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.problem import Activation
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+
+_FUNCTIONS = ("first_phase", "second_phase", "row_function", "tile_function", "lesser_tile_function")
+_MARGIN = b"\xff" * 64  # NaN in every dtype
+
+
+@contextmanager
+def _in_place_of_the_cpu(emulator: Emulator, run: Callable[[bytes, int], bytes] | None = None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (linear, dequantize, quantize):
+            patch.setattr(module, "current", lambda: emulator.isa)
+        for cached in (dequantize._phase, quantize._phase):
+            cached.cache_clear()
+        patch.setattr(jit, "load", emulator.load)
+        patch.setattr(runtime, "threads", lambda: 1)
+        patch.setattr(runtime, "runner", lambda: None)
+        patch.setattr(runtime, "run", run)
+        yield
+    for cached in (dequantize._phase, quantize._phase):
+        cached.cache_clear()
+
+
+def _call(emulator: Emulator, table: Block, block: bytes, sizes: dict[str, int], written: set[str]) -> bytes:
+    """Run the kernel of `block`: `sizes` are those of the memory that its pointers mean, and what is `written` comes back.
+
+    All else, and what lies around each piece of memory, must be as it was.
+    """
+    image, places = bytearray(block), {}
+    for field, size in sizes.items():
+        address = int.from_bytes(block[table.offset(field) :][:8], "little")
+        if address:
+            image += _MARGIN + bytes(-len(image) % 64)
+            places[field] = at = len(image) + address % 64
+            image += _MARGIN[: address % 64] + ctypes.string_at(address, size)
+            image[table.offset(field) : table.offset(field) + 8] = (IMAGE + at).to_bytes(8, "little")
+    image += _MARGIN
+    functions = [table.offset(field) for field in _FUNCTIONS if field in table.fields]
+    after = bytearray(emulator.run(bytes(image), functions))
+    for field in written & places.keys():
+        at, size = places[field], sizes[field]
+        address = int.from_bytes(block[table.offset(field) :][:8], "little")
+        ctypes.memmove(address, bytes(after[at : at + size]), size)
+        after[at : at + size] = image[at : at + size]
+    assert after[len(block) :] == image[len(block) :], "memory was written that is not the kernel's"
+    return bytes(after[: len(block)])
+
+
+def _fields(table: Block, block: bytes) -> dict[str, int]:
+    return {field: int.from_bytes(block[table.offset(field) :][:8], "little") for field in table.fields}
+
+
+def linear_kernel(
+    emulator: Emulator, fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation
+) -> LinearKernel:
+    """A LinearKernel whose calls are emulated."""
+    with _in_place_of_the_cpu(emulator):
+        kernel = LinearKernel(fmt, n, k, dtype, inner, activation)
+
+    def run(address: int, threads: int) -> None:
+        assert threads == 1
+        block = ctypes.string_at(address, LINEAR.struct().size)
+        call = _fields(LINEAR, block)
+        m, width = call["m"], call["n"]
+        table = 3 * call["table_stride"] if kernel.out_dtype == torch.int8 else 4 * width
+        sizes = {
+            "x": (m - 1) * call["x_stride"] + k * kernel.element_bytes,
+            "scratch": m * call["row_bytes"],
+            "weights": kernel.nbytes,
+            "bias": table,
+            "out": (m - 1) * call["out_stride"] + width * call["out_bytes"],
+            "zeros": 4 * PANEL,
+        }
+        _call(emulator, LINEAR, block, sizes, {"scratch", "out"})
+
+    prepare = kernel._prepare
+
+    def prepare_emulated(m: int, available: int) -> linear._Call:
+        with _in_place_of_the_cpu(emulator):
+            return prepare(m, 1)
+
+    kernel.run, kernel._prepare = run, prepare_emulated
+    return kernel
+
+
+def dequantized(emulator: Emulator, weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor | None) -> Tensor:
+    def run(block: bytes, _: int) -> bytes:
+        call = _fields(DEQUANTIZE, block)
+        sizes = {"weights": weights.numel(), "ids": 8 * call["rows"], "out": call["rows"] * call["out_stride"]}
+        return _call(emulator, DEQUANTIZE, block, sizes, {"out"})
+
+    with _in_place_of_the_cpu(emulator, run):
+        return dequantize.dequantize(weights, geo, dtype, ids)
+
+
+def quantized(emulator: Emulator, weight: Tensor, fmt: Format) -> Codes | str | None:
+    """As `quantize.quantize`, or why it does not take this weight."""
+
+    def run(block: bytes, _: int) -> bytes:
+        call = _fields(QUANTIZE, block)
+        scales = call["rows"] * call["blocks"]
+        sizes = {
+            "weight": (call["rows"] - 1) * call["stride"] + call["k"] * weight.element_size(),
+            "data": call["rows"] * call["data_stride"],
+            "scale": scales * fmt.scale.itemsize,
+            "zero": scales * (1 if fmt.zero == "point" else fmt.scale.itemsize),
+            "scratch": (call["k"] + 127) // 64 * 64,
+        }
+        return _call(emulator, QUANTIZE, block, sizes, {"data", "scale", "zero", "scratch"})
+
+    with _in_place_of_the_cpu(emulator, run):
+        return quantize.supports(weight, fmt) or quantize.quantize(weight, fmt)

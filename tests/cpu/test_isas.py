@@ -1,0 +1,275 @@
+"""Instruction sets of other CPUs: their kernels run under qemu-user, and each is refused where it can't run.
+
+What this CPU has is tested by the other files, which run all that they do on each instruction set that they can.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from emulated import kernels, program
+from emulated.program import Emulator
+from samples import random_codes
+from support import activations, pairwise, run_linear
+
+from halfbyte import machine as machine_module
+from halfbyte import ops
+from halfbyte.formats import Codes, Format, as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.cpu import activations as activations_module
+from halfbyte.kernels.cpu import dequantize, driver, isa_arm, jit, quantize, tile
+from halfbyte.kernels.cpu import isa as isa_module
+from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.dequantize import DequantizeSpec
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_arm import SVE
+from halfbyte.kernels.cpu.isas import ISAS
+from halfbyte.kernels.cpu.quantize import QuantizeSpec
+from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, geometry, pack
+from halfbyte.machine import machine
+from halfbyte.quantizers.absmax import absmax
+
+BY_NAME = {isa.name: isa for isa in ISAS}
+
+
+def generic(arch: str) -> ISA:
+    isa = ISA()
+    isa.arch = arch
+    return isa
+
+
+# CPUs that have what the instruction set needs and, as far as there are such, no more.
+TARGETS = {
+    "generic": (generic("aarch64"), "cortex-a53"),
+    "neon": (BY_NAME["neon"], "cortex-a53"),
+    "neon_dotprod": (BY_NAME["neon_dotprod"], "neoverse-n1"),
+    "neon_i8mm": (BY_NAME["neon_i8mm"], "max,sve=off"),
+    "sve256": (BY_NAME["sve256"], "max,sve-max-vq=2"),
+    "sve512": (BY_NAME["sve512"], "max,sve-max-vq=4"),
+    "rv64gc": (BY_NAME["rv64gc"], "rv64"),
+    "rvv128": (BY_NAME["rvv"], "rv64,v=true,vlen=128"),
+    "rvv256": (BY_NAME["rvv"], "rv64,v=true,vlen=256"),
+}
+FEWER = ("generic", "sve512", "rv64gc", "rvv256")
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    isa, cpu = TARGETS[request.param]
+    if reason := program.missing(isa.arch):
+        pytest.skip(reason)
+    return Emulator(isa, cpu, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def step(request: pytest.FixtureRequest) -> int:
+    """How far to go from one case to the next."""
+    return 3 if request.node.callspec.params["emulator"] in FEWER else 1
+
+
+KINDS = list(itertools.product((4, 8), ("none", "point", "offset")))
+WAYS = ("float", "block", "row", "block_offset", "row_offset")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+CASES = pairwise(KINDS, WAYS, (32, 20, 300, "channel"), DTYPES)
+MS, NS, KS = (7, 1, 13, 2, 9, 3, 5, 4), (45, 33, 64, 1, 32), (333, 70, 32, 601, 1, 40, 97)
+
+
+def test_products_are_those_of_the_reference(emulator: Emulator, step: int) -> None:
+    for number, ((bits, zero), way, block, dtype) in enumerate(CASES[::step]):
+        fmt, m, n, k = Format(bits, block, zero, SCALES[number % 3]), MS[number % len(MS)], NS[number % len(NS)], KS[number % len(KS)]
+        compute, activation = ("float", "block") if way == "float" else ("int8", way)
+        kernel = kernels.linear_kernel(emulator, fmt, n, k, dtype, compute, activation)
+        codes, x, bias = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, number % 3), torch.randn(n)
+        x[-1, 0] = torch.nan if number % 4 == 0 else 1.0
+        clamp = (-1.0, torch.inf) if number % 2 else (-torch.inf, torch.inf)
+        y = run_linear(kernel, x, pack(codes), bias, clamp)
+        wanted = reference.linear(x, codes, bias, compute, activation, clamp)
+        error = reference.error_bound(x, codes, bias, compute, activation)
+        assert bool(reference.agrees(y, wanted, error).all()), (fmt, way, dtype, m, n, k)
+
+
+FEW = (("int8_g20_zp", "int8", "row_offset"), ("int4_g32", "int8", "block"), ("int4_channel_offset", "float", "block"))
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(emulator: Emulator, step: int) -> None:
+    for name, compute, activation in FEW[::step]:
+        n, k, fmt = 35, 70, as_format(name)
+        kernel = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, compute, activation)
+        packed, x = pack(random_codes(fmt, (n, k))), activations(13, k, torch.float32, 0)
+        whole = run_linear(kernel, x, packed)
+        assert torch.equal(whole, torch.cat([run_linear(kernel, row, packed) for row in x.split(1)]))
+        for m in {emulator.isa.tile(m, compute)[0] for m in range(1, 12)}:
+            assert torch.equal(run_linear(kernel, x[:m], packed), whole[:m])
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, "none"), (8, "point"), (8, "none")])
+def test_the_largest_sums_do_not_overflow(emulator: Emulator, bits: int, zero: str) -> None:
+    n, k = 3, LONGEST_BLOCK + 40
+    fmt = Format(bits, "channel", zero, torch.float32)
+    values = torch.full((n, k), fmt.q_max)
+    values[1] = fmt.q_min
+    values[2, ::2] = fmt.q_min
+    point = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8) if zero == "point" else None
+    codes = Codes.from_values(fmt, values, torch.full((n, 1), 0.01), point)
+    x = torch.ones(4, k)
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3, 1::2] = -1
+    kernel = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "int8", "block")
+    y, error = run_linear(kernel, x, pack(codes)), reference.error_bound(x, codes, None, "int8", "block")
+    assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_in_integers_out(emulator: Emulator, bits: int) -> None:
+    for scope, m, n, k in (("channel", 7, 45, 97), ("tensor", 1, 33, 200), ("channel", 5, 64, LONGEST_BLOCK + 40)):
+        codes = random_codes(Format(bits, scope, "none", torch.float32), (n, k))
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+        x[0] = -128
+        scales = {"in_scale": 0.02, "in_zero": -3, "out_scale": 0.003 * k**0.5 * 2**bits, "out_zero": 5}
+        bias, packed = torch.randn(n) * 10, pack(codes)
+        kernel = kernels.linear_kernel(emulator, codes.format, n, k, torch.int8, "int8", "block")
+        y = run_linear(kernel, x, packed, ops.requantization_table(packed, bias, **scales), (-100, 127))
+        assert bool(reference.qlinear(x, codes, bias, **scales, clamp=(-100, 127)).agrees(y).all())
+
+
+def test_dequantize(emulator: Emulator, step: int) -> None:
+    for number, ((bits, zero), dtype) in enumerate(pairwise(KINDS, DTYPES)[:: 2 * step]):
+        fmt, n, k = Format(bits, (32, 20, 33, "channel")[number % 4], zero, SCALES[number % 3]), 37, KS[number % len(KS)]
+        codes = random_codes(fmt, (n, k), number)
+        ids = torch.tensor([36, 0, 5, 5]) if number % 2 else None
+        got = kernels.dequantized(emulator, pack(codes).data, geometry(fmt, (n, k)), dtype, ids)
+        wanted = codes.dequantize(torch.float32).to(dtype)
+        assert torch.equal(got, wanted if ids is None else wanted[ids])
+
+
+def test_quantize_is_absmax(emulator: Emulator, step: int) -> None:
+    names = ("q4_0", "q8_0", "int4_g32_zp", "int8_channel_offset_f32", "q4_1", "inferllm_q4_0", "int4_g20_bf16")
+    for number, name in enumerate(names[::step]):
+        fmt, k = as_format(name), (70, 333, 32, 64)[number % 4]
+        weight = torch.randn(9, k + 3)[:, :k].to(DTYPES[number % 3])
+        weight[3] = 0
+        weight[4, ::2] = 1e-39
+        got = kernels.quantized(emulator, weight, fmt)
+        if not emulator.isa.half_conversions and fmt.scale == torch.float16:
+            assert got == f"{emulator.isa.name} has no instruction that rounds to float16"
+            continue
+        assert isinstance(got, Codes)
+        for part, wanted in absmax(weight, fmt).tensors().items():
+            assert torch.equal(got.tensors()[part].view(torch.uint8), wanted.view(torch.uint8)), (name, part)
+        weight[5, 20] = torch.inf
+        assert kernels.quantized(emulator, weight, fmt) is None
+
+
+def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, n, k = as_format("int8_channel_f32"), 32, 32
+    kernel, packed = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "float", "block"), pack(random_codes(fmt, (n, k)))
+    run_linear(kernel, torch.randn(1, k), packed)
+    run = emulator.run
+    for place in (-1, -65, 300):  # behind the last piece of memory, at its end, and in the activations
+
+        def damaged(image: bytes, places: list[int], place: int = place) -> bytes:
+            after = bytearray(run(image, places))
+            after[place] ^= 1
+            return bytes(after)
+
+        monkeypatch.setattr(emulator, "run", damaged)
+        with pytest.raises(AssertionError, match="memory was written that is not the kernel's"):
+            run_linear(kernel, torch.randn(1, k), packed)
+
+
+# Compiled, for any CPU
+
+
+@pytest.mark.parametrize("arch", ["powerpc64le", "loongarch64", "wasm32", "riscv64", "aarch64"])
+def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
+    isa = generic(arch)
+    if arch == "riscv64":
+        isa.features = BY_NAME["rv64gc"].features
+    specs = [TileSpec(inner, 4, "f16", "point", 8, False, False, False, 2, 4, "f32") for inner in ("int8", "float")]
+    modules = [driver.build(isa), *(tile.build(spec, isa) for spec in specs)]
+    modules.append(activations_module.build(RowSpec("f32", "int8", 8, False, False, False, -8, "codes"), isa))
+    modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
+    modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
+    for module in modules:
+        assert len(jit.compile_object(module, isa)) > 200
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["sve256", "sve512"])
+def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
+    isa = BY_NAME[name]
+    rows, vectors = isa.tile(100, "int8")
+    spec = TileSpec("int8", bits, "f16", "none", 32, False, False, False, rows, vectors, "f32")
+    lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
+    assert len(at) == rows * vectors * 8
+    assert not any(line.startswith("\tstr\tz") for line in lines[at[0] : at[-1]])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rvv_tiles_multiply_vectors(bits: int) -> None:
+    isa = BY_NAME["rvv"]
+    rows, vectors = isa.tile(100, "int8")
+    spec = TileSpec("int8", bits, "f16", "none", 32, False, False, False, rows, vectors, "f32")
+    lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
+    wanted = ("\tvmul.vv", "\tvmacc.vv", "\tvmadd.vv") if bits == 4 else ("\tvwmul.vv", "\tvwmacc.vv", "\tvwmaccsu.vv", "\tvwmulsu.vv")
+    at = [i for i, line in enumerate(lines) if line.startswith(wanted)]
+    assert len(at) == rows * vectors * 8 * 2  # two int16 products of each four k
+    assert not any(line.startswith(("\tvs1r", "\tvs2r", "\tvs4r")) for line in lines[at[0] : at[-1]])
+
+
+# Refused
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **fields: object) -> None:
+    other = dataclasses.replace(machine(), **fields)
+    monkeypatch.setattr(isa_module, "machine", lambda: other)
+    monkeypatch.setattr(isa_arm, "machine", lambda: other)
+
+
+@pytest.mark.parametrize(
+    ("arch", "features", "usable"),
+    [
+        ("x86_64", BY_NAME["avx2"].needs, ["avx2", "generic"]),
+        ("x86_64", BY_NAME["avx_vnni"].needs, ["avx_vnni", "avx2", "generic"]),
+        ("x86_64", BY_NAME["avx512"].needs, ["avx512", "avx2", "generic"]),
+        ("x86_64", BY_NAME["avx512_vnni"].needs, ["avx512_vnni", "avx512", "avx2", "generic"]),
+        ("aarch64", {"neon"}, ["neon", "generic"]),
+        ("aarch64", {"neon", "dotprod", "i8mm"}, ["neon_i8mm", "neon_dotprod", "neon", "generic"]),
+        ("aarch64", {"neon", "dotprod", "sve", "sve512"}, ["sve512", "neon_dotprod", "neon", "generic"]),
+        ("aarch64", {"neon", "dotprod", "i8mm", "sve", "sve128"}, ["neon_i8mm", "neon_dotprod", "neon", "generic"]),
+        ("riscv64", {"m", "a", "f", "d", "c", "v"}, ["rvv", "rv64gc", "generic"]),
+        ("riscv64", {"m", "a", "f", "d", "c"}, ["rv64gc", "generic"]),
+        ("s390x", set(), ["generic"]),
+    ],
+)
+def test_what_a_machine_can_run(arch: str, features: set[str], usable: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, arch=arch, features=frozenset(features))
+    assert [isa.name for isa in ISAS if isa.missing() is None] == usable
+
+
+def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, arch="x86_64", features=frozenset({"neon"}))
+    assert BY_NAME["neon"].missing() == "it is for aarch64, and this machine is x86_64"
+    pretend(monkeypatch, arch="aarch64", features=frozenset({"neon", "dotprod", "sve", "sve128"}))
+    assert BY_NAME["neon_i8mm"].missing() == "the CPU lacks i8mm"
+    assert SVE(256).missing() == "its vectors are not 256 bits long"
+
+
+@pytest.mark.parametrize(
+    ("system", "found"),
+    [("linux", {"dotprod", "i8mm", "bf16", "sve", "sve256"}), ("darwin", {"dotprod", "fullfp16"}), ("win32", set()), ("plan9", set())],
+)
+def test_features_of_arm_that_llvm_does_not_tell(system: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16 svei8mm\nCPU part\t: 0xd40\n"
+    apple = {"hw.optional.arm.FEAT_DotProd": b"\1\0\0\0", "hw.optional.arm.FEAT_FP16": b"\1\0\0\0", "hw.optional.arm.FEAT_I8MM": bytes(4)}
+    monkeypatch.setattr(machine_module.sys, "platform", system)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    monkeypatch.setattr(machine_module, "_sve_bytes", lambda: 32)
+    monkeypatch.setattr(machine_module, "_sysctl", lambda name: apple.get(name, b""))
+    assert machine_module._arm_features() == found
