@@ -222,7 +222,7 @@ def _linear_cpu(
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         return empty.clamp_(low, high) if bias is None else empty.add_(bias).clamp_(low, high)
     flat = x if len(shape) == 2 else x.reshape(-1, k)
-    if flat.stride(1) != 1:
+    if not flat.is_contiguous() and flat.stride(1) != 1:
         flat = flat.contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)

@@ -103,7 +103,7 @@ class LinearKernel:
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes."""
         m = x.shape[0]
-        out = torch.empty((m, self.geometry.n), dtype=self.out_dtype)
+        out = torch.empty(m, self.geometry.n, dtype=self.out_dtype)
         if m <= _ROWS_A_PASS:
             self._pass(x, m, weights, bias, low, high, out)
         else:
@@ -115,7 +115,8 @@ class LinearKernel:
         thread, available = _thread, runtime.threads()
         call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
         _memory, address = thread.memory(call.scratch_bytes)
-        stride = x.stride(0) * self.element_bytes
+        # Asking for a stride costs more than asking whether it is the usual one; so do sizes in a tuple below.
+        stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
         _pack_call(
             call.buffer,
             _CALL,
