@@ -13,7 +13,7 @@ from samples import random_codes
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import PRESETS, Codes, Format, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import Problem
 from halfbyte.quantizers import absmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -429,7 +429,7 @@ def test_qlinear_takes_symmetric_codes_of_one_scale(name: str) -> None:
 
 
 def test_a_problem_is_hashable_and_its_sizes_are_checked() -> None:
-    problem = Problem("linear", 1, 4096, 4096, as_format("q4_0"), torch.float32, "int8", "row", Epilogue(bias=True, clamp=(0.0, 6.0)))
+    problem = Problem("linear", 1, 4096, 4096, as_format("q4_0"), torch.float32, "int8", "row")
     assert {problem: 1}[problem] == 1
     with pytest.raises(ArgumentError, match="m=-1"):
         Problem("linear", -1, 4096, 4096, as_format("q4_0"), torch.float32)

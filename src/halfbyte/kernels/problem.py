@@ -16,18 +16,6 @@ Activation = Literal["block", "row", "block_offset", "row_offset"]
 
 
 @dataclass(frozen=True, slots=True)
-class Epilogue:
-    """What happens to the sums before they are written.
-
-    bias   a float32 number for each output is added
-    clamp  then the result is limited to [low, high], as for ReLU (0, inf) and ReLU6 (0, 6)
-    """
-
-    bias: bool = False
-    clamp: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Problem:
     """One operation on a weight [n, k] in `format`.
 
@@ -46,7 +34,6 @@ class Problem:
     dtype: torch.dtype
     compute: Compute = "float"
     activation: Activation = "block"
-    epilogue: Epilogue = Epilogue()
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:
