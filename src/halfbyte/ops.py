@@ -163,6 +163,8 @@ def requantization_table(
 def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows `ids` (int64 or int32 [...], each in 0 … N - 1) of the dequantized weight [N, K] -> [..., K] in `dtype`."""
     n, k = _matrix(packed)
+    if _plain(ids):
+        return _embedding_cpu(ids, packed.data, packed.name, n, k, dtype)
     return _ops.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
 
 
@@ -300,8 +302,10 @@ def _embedding_cpu(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dty
     _check_packed(weight, format, n, k)
     if ids.dtype not in (torch.int64, torch.int32):
         raise ArgumentError(f"embedding takes ids of int64 or int32, got {ids.dtype}")
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n):
-        raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {int(ids.min())} … {int(ids.max())}")
+    if ids.numel():
+        least, most = (int(bound) for bound in torch.aminmax(ids))
+        if least < 0 or most >= n:
+            raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {least} … {most}")
     geo = cpu_tiles.geometry(as_format(format), (n, k))
     return run(_aligned(weight), geo, _out_dtype(dtype), ids.to(torch.int64).flatten()).view((*ids.shape, k))
 

@@ -48,7 +48,7 @@ def piece(block: int, k: int) -> int:
     return next(block // pieces for pieces in range(-(-block // LONGEST_BLOCK), block + 1) if block % pieces == 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a weight [N, K] of `format` in this layout. A block is padded to whole `unit`s of k."""
 
@@ -56,46 +56,46 @@ class Geometry:
     n: int
     k: int
 
-    @property
+    @functools.cached_property
     def block(self) -> int:
         """Real elements of a record: the format's block, or a piece of it where it is too long."""
         return piece(self.format.block_size(self.k), self.k)
 
-    @property
+    @functools.cached_property
     def unit(self) -> int:
         """Elements that a kernel takes at a time: 32, or 8 where blocks are short and no multiple of 32."""
         return 32 if self.block % 32 == 0 or self.block > 256 else 8
 
-    @property
+    @functools.cached_property
     def padded(self) -> int:
         return _round_up(self.block, self.unit)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return -(-self.k // self.block)
 
-    @property
+    @functools.cached_property
     def last(self) -> int:
         """Real elements of the last record."""
         return self.k - (self.blocks - 1) * self.block if self.k else 0
 
-    @property
+    @functools.cached_property
     def last_padded(self) -> int:
         return _round_up(self.last, self.unit)
 
-    @property
+    @functools.cached_property
     def panels(self) -> int:
         return -(-self.n // PANEL)
 
-    @property
+    @functools.cached_property
     def scale_bytes(self) -> int:
         return self.format.scale.itemsize
 
-    @property
+    @functools.cached_property
     def zero_bytes(self) -> int:
         return {"none": 0, "point": 1, "offset": self.scale_bytes}[self.format.zero]
 
-    @property
+    @functools.cached_property
     def tail_bytes(self) -> int:
         """Bytes of a record after its data."""
         return _round_up(PANEL * (self.scale_bytes + self.zero_bytes), 64)
@@ -103,11 +103,11 @@ class Geometry:
     def record_bytes(self, padded: int) -> int:
         return PANEL * padded * self.format.bits // 8 + self.tail_bytes
 
-    @property
+    @functools.cached_property
     def panel_bytes(self) -> int:
         return (self.blocks - 1) * self.record_bytes(self.padded) + self.record_bytes(self.last_padded) if self.k else 0
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return self.panels * self.panel_bytes
 

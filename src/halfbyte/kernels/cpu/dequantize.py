@@ -24,6 +24,7 @@ from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _ELEMENTS_A_THREAD = 1 << 17
+_pack = DEQUANTIZE.struct().pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     out = torch.empty(rows, geo.k, dtype=out_dtype)
     if out.numel() == 0:
         return out.to(dtype)
-    block = DEQUANTIZE.struct().pack(
+    block = _pack(
         _phase(geo.format, geo.unit, KINDS[out_dtype]),
         0,
         runtime.openmp_address(),
