@@ -169,6 +169,16 @@ def test_packed_bytes_of_another_size_are_refused(bad: Callable[[Tensor], Tensor
             call()
 
 
+def test_packed_bytes_elsewhere_are_refused_and_not_read() -> None:
+    packed, x = packed_weight(), torch.randn(2, K)
+    hb.linear(x, packed)  # so that the kernel for this weight is known
+    elsewhere = hb.Packed(packed.format, packed.shape, packed.layout, packed.data.to("meta"))
+    calls = (lambda: hb.linear(x, elsewhere), lambda: hb.embedding(torch.tensor([0]), elsewhere))
+    for call in calls:
+        with pytest.raises(FormatError, match=r"packed bytes on the CPU.* on meta"):
+            call()
+
+
 # Tracing, compiling, gradients
 
 

@@ -216,7 +216,8 @@ def _linear_cpu(
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation)
     shape = x.shape
-    if not shape or shape[-1] != k or weight.shape != (kernel.nbytes,) or weight.dtype != torch.uint8 or not low <= high:
+    fits = weight.shape == (kernel.nbytes,) and weight.dtype == torch.uint8 and weight.is_cpu
+    if not shape or shape[-1] != k or not fits or not low <= high:
         _refuse(x, weight, format, n, k, low, high)
     if bias is not None:
         bias = _fit_bias(bias, n)
@@ -283,8 +284,9 @@ def _qlinear_cpu(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, 
         raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
     _check_packed(weight, format, n, k)
     wanted = (3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
-    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous():
-        raise ArgumentError(f"qlinear's table is float32 {list(wanted)}, got {table.dtype} {list(table.shape)}: use requantization_table")
+    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or not table.is_cpu:
+        got = f"{table.dtype} {list(table.shape)} on {table.device}"
+        raise ArgumentError(f"qlinear's table is contiguous float32 {list(wanted)} on the CPU, got {got}: use requantization_table")
     if k == 0:  # a sum of nothing: the same as one code that is 0
         return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
     if x.numel() == 0 or n == 0:

