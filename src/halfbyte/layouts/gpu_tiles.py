@@ -1,0 +1,270 @@
+"""The one weight layout of the GPU kernels: it serves every number of rows M, 4 and 8 bits, floating-point and integer compute.
+
+    data = codes | scales | zeros     each section begins at a multiple of 256 bytes
+
+Rows: N is padded to whole panels of 64. Along K each block is padded to 32 elements (blocks up to 32), to 64 (up to 64) or to a
+multiple of 128, and the whole row to whole records of 128. Element i of block j lies at padded k = j * padded + i.
+
+    scales  [block rows, N padded] in the format's scale dtype; a block row for every `padded` elements of the padded K
+    zeros   the same shape: points (uint8) or offsets (the scale's dtype)
+    codes   8 bits: int8 [N padded, K padded]: q where the codes are signed, q - 128 where they have a zero
+            4 bits: nibbles u = q + 8 where the codes are signed, u = q where they have a zero, in 16-bit words
+
+Padding has q = 0 and the scale 0.
+
+4 bits: record r of panel p holds 64 rows by 128 k in 2048 words, [panel][record][kt 2][nt 4][row 8][k4 4][khalf 2][rowhalf 2][k 2].
+The word of row n = 16*nt + 8*rowhalf + row and kq = 16*kt + 8*khalf + 2*k4 + k holds the weights k = 32*j + kq of nibbles j:
+
+    bit   15 … 12 | 11 … 8 | 7 … 4 | 3 … 0         one lane's 16 bytes (lane = 4*row + k4), a word each:
+    k     96 + kq |64 + kq |32 + kq|   kq          khalf     0 0 0 0   1 1 1 1
+                                                   rowhalf   0 0 1 1   0 0 1 1      n = row, row + 8
+                                                   k         0 1 0 1   0 1 0 1      kq = 2*k4, 2*k4 + 1 (+ 8)
+
+which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt.
+A lane reads what it multiplies with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.spec import Format
+from halfbyte.layouts.base import Packed
+
+NAME = "gpu_tiles"
+PANEL = 64  # rows of a panel
+RECORD = 128  # padded k of a record
+_SECTION = 256  # bytes: sections begin at multiples of it
+_CHUNK_ELEMENTS = 1 << 26  # pack and unpack this much at a time, to bound their memory
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a weight [N, K] of `format` in this layout; offsets and sizes of sections in bytes."""
+
+    format: Format
+    n: int
+    k: int
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Real elements of a block (the last may be shorter)."""
+        return self.format.block_size(self.k)
+
+    @functools.cached_property
+    def padded(self) -> int:
+        """Elements of a block with its padding."""
+        return 32 if self.block <= 32 else 64 if self.block <= 64 else _round_up(self.block, RECORD)
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        return -(-self.k // self.block)
+
+    @functools.cached_property
+    def k_padded(self) -> int:
+        return _round_up((self.blocks - 1) * self.padded + self.last, RECORD) if self.k else 0
+
+    @functools.cached_property
+    def last(self) -> int:
+        """Real elements of the last block."""
+        return self.k - (self.blocks - 1) * self.block if self.k else 0
+
+    @functools.cached_property
+    def block_rows(self) -> int:
+        """Rows of scales: those of the blocks, and of the padding after them."""
+        return -(-self.k_padded // self.padded)
+
+    @functools.cached_property
+    def contiguous(self) -> bool:
+        """Padded k is k: no block but the last is padded."""
+        return self.blocks <= 1 or self.block == self.padded
+
+    @functools.cached_property
+    def n_padded(self) -> int:
+        return _round_up(self.n, PANEL)
+
+    @functools.cached_property
+    def panels(self) -> int:
+        return self.n_padded // PANEL
+
+    @functools.cached_property
+    def records(self) -> int:
+        return self.k_padded // RECORD
+
+    @functools.cached_property
+    def codes_bytes(self) -> int:
+        return self.n_padded * self.k_padded * self.format.bits // 8
+
+    @functools.cached_property
+    def scale_bytes(self) -> int:
+        return self.block_rows * self.n_padded * self.format.scale.itemsize
+
+    @functools.cached_property
+    def zero_dtype(self) -> torch.dtype | None:
+        return {"none": None, "point": torch.uint8, "offset": self.format.scale}[self.format.zero]
+
+    @functools.cached_property
+    def zero_bytes(self) -> int:
+        return 0 if self.zero_dtype is None else self.block_rows * self.n_padded * self.zero_dtype.itemsize
+
+    @functools.cached_property
+    def scale_offset(self) -> int:
+        return _round_up(self.codes_bytes, _SECTION)
+
+    @functools.cached_property
+    def zero_offset(self) -> int:
+        return self.scale_offset + _round_up(self.scale_bytes, _SECTION)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        if self.n == 0 or self.k == 0:
+            return 0
+        return self.zero_offset + _round_up(self.zero_bytes, _SECTION)
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
+    """Of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
+    return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
+
+
+class Views(NamedTuple):
+    """The sections of packed bytes, sharing their memory.
+
+    codes  int16 [panels, records, 2048] for 4 bits, int8 [N padded, K padded] for 8
+    scale  [block rows, N padded];  zero  the same shape, or None
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+def views(data: Tensor, geo: Geometry) -> Views:
+    """Sections of `data`, uint8 [geo.nbytes], of a weight that has elements."""
+    codes = data[: geo.codes_bytes]
+    if geo.format.bits == 4:
+        codes = codes.view(torch.int16).view(geo.panels, geo.records, PANEL * RECORD // 4)
+    else:
+        codes = codes.view(torch.int8).view(geo.n_padded, geo.k_padded)
+    per_block = (geo.block_rows, geo.n_padded)
+    scale = data[geo.scale_offset :][: geo.scale_bytes].view(geo.format.scale).view(per_block)
+    if geo.zero_dtype is None:
+        return Views(codes, scale, None)
+    return Views(codes, scale, data[geo.zero_offset :][: geo.zero_bytes].view(geo.zero_dtype).view(per_block))
+
+
+def pack(codes: Codes) -> Packed:
+    """Codes -> Packed, on the device of the codes."""
+    fmt, geo = codes.format, geometry(codes.format, codes.shape)
+    data = torch.zeros(geo.nbytes, dtype=torch.uint8, device=codes.data.device)
+    if geo.nbytes:
+        n, out = geo.n, views(data, geo)
+        rows = codes.data.reshape(n, -1)
+        for start, stop in _chunks(geo):
+            u = _padded(_stored(rows[start : min(n, stop)], geo), stop - start, geo)
+            if fmt.bits == 4:
+                out.codes[start // PANEL : stop // PANEL] = _words(u).view(torch.int16)
+            else:
+                out.codes[start:stop] = u.view(torch.int8)
+        for section, per_block in ((out.scale, codes.scale), (out.zero, codes.zero)):
+            if section is not None and per_block is not None:
+                flat = per_block.reshape(1, 1).expand(n, 1) if fmt.block == "tensor" else per_block.reshape(n, geo.blocks)
+                section[: geo.blocks, :n] = flat.T
+    return Packed(fmt, codes.shape, NAME, data)
+
+
+def unpack(packed: Packed) -> Codes:
+    """The exact inverse of `pack`."""
+    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
+    if packed.layout != NAME or packed.data.numel() != geo.nbytes:
+        got = f"{packed.data.numel()} in layout {packed.layout}"
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
+    n, k, device = geo.n, geo.k, packed.device
+    signed8 = fmt.bits == 8 and fmt.signed
+    data = torch.empty(*shape[:-1], (k + 1) // 2 if fmt.bits == 4 else k, dtype=torch.int8 if signed8 else torch.uint8, device=device)
+    scale_shape = fmt.scale_shape(shape)
+    if geo.nbytes == 0:
+        zero = None if geo.zero_dtype is None else torch.zeros(scale_shape, dtype=geo.zero_dtype, device=device)
+        return Codes(fmt, shape, data, torch.zeros(scale_shape, dtype=fmt.scale, device=device), zero)
+    stored, rows = views(packed.data, geo), data.view(n, -1)
+    for start, stop in _chunks(geo):
+        if fmt.bits == 4:
+            u = _nibbles(stored.codes[start // PANEL : stop // PANEL].view(torch.uint8))
+        else:
+            u = stored.codes[start:stop].view(torch.uint8)
+        u = _real(u, geo)[: min(n, stop) - start]
+        rows[start : min(n, stop)] = pack_nibbles(u) if fmt.bits == 4 else u.view(torch.int8) if fmt.signed else u ^ 128
+    tails = [
+        section[:1, :1].reshape(scale_shape).clone() if fmt.block == "tensor" else section[: geo.blocks, :n].T.reshape(scale_shape)
+        for section in (stored.scale, stored.zero)
+        if section is not None
+    ]
+    return Codes(fmt, shape, data, *(tail.contiguous() for tail in tails))
+
+
+def _chunks(geo: Geometry) -> list[tuple[int, int]]:
+    """Whole panels of rows, so many that a chunk has about _CHUNK_ELEMENTS."""
+    step = max(1, _CHUNK_ELEMENTS // (PANEL * geo.k_padded)) * PANEL
+    return [(start, min(geo.n_padded, start + step)) for start in range(0, geo.n_padded, step)]
+
+
+def _stored(rows: Tensor, geo: Geometry) -> Tensor:
+    """Canonical data of some rows -> a byte an element, as this layout stores it: uint8 [rows, K]."""
+    if geo.format.bits == 4:
+        return unpack_nibbles(rows, geo.k)
+    return rows.view(torch.uint8) if geo.format.signed else rows ^ 128
+
+
+def _padded(u: Tensor, rows: int, geo: Geometry) -> Tensor:
+    """uint8 [some rows, K] -> [rows, K padded], the padding filled with what stands for q = 0."""
+    fmt = geo.format
+    nothing = (8 if fmt.signed else 0) if fmt.bits == 4 else 0 if fmt.signed else 128
+    out = torch.full((rows, geo.k_padded), nothing, dtype=torch.uint8, device=u.device)
+    if geo.contiguous:
+        out[: len(u), : geo.k] = u
+        return out
+    full = geo.blocks - 1
+    body = out[: len(u), : full * geo.padded].unflatten(1, (full, geo.padded))
+    body[:, :, : geo.block] = u[:, : full * geo.block].unflatten(1, (full, geo.block))
+    out[: len(u), full * geo.padded :][:, : geo.last] = u[:, full * geo.block :]
+    return out
+
+
+def _real(u: Tensor, geo: Geometry) -> Tensor:
+    """The inverse of `_padded` along K: [rows, K padded] -> [rows, K]."""
+    if geo.contiguous:
+        return u[:, : geo.k]
+    full = geo.blocks - 1
+    body = u[:, : full * geo.padded].unflatten(1, (full, geo.padded))[:, :, : geo.block].flatten(1)
+    return torch.cat((body, u[:, full * geo.padded :][:, : geo.last]), dim=1)
+
+
+def _words(u: Tensor) -> Tensor:
+    """Nibbles uint8 [rows, K padded] -> the bytes of the words, uint8 [panels, records, 4096]."""
+    #         panel  nt rowhalf row  record                     j  kt khalf k4 k
+    u = u.view(len(u) // PANEL, 4, 2, 8, u.shape[1] // RECORD, 4, 2, 2, 4, 2)
+    pairs = torch.stack((u[:, :, :, :, :, 0] | u[:, :, :, :, :, 1] << 4, u[:, :, :, :, :, 2] | u[:, :, :, :, :, 3] << 4), dim=-1)
+    # panel 0, nt 1, rowhalf 2, row 3, record 4, kt 5, khalf 6, k4 7, k 8, byte 9
+    return pairs.permute(0, 4, 5, 1, 3, 7, 6, 2, 8, 9).flatten(2)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """The inverse of `_words`: uint8 [panels, records, 4096] -> [rows, K padded]."""
+    panels, records, _ = words.shape
+    #                            kt nt row k4 khalf rowhalf k byte
+    pairs = words.reshape(panels, records, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 7, 4, 1, 9, 2, 6, 5, 8)
+    # panel 0, nt 1, rowhalf 2, row 3, record 4, byte 5, kt 6, khalf 7, k4 8, k 9
+    return torch.stack((pairs & 15, pairs >> 4), dim=6).reshape(panels * PANEL, records * RECORD)
