@@ -1,4 +1,4 @@
-"""The machine that halfbyte runs on. What the operating system does not tell is None; nothing here raises."""
+"""The machine that halfbyte runs on: its CPU and its GPUs. What the system does not tell is None."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from halfbyte.errors import UnsupportedError
 
 # Vendors as x86's CPUID, an Arm MIDR register (through /proc/cpuinfo) and Windows spell them.
 _VENDORS = {
@@ -69,6 +71,49 @@ class Machine:
     memory: int | None
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What kernels need to know about a GPU.
+
+    name        the product, for people to read
+    backend     "cuda" or "hip"
+    capability  (major, minor): (9, 0) is Hopper
+    arch        as compilers spell it: "sm_90", "gfx942"
+    sms         multiprocessors (AMD: compute units)
+    l2          bytes of the second-level cache
+    shared      bytes of shared memory that one block may use
+    memory      bytes of device memory
+    bandwidth   bytes a second between that memory and the chip, from its clock and width; None where unknown
+    clock       Hz that the multiprocessors reach; None where unknown
+    """
+
+    name: str
+    backend: str
+    capability: tuple[int, int]
+    arch: str
+    sms: int
+    l2: int
+    shared: int
+    memory: int
+    bandwidth: float | None = None
+    clock: float | None = None
+
+
+# One of each architecture that kernels are compiled and tables are made for.
+GPUS: dict[str, Gpu] = {
+    gpu.arch: gpu
+    for gpu in (
+        Gpu("NVIDIA A100-SXM4-80GB", "cuda", (8, 0), "sm_80", 108, 40 << 20, 163 << 10, 80 << 30, 2.04e12, 1.41e9),
+        Gpu("NVIDIA GeForce RTX 3090", "cuda", (8, 6), "sm_86", 82, 6 << 20, 99 << 10, 24 << 30, 0.936e12, 1.70e9),
+        Gpu("NVIDIA L40S", "cuda", (8, 9), "sm_89", 142, 96 << 20, 99 << 10, 48 << 30, 0.864e12, 2.52e9),
+        Gpu("NVIDIA H200", "cuda", (9, 0), "sm_90", 132, 60 << 20, 227 << 10, 141 << 30, 4.8e12, 1.98e9),
+        Gpu("NVIDIA B200", "cuda", (10, 0), "sm_100", 148, 126 << 20, 227 << 10, 180 << 30, 8.0e12, 1.97e9),
+        Gpu("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "sm_120", 170, 96 << 20, 99 << 10, 32 << 30, 1.79e12, 2.41e9),
+        Gpu("AMD Instinct MI300X", "hip", (9, 4), "gfx942", 304, 4 << 20, 64 << 10, 192 << 30, 5.3e12, 2.10e9),
+    )
+}
+
+
 @cache
 def machine() -> Machine:
     """This machine, asked once."""
@@ -85,6 +130,31 @@ def machine() -> Machine:
         cores=len(cpus),
         caches=_caches(cpus[0]),
         memory=_memory(),
+    )
+
+
+@cache
+def gpu(index: int = 0) -> Gpu:
+    """The GPU that torch calls cuda:`index`, asked once. Raises UnsupportedError where there is none."""
+    import torch
+
+    if not torch.cuda.is_available() or not 0 <= index < torch.cuda.device_count():
+        raise UnsupportedError(f"there is no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
+    found = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    # Clocks come in kHz; memory moves data at both edges.
+    clock, memory_clock, width = (getattr(found, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width"))
+    return Gpu(
+        name=found.name,
+        backend="hip" if hip else "cuda",
+        capability=(found.major, found.minor),
+        arch=found.gcnArchName.split(":")[0] if hip else f"sm_{found.major}{found.minor}",
+        sms=found.multi_processor_count,
+        l2=found.L2_cache_size,
+        shared=getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block),
+        memory=found.total_memory,
+        bandwidth=2e3 * memory_clock * width / 8 or None,
+        clock=1e3 * clock or None,
     )
 
 

@@ -1,0 +1,119 @@
+"""The one door to the GPU: `run` starts a kernel, `workspace` and `locks` give it memory beside its operands.
+
+Whatever goes through `run` can be recorded: `recording` collects the launches of a block of code, so that they can be
+compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`direct.py`).
+
+Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
+so there is one of each for every stream, and one for every graph that is being captured: a graph may be replayed on
+another stream later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import KernelError
+
+
+class Call(NamedTuple):
+    """One launch: `kernel[grid](*args, **options)`. `compiled` is what Triton made of it, None where nothing was run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    compiled: Any
+
+
+class _Recorder(NamedTuple):
+    calls: list[Call]
+    dry: bool
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
+
+
+def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`. Every kernel of this room is started by this; options are constexprs and num_warps and the like."""
+    recorder = _recorder.get()
+    if recorder is None:
+        kernel[grid](*args, **options)
+        return
+    compiled = None if recorder.dry else kernel[grid](*args, **options)
+    recorder.calls.append(Call(kernel, grid, args, options, compiled))
+
+
+@contextmanager
+def recording(*, dry: bool = False) -> Iterator[list[Call]]:
+    """The launches that the block makes on this thread; `dry` ones are not made at all, so that tensors may be on the meta device."""
+    calls: list[Call] = []
+    token = _recorder.set(_Recorder(calls, dry))
+    try:
+        yield calls
+    finally:
+        _recorder.reset(token)
+
+
+# Memory
+
+_LEAST = 1 << 16
+
+
+class _Buffer(NamedTuple):
+    capture: int  # the graph that it was made for, 0 for none
+    tensor: Tensor
+
+
+_workspaces: dict[tuple[torch.device, int], _Buffer] = {}
+_locks: dict[tuple[torch.device, int], _Buffer] = {}
+
+
+def workspace(device: torch.device, nbytes: int) -> Tensor:
+    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
+    return _buffer(_workspaces, device, nbytes, torch.uint8)
+
+
+def locks(device: torch.device, n: int) -> Tensor:
+    """int32 [at least n], all 0. Kernels that change them leave 0 behind."""
+    return _buffer(_locks, device, n, torch.int32)
+
+
+def _buffer(buffers: dict[tuple[torch.device, int], _Buffer], device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
+    stream = capture = 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+    found = buffers.get((device, stream))
+    if found is None or found.capture != capture or found.tensor.numel() < n:
+        # Inside a capture this comes from the graph's own memory, and setting it to 0 is a step of the graph.
+        make = torch.zeros if dtype == torch.int32 else torch.empty
+        size = max(_LEAST, 1 << max(n - 1, 0).bit_length())
+        found = buffers[device, stream] = _Buffer(capture, make(size, dtype=dtype, device=device))
+    return found.tensor
+
+
+def _capture(stream: int) -> int:
+    """The id of the graph that `stream` is being captured into; none is given twice."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    unwanted = ctypes.c_void_p()
+    failed = _capture_info()(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), unwanted, unwanted, unwanted)
+    if failed:
+        raise KernelError(
+            f"the driver answered {failed} when asked for the graph that is being captured: capture without halfbyte's layers"
+        )
+    return number.value
+
+
+@cache
+def _capture_info() -> Any:
+    if torch.version.hip is not None:
+        return ctypes.CDLL("libamdhip64.so").hipStreamGetCaptureInfo_v2
+    return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2

@@ -1,0 +1,179 @@
+"""Compile kernels for GPUs that are not here, in processes of their own: this one may have Triton's interpreter switched on.
+
+A job names a function that launches kernels (through `halfbyte.kernels.gpu.launch.run`) on tensors of the meta device; each launch
+is compiled for the job's architecture as the just-in-time compiler would do it there.
+
+    linear_job("halfbyte.kernels.gpu.skinny", "sm_90", m=1, n=4096, k=4096, format="int4_g128")     every config, or configs=[0, 2]
+    Job("tests/gpu/test_quantize.py:launch_on_meta", "sm_80", {"block": 32})                             anything else: called with (gpu, **kwargs)
+
+    [binaries] = compile_all([job]);  binaries[0].registers
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import GPUS, Gpu
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """Call `function` ("module:name" or "file.py:name") with the Gpu of `arch` and `kwargs`, and compile what it launches."""
+
+    function: str
+    arch: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One compiled kernel. `assembly` is SASS or GCN; spills and stack in bytes (AMD: spills in registers)."""
+
+    kernel: str
+    arch: str
+    options: str
+    ptx: str
+    assembly: str
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+
+
+def linear_job(module: str, arch: str, *, configs: Sequence[int] | None = None, **problem: Any) -> Job:
+    """A linear kernel's file on one problem: m, n, k, format, and perhaps dtype ("bfloat16"), compute, activation, bias, residual."""
+    return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem})
+
+
+def launch_linear(
+    gpu: Gpu,
+    module: str,
+    m: int,
+    n: int,
+    k: int,
+    format: str,
+    configs: Sequence[int] | None = None,
+    dtype: str = "float16",
+    compute: str = "float",
+    activation: str = "block",
+    bias: bool = False,
+    residual: bool = False,
+) -> None:
+    from halfbyte.kernels.gpu.epilogue import Epilogue
+
+    file = importlib.import_module(module)
+    problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation)  # type: ignore[arg-type]
+    reason = file.supports(problem, gpu)
+    assert reason is None, f"{module} refuses {problem} on {gpu.arch}: {reason}"
+    geo = gpu_tiles.geometry(problem.format, (n, k))
+    views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
+    x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
+    epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)
+    found = file.configs(problem, gpu)
+    for config in found if configs is None else (found[i] for i in configs if i < len(found)):
+        file.launch(problem, config, x, *views, out, epilogue)
+
+
+def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
+    """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "gpu"), env.get("PYTHONPATH", "")])
+    shares = [jobs[i::PROCESSES] for i in range(PROCESSES)]
+    workers = []
+    for share in shares:
+        arguments = [sys.executable, __file__, json.dumps([asdict(job) for job in share])]
+        output = tempfile.TemporaryFile("w+")
+        workers.append((subprocess.Popen(arguments, stdout=output, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT), output))
+    found: list[list[Binary]] = [[] for _ in jobs]
+    for first, (process, output) in enumerate(workers):
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors[-4000:]
+        output.seek(0)
+        for i, binaries in enumerate(json.loads(output.read().splitlines()[-1])):
+            found[first + i * PROCESSES] = [Binary(**binary) for binary in binaries]
+    return found
+
+
+# In the process that compiles
+
+
+def _main(jobs: list[dict[str, Any]]) -> None:
+    print(json.dumps([[asdict(binary) for binary in _compile(Job(**job))] for job in jobs]))
+
+
+def _compile(job: Job) -> list[Binary]:
+    from halfbyte.kernels.gpu import launch
+
+    gpu = GPUS[job.arch]
+    with launch.recording(dry=True) as calls:
+        _function(job.function)(gpu, **job.kwargs)
+    assert calls, f"{job} launched nothing"
+    return [_binary(call, gpu) for call in calls]
+
+
+def _function(name: str) -> Any:
+    place, _, attribute = name.partition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), attribute)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, ROOT / place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, attribute)
+
+
+def _binary(call: Any, gpu: Gpu) -> Binary:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import create_function_from_signature
+
+    arch = int(gpu.arch.removeprefix("sm_")) if gpu.backend == "cuda" else gpu.arch
+    target = GPUTarget(gpu.backend, arch, 32 if gpu.backend == "cuda" else 64)
+    backend, kernel = make_backend(target), call.kernel
+    options = {"debug": False, "instrumentation_mode": "", **call.options}
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*call.args, **options)
+    parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
+    compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    words = ", ".join(f"{name}={value}" for name, value in bound.items() if name in {kernel.arg_names[path[0]] for path in constexprs})
+    common = {"kernel": compiled.name, "arch": gpu.arch, "options": words, "shared": compiled.metadata.shared}
+    if gpu.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers, spills = (int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
+        return Binary(**common, ptx="", assembly=text, registers=registers, spills=spills, stack=0)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    sass = compiled.asm["sass"]
+    spills = 4 * len(re.findall(r"\bSTL\b", sass)) + 8 * len(re.findall(r"\bSTL\.64", sass)) + 16 * len(re.findall(r"\bSTL\.128", sass))
+    return Binary(**common, ptx=compiled.asm["ptx"], assembly=sass, registers=numbers["REG"], spills=spills, stack=numbers["STACK"])
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
