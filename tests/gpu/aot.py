@@ -4,7 +4,7 @@ A job names a function that launches kernels (through `halfbyte.kernels.gpu.laun
 is compiled for the job's architecture as the just-in-time compiler would do it there.
 
     linear_job("halfbyte.kernels.gpu.skinny", "sm_90", m=1, n=4096, k=4096, format="int4_g128")     every config, or configs=[0, 2]
-    Job("tests/gpu/test_quantize.py:launch_on_meta", "sm_80", {"block": 32})                             anything else: called with (gpu, **kwargs)
+    Job("tests/gpu/test_quantize.py:launch_on_meta", "sm_80", {"block": 32})                        called with (gpu, **kwargs)
 
     [binaries] = compile_all([job]);  binaries[0].registers
 """
@@ -98,26 +98,26 @@ def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "gpu"), env.get("PYTHONPATH", "")])
     shares = [jobs[i::PROCESSES] for i in range(PROCESSES)]
-    workers = []
-    for share in shares:
-        arguments = [sys.executable, __file__, json.dumps([asdict(job) for job in share])]
-        output = tempfile.TemporaryFile("w+")
-        workers.append((subprocess.Popen(arguments, stdout=output, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT), output))
     found: list[list[Binary]] = [[] for _ in jobs]
-    for first, (process, output) in enumerate(workers):
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors[-4000:]
-        output.seek(0)
-        for i, binaries in enumerate(json.loads(output.read().splitlines()[-1])):
-            found[first + i * PROCESSES] = [Binary(**binary) for binary in binaries]
+    with tempfile.TemporaryDirectory() as folder:
+        workers = []
+        for i, share in enumerate(shares):
+            output = Path(folder) / f"{i}.json"
+            arguments = [sys.executable, __file__, json.dumps([asdict(job) for job in share]), str(output)]
+            workers.append((subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT), output))
+        for first, (process, output) in enumerate(workers):
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors[-4000:]
+            for i, binaries in enumerate(json.loads(output.read_text())):
+                found[first + i * PROCESSES] = [Binary(**binary) for binary in binaries]
     return found
 
 
 # In the process that compiles
 
 
-def _main(jobs: list[dict[str, Any]]) -> None:
-    print(json.dumps([[asdict(binary) for binary in _compile(Job(**job))] for job in jobs]))
+def _main(jobs: str, output: str) -> None:
+    Path(output).write_text(json.dumps([[asdict(binary) for binary in _compile(Job(**job))] for job in json.loads(jobs)]))
 
 
 def _compile(job: Job) -> list[Binary]:
@@ -176,4 +176,4 @@ def _binary(call: Any, gpu: Gpu) -> Binary:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    _main(*sys.argv[1:])
