@@ -48,22 +48,29 @@ def _panels(f: Function) -> None:
 
 def _group(f: Function, args: Value, start: Value, stop: Value) -> None:
     """All row tiles over the panels start … stop - 1."""
-    big, count, lesser_count = (LINEAR.load(args, field) for field in ("tile_rows", "tiles", "lesser_tiles"))
+    tiles = f.value("i64", 0), LINEAR.load(args, "tiles") + LINEAR.load(args, "lesser_tiles")
+    a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
+    multiply(f, args, tiles, (start, stop), a, out, weights, bias)
+
+
+def multiply(
+    f: Function, args: Value, tiles: tuple[Value, Value], panels: tuple[Value, Value], a: Value, out: Value, weights: Value, bias: Value
+) -> None:
+    """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0."""
+    big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
-    scratch, out = LINEAR.load(args, "scratch", "ptr"), LINEAR.load(args, "out", "ptr")
-    weights, panel_bytes = LINEAR.load(args, "weights", "ptr"), LINEAR.load(args, "panel_bytes")
-    bias, zeros = LINEAR.load(args, "bias", "ptr"), LINEAR.load(args, "zeros", "ptr")
+    panel_bytes, zeros = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "zeros", "ptr")
     has_bias = f.emit("i1", f"icmp ne ptr {bias.name}, null")
     out_bytes, n = LINEAR.load(args, "out_bytes"), LINEAR.load(args, "n")
     function, lesser = LINEAR.load(args, "tile_function", "ptr"), LINEAR.load(args, "lesser_tile_function", "ptr")
     row = f.variable(f.value("i64", 0))
-    for t in f.loop(count + lesser_count):
+    for t in f.loop(tiles[1], tiles[0]):
         first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
         tile = first_kind.select(function, lesser)
-        a, o = scratch + row.value * row_bytes, out + row.value * out_stride
-        prefetch = t.equals(0).select(f.value("i64", 1), 0)
-        for p in f.loop(stop, start):
+        prefetch = t.equals(tiles[0]).select(f.value("i64", 1), 0)
+        for p in f.loop(panels[1], panels[0]):
             panel_bias = has_bias.select(bias + p * (4 * PANEL), zeros)
             columns = f.umin(n - p * PANEL, f.value("i64", PANEL))
-            f.call_pointer(tile, args, weights + p * panel_bytes, a, o + p * out_bytes * PANEL, panel_bias, columns, prefetch)
+            at = a + row.value * row_bytes, out + row.value * out_stride + p * out_bytes * PANEL
+            f.call_pointer(tile, args, weights + p * panel_bytes, at[0], at[1], panel_bias, columns, prefetch)
         row.value = row.value + first_kind.select(big, big - 1)
