@@ -6,7 +6,9 @@ is 8 bytes but for the two halves of `clamp`. The header is the same for all: `r
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.ir import Value
@@ -27,6 +29,13 @@ class Block:
         stop = len(self.fields) if last is None else self.fields.index(last) + 1
         return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
 
+    def buffer(self, values: Mapping[str, int]) -> ctypes.Array[ctypes.c_char]:
+        """A block with these values, and 0 in all other fields."""
+        buffer = ctypes.create_string_buffer(8 * len(self.fields))
+        for field, value in values.items():
+            struct.pack_into("<q", buffer, self.offset(field), value)
+        return buffer
+
     def offset(self, field: str) -> int:
         return 8 * self.fields.index(field)
 
@@ -37,13 +46,15 @@ class Block:
 LINEAR = Block(
     (
         *_HEADER,
-        # what changes from call to call, `counter` included: activations [M, K], where their tiles go, weights, bias, outputs
+        # what changes from call to call, `counter` included: activations [M, K], where their tiles go, weights, bias, outputs;
+        # `residual`: bytes from an output to what is added to it, 0 for nothing
         "x",
         "x_stride",
         "scratch",
         "weights",
         "bias",
         "out",
+        "residual",
         "clamp",
         # sizes along K: records, their real elements and their units, for all but the last record and for it
         "k",

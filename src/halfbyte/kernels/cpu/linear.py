@@ -1,7 +1,8 @@
-"""y = x · dequantize(W)ᵀ + bias on the CPU: compiles what a call needs, plans its tiles, and runs it.
+"""y = x · dequantize(W)ᵀ + bias + residual, clamped, on the CPU: compiles what a call needs, plans its tiles, and runs it.
 
 Conditions that the caller has checked: x is [M, K] with contiguous rows in float32, bfloat16 or float16; the packed weight
-has layout `cpu_tiles` and its full size; a bias is contiguous float32 [N]; all are on the CPU.
+has layout `cpu_tiles` and its full size; a bias is contiguous float32 [N]; a residual is contiguous [M, N] in x's dtype; all are on
+the CPU.
 
 The same loops do yq = requantize(xq · codes(W)ᵀ): x is int8, and in the bias's place stands the table of `tile.RequantizingTile`.
 """
@@ -36,7 +37,6 @@ _ROWS_A_PASS = 4096
 _KEPT_CALLS = 4096
 _KEPT_SCRATCH = 1 << 24
 
-_pack_all = LINEAR.struct().pack_into
 _pack_call = LINEAR.struct("counter", "clamp").pack_into
 _CALL = LINEAR.offset("counter")
 _ZEROS = torch.zeros(PANEL)
@@ -100,18 +100,25 @@ class LinearKernel:
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
 
-    def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float) -> Tensor:
-        """x [M, K] -> [M, N]; `weights` is the address of the packed bytes."""
+    def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N]; `weights` is the address of the packed bytes. `residual` [M, N] is added before the clamp."""
         m = x.shape[0]
         out = torch.empty(m, self.geometry.n, dtype=self.out_dtype)
+        apart = 0
+        if residual is not None:
+            residual = residual.to(self.out_dtype)
+            apart = residual.data_ptr() - out.data_ptr()  # the rows of both are as long
         if m <= _ROWS_A_PASS:
-            self._pass(x, m, weights, bias, low, high, out)
+            self._pass(x, m, weights, bias, low, high, out, apart)
         else:
             for rows, part in zip(x.split(_ROWS_A_PASS), out.split(_ROWS_A_PASS), strict=True):
-                self._pass(rows, len(rows), weights, bias, low, high, part)
+                self._pass(rows, len(rows), weights, bias, low, high, part, apart)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
-    def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor) -> None:
+    def _pass(
+        self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0
+    ) -> None:
+        """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
         thread, available = _thread, runtime.threads()
         call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
         _memory, address = thread.memory(call.scratch_bytes)
@@ -127,40 +134,55 @@ class LinearKernel:
             weights,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
+            residual,
             low,
             high,
         )
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
-        """Cut M into row tiles whose sizes differ by one at most, compile what they need, and fill in the arguments."""
-        geo, spec = self.geometry, self.tile_spec
-        most, vectors = self.isa.tile(m, spec.inner)
-        count = -(-m // most)
-        rows, more = divmod(m, count)
-        function = _tile_function(self.isa, spec, rows + (more > 0), vectors)
-        lesser = _tile_function(self.isa, spec, rows, vectors) if more else function
-        sizes = (rows + 1, more, count - more) if more else (rows, count, 0)
+        geo = self.geometry
         threads = max(1, min(available, m * geo.n * geo.k // _WORK_A_THREAD, geo.panels))
         group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
-        along_k = (geo.k, geo.blocks, geo.block, geo.last, geo.padded // geo.unit, geo.last_padded // geo.unit)
-        element = self.out_dtype.itemsize
-        buffer = ctypes.create_string_buffer(8 * len(LINEAR.fields))
-        _pack_all(
-            buffer,
-            0,
-            *(phases["rows"], phases["panels"], runtime.openmp_address()),
-            *([0] * 7 + [0.0, 0.0]),  # what each call fills in
-            *along_k,
-            *(m, self.row_bytes, self.row_function, *sizes, function, lesser),
-            *(geo.n, geo.panel_bytes, group, _ZEROS.data_ptr(), geo.n * element, element, 4 * PANEL * geo.panels),
-        )
+        fields = self.fields(m) | {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
+        buffer = LINEAR.buffer(fields)
         call = _Call(buffer, ctypes.addressof(buffer), m * self.row_bytes, threads)
         if len(_thread.calls) >= _KEPT_CALLS:
             _thread.calls.clear()
         _thread.calls[self.number, m, available] = call
         return call
+
+    def fields(self, m: int) -> dict[str, int]:
+        """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need."""
+        geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
+        most, vectors = self.isa.tile(m, spec.inner)
+        count = -(-m // most)
+        rows, more = divmod(m, count)
+        function = _tile_function(self.isa, spec, rows + (more > 0), vectors)
+        return {
+            "openmp": runtime.openmp_address(),
+            "k": geo.k,
+            "blocks": geo.blocks,
+            "block": geo.block,
+            "last": geo.last,
+            "units": geo.padded // geo.unit,
+            "last_units": geo.last_padded // geo.unit,
+            "m": m,
+            "row_bytes": self.row_bytes,
+            "row_function": self.row_function,
+            "tile_rows": rows + (more > 0),
+            "tiles": more or count,
+            "lesser_tiles": count - more if more else 0,
+            "tile_function": function,
+            "lesser_tile_function": _tile_function(self.isa, spec, rows, vectors) if more else function,
+            "n": geo.n,
+            "panel_bytes": geo.panel_bytes,
+            "zeros": _ZEROS.data_ptr(),
+            "out_stride": geo.n * element,
+            "out_bytes": element,
+            "table_stride": 4 * PANEL * geo.panels,
+        }
 
 
 @functools.cache
