@@ -13,6 +13,7 @@ from halfbyte.formats.spec import Format
 Op = Literal["linear", "qlinear", "embedding", "dequantize"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,32 @@ class Problem:
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:
             raise ArgumentError(f"m, n and k are sizes of at least 0, got m={self.m}, n={self.n}, k={self.k}")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How the kernel of a convolution moves over an image.
+
+    stride, dilation   (down, right)
+    padding            (top, bottom, left, right); what lies outside of the image is 0
+    """
+
+    stride: Pair = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: Pair = (1, 1)
+
+    def __post_init__(self) -> None:
+        if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
+            raise ArgumentError(f"stride and dilation are at least 1 and padding at least 0, got {self}")
+
+    def out_size(self, size: Pair, kernel: Pair) -> Pair:
+        """(Ho, Wo) of an image (H, W). Raises ArgumentError where the kernel is larger than the padded image."""
+        top, bottom, left, right = self.padding
+        reach = [(k - 1) * d + 1 for k, d in zip(kernel, self.dilation, strict=True)]
+        room = [size[0] + top + bottom - reach[0], size[1] + left + right - reach[1]]
+        if min(room) < 0:
+            raise ArgumentError(
+                f"a kernel that reaches over {reach[0]} x {reach[1]} takes an image at least as large, got {size[0]} x {size[1]} "
+                f"with padding {self.padding}"
+            )
+        return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1

@@ -29,11 +29,12 @@ class Block:
         stop = len(self.fields) if last is None else self.fields.index(last) + 1
         return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
 
-    def buffer(self, values: Mapping[str, int]) -> ctypes.Array[ctypes.c_char]:
+    def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> ctypes.Array[ctypes.c_char]:
         """A block with these values, and 0 in all other fields."""
         buffer = ctypes.create_string_buffer(8 * len(self.fields))
         for field, value in values.items():
-            struct.pack_into("<q", buffer, self.offset(field), value)
+            numbers = value if isinstance(value, tuple) else (value,)
+            struct.pack_into("<2f" if field in self.floats else "<q", buffer, self.offset(field), *numbers)
         return buffer
 
     def offset(self, field: str) -> int:

@@ -1,0 +1,115 @@
+"""Convolution by its definition: patches of the input times the weight as a matrix, in float64 and slowly.
+
+    y[b, co, oy, ox] = sum over kh, kw, ci of  w[co, ci, kh, kw] * x[b, ci, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
+
+and what lies outside of x is 0. A patch holds its taps row by row, with the channels of a tap together and padded with zeros to
+whole blocks (`layouts/convolution.py`), so that everything `reference.py` says of a linear layer holds of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels import reference
+from halfbyte.kernels.problem import Activation, Compute, Pair, Window
+from halfbyte.layouts.convolution import Filter, filter_of, to_matrix
+
+
+def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor:
+    """x [B, C, H, W] -> [groups, B, Ho, Wo, K] in x's dtype; `fill` stands for what lies outside of x."""
+    top, bottom, left, right = window.padding
+    ho, wo = window.out_size((x.shape[2], x.shape[3]), sizes.kernel)
+    x = torch.nn.functional.pad(x, (left, right, top, bottom), value=fill)
+    x = x.reshape(x.shape[0], sizes.groups, sizes.channels, *x.shape[2:]).permute(1, 0, 3, 4, 2)
+    x = torch.nn.functional.pad(x, (0, sizes.padded - sizes.channels))
+    (sh, sw), (dh, dw) = window.stride, window.dilation
+    taps = [
+        x[:, :, kh * dh : kh * dh + (ho - 1) * sh + 1 : sh, kw * dw : kw * dw + (wo - 1) * sw + 1 : sw]
+        for kh in range(sizes.kernel[0])
+        for kw in range(sizes.kernel[1])
+    ]
+    return torch.cat(taps, dim=-1)
+
+
+def _each_group(codes: Codes, sizes: Filter, x: Tensor, run: Callable[[Tensor, Codes, slice], Tensor]) -> Tensor:
+    """`run(patches, matrix, its outputs)` of each group, joined: [B, Co, Ho, Wo]."""
+    matrix, n = to_matrix(codes, sizes), sizes.out // sizes.groups
+    parts = []
+    for g in range(sizes.groups):
+        rows = slice(g * n, (g + 1) * n)
+        tensors = {name: t if len(t) < sizes.out else t[rows] for name, t in matrix.tensors().items()}  # one scale for a tensor stays
+        parts.append(run(x[g], Codes.from_tensors(matrix.format, (n, sizes.k), tensors), rows))
+    return torch.cat(parts, dim=-1).movedim(-1, 1)
+
+
+def conv2d(
+    x: Tensor,
+    codes: Codes,
+    kernel: Pair,
+    window: Window,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    compute: Compute = "float",
+    activation: Activation = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """float64 [B, Co, Ho, Wo]; `compute` and `activation` as in `reference.linear`, of each patch."""
+    sizes = filter_of(codes, kernel, groups)
+    return _each_group(
+        codes,
+        sizes,
+        patches(x, sizes, window),
+        lambda rows, matrix, n: reference.linear(rows, matrix, None if bias is None else bias[n], compute, activation, clamp),
+    )
+
+
+def error_bound(
+    x: Tensor,
+    codes: Codes,
+    kernel: Pair,
+    window: Window,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    compute: Compute = "float",
+    activation: Activation = "block",
+) -> Tensor:
+    """How far a kernel's float32 sums may be from `conv2d`: `reference.error_bound` of each patch."""
+    sizes = filter_of(codes, kernel, groups)
+    return _each_group(
+        codes,
+        sizes,
+        patches(x, sizes, window),
+        lambda rows, matrix, n: reference.error_bound(rows, matrix, None if bias is None else bias[n], compute, activation),
+    )
+
+
+def qconv2d(
+    xq: Tensor,
+    codes: Codes,
+    kernel: Pair,
+    window: Window,
+    bias: Tensor | None,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    groups: int = 1,
+    clamp: tuple[int, int] = (-128, 127),
+) -> reference.Requantized:
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] as `reference.qlinear` of each patch. Outside of x lies `in_zero`, which means 0."""
+    sizes = filter_of(codes, kernel, groups)
+    rows = patches(xq, sizes, window, in_zero)
+
+    def part(which: int) -> Tensor:
+        return _each_group(
+            codes,
+            sizes,
+            rows,
+            lambda r, matrix, n: reference.qlinear(r, matrix, None if bias is None else bias[n], in_scale, in_zero, out_scale, out_zero, clamp)[which],
+        )
+
+    return reference.Requantized(part(0), part(1), part(2))

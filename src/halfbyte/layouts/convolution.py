@@ -1,0 +1,120 @@
+"""The weight of a convolution as codes and as the matrix that kernels multiply.
+
+    weight [Co, Ci/groups, Kh, Kw]   as in torch; a 1-D convolution has Kh = 1
+    codes  [Co, Kh*Kw, Ci/groups]    where scales belong to blocks: they run along the channels of one tap
+           [Co, Kh*Kw*Ci/groups]     where one scale belongs to a channel or the tensor
+    matrix [Co, Kh*Kw*Ci']           what is packed: a patch of the input, taps row by row with their channels together, times
+                                     this matrix is the output. Ci' is Ci/groups padded to whole blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+
+
+def channels_last(weight: Tensor, fmt: Format) -> Tensor:
+    """A float weight [Co, Ci/groups, *kernel] in the order and shape of its codes, ready for a quantizer."""
+    if weight.dim() not in (3, 4):
+        raise ArgumentError(f"the weight of a convolution is [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw], got {list(weight.shape)}")
+    out, channels, *kernel = weight.shape
+    taps = math.prod(kernel)
+    return weight.movedim(1, -1).reshape((out, taps, channels) if isinstance(fmt.block, int) else (out, taps * channels))
+
+
+def channels_first(weight: Tensor, kernel: Sequence[int]) -> Tensor:
+    """The inverse: numbers in the order of the codes -> [Co, Ci/groups, *kernel]."""
+    return weight.reshape(weight.shape[0], *kernel, -1).movedim(-1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Sizes of a convolution's weight.
+
+    out, channels   Co and Ci / groups
+    kernel          (Kh, Kw)
+    """
+
+    format: Format
+    out: int
+    channels: int
+    kernel: tuple[int, int]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.out % self.groups:
+            raise ArgumentError(f"groups divide the {self.out} output channels, got groups={self.groups}")
+        if min(self.kernel) < 1 or min(self.out, self.channels) < 0:
+            raise ArgumentError(f"a kernel is at least 1 x 1 and channels are not negative, got {self}")
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        return (self.out, self.taps, self.channels) if isinstance(self.format.block, int) else (self.out, self.taps * self.channels)
+
+    @property
+    def padded(self) -> int:
+        """Ci': channels of a tap, padded to whole blocks."""
+        if not isinstance(self.format.block, int):
+            return self.channels
+        block = self.format.block_size(self.channels)
+        return -(-self.channels // block) * block
+
+    @property
+    def k(self) -> int:
+        return self.taps * self.padded
+
+    @property
+    def matrix_format(self) -> Format:
+        """The format whose blocks on the matrix are those of the codes."""
+        fmt = self.format
+        if not isinstance(fmt.block, int) or fmt.block == fmt.block_size(self.channels):
+            return fmt
+        return Format(fmt.bits, fmt.block_size(self.channels), fmt.zero, fmt.scale)
+
+
+def filter_of(codes: Codes, kernel: Sequence[int], groups: int = 1) -> Filter:
+    """The sizes of `codes`, whose kernel has the sizes `kernel`: (Kh, Kw) or (Kw,). Raises FormatError where they don't fit."""
+    kh, kw = (1, *kernel)[-2:]
+    taps, fmt = kh * kw, codes.format
+    last = codes.shape[-1]
+    blocks = isinstance(fmt.block, int)
+    if len(codes.shape) != (3 if blocks else 2) or (codes.shape[1] != taps if blocks else last % taps):
+        wanted = f"[Co, {taps}, Ci]" if blocks else f"[Co, a multiple of {taps}]"
+        raise FormatError(f"{fmt} codes of a {kh} x {kw} kernel have shape {wanted}, got {list(codes.shape)}: use quantize_conv")
+    return Filter(fmt, codes.shape[0], last if blocks else last // taps, (kh, kw), groups)
+
+
+def to_matrix(codes: Codes, sizes: Filter) -> Codes:
+    """codes -> matrix [Co, K]: the same numbers, channels padded with what stands for 0 (with a float offset: q = 0)."""
+    if len(codes.shape) == 2:
+        return codes
+    fmt, more = sizes.matrix_format, sizes.padded - sizes.channels
+    values = codes.values()
+    if more:
+        fill = values.new_zeros(()) if codes.zero is None or fmt.zero == "offset" else codes.zero[..., -1:].to(values.dtype)
+        values = torch.cat((values, fill.expand(*values.shape[:-1], more)), dim=-1)
+    flat = [None if t is None else t.reshape(sizes.out, -1) for t in (codes.scale, codes.zero)]
+    assert flat[0] is not None
+    return Codes.from_values(fmt, values.reshape(sizes.out, sizes.k), flat[0], flat[1])
+
+
+def from_matrix(matrix: Codes, sizes: Filter) -> Codes:
+    """The exact inverse of `to_matrix`."""
+    if not isinstance(sizes.format.block, int):
+        return replace(matrix, format=sizes.format)
+    values = matrix.values().reshape(sizes.out, sizes.taps, sizes.padded)[..., : sizes.channels]
+    shape = sizes.format.scale_shape(sizes.codes_shape)
+    zero = None if matrix.zero is None else matrix.zero.reshape(shape)
+    return Codes.from_values(sizes.format, values, matrix.scale.reshape(shape), zero)
