@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfbyte.checkpoint import convert, load, load_tensors, save
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError
 from halfbyte.formats.codes import Codes
-from halfbyte.io.safetensors import Reader, Spec, Writer, read_header
+from halfbyte.io.safetensors import Reader, Writer, read_header
+from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import Config, quantize_
 
 FILES = ("config.json", "model.safetensors")

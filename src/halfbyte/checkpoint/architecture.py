@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfbyte.errors import CheckpointError
-from halfbyte.io.safetensors import Spec
+from halfbyte.io.tensors import Spec
 
 # A config.json from elsewhere must not make Python build endless lists: no model has as many layers, heads, labels.
 _COUNT_LIMIT = 1 << 21

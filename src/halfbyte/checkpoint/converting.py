@@ -20,7 +20,8 @@ from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, p
 from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
-from halfbyte.io.safetensors import SHARD_BYTES, Reader, Spec, Writer, load_json, read_bytes
+from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json, read_bytes
+from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import FLOATS, Candidate, Config, candidates, check_patterns, decide, own_tensors, relative_error
 from halfbyte.nn.modules import kind_of
 from halfbyte.nn.report import Report, Row

@@ -17,7 +17,8 @@ from halfbyte.checkpoint.folder import complete
 from halfbyte.checkpoint.manifest import Manifest, Weight, dtype_named, read_manifest
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
-from halfbyte.io.safetensors import Reader, checksum
+from halfbyte.io.safetensors import Reader
+from halfbyte.io.tensors import checksum
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.convert import candidates, own_tensors
 from halfbyte.nn.modules import QuantModule, kind_of, quantized_form

@@ -17,7 +17,8 @@ from halfbyte import __version__
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.io.safetensors import Spec, is_shape, load_json
+from halfbyte.io.safetensors import is_shape, load_json
+from halfbyte.io.tensors import Spec
 from halfbyte.nn.modules import check_compute
 
 SECTION = "halfbyte"

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
-from halfbyte.io.safetensors import SHARD_BYTES, Spec, Writer
+from halfbyte.io.safetensors import SHARD_BYTES, Writer
+from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.modules import QuantLinear, QuantModule
 

@@ -20,17 +20,15 @@ import json
 import math
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.errors import CheckpointError, UnsupportedError
+from halfbyte.io.tensors import Place, Placed, Spec, fill
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -53,27 +51,6 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the same as the safetensors package's
 _CHUNK = 4 << 20  # elements that are converted at a time
 SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a tensor is, without its numbers."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies: `spec.nbytes` bytes of the file at `path`, from `offset` on."""
-
-    path: Path
-    offset: int
-    spec: Spec
 
 
 def load_json(path: Path, limit: int = _HEADER_LIMIT) -> dict[str, Any]:
@@ -110,16 +87,6 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} holds a JSON {type(parsed).__name__}, not an object: the file is damaged")
     return parsed
-
-
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 (zlib's) of a CPU tensor's bytes, row-major."""
-    return zlib.crc32(_bytes_of(tensor))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def read_header(path: Path) -> dict[str, Place]:
@@ -202,11 +169,11 @@ class Reader:
             with open(place.path, "rb", buffering=0) as file:
                 file.seek(place.offset)
                 if out.dtype == spec.dtype:
-                    _fill(file, flat, place)
+                    fill(file, flat, place.path)
                 else:
                     for piece in flat.split(_CHUNK):
                         raw = torch.empty(piece.shape, dtype=spec.dtype)
-                        _fill(file, raw, place)
+                        fill(file, raw, place.path)
                         piece.copy_(raw)
         except OSError as e:
             raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
@@ -227,15 +194,7 @@ class Reader:
             raise CheckpointError(f"cannot read {a.path} or {b.path}: {e.strerror}") from e
 
 
-def _fill(file: FileIO, tensor: Tensor, place: Place) -> None:
-    view = _bytes_of(tensor)
-    while view:
-        if (count := file.readinto(view)) == 0:
-            raise CheckpointError(f"{place.path} became shorter while it was read: load it again when nothing writes to it")
-        view = view[count:]
-
-
-class Writer:
+class Writer(Placed):
     """Files that together hold `tensors`, each of at most `shard_bytes` where its tensors allow it.
 
     One file is called `<stem>.safetensors`, more are `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
@@ -243,41 +202,23 @@ class Writer:
     specs      name of a tensor -> what it is
     files      the files' names
     file_of    name of a tensor -> name of its file
-    checksums  name of a tensor that has been written -> CRC-32 of its bytes
     """
 
-    def __init__(self, folder: Path, stem: str, tensors: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, folder: Path, stem: str, tensors: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES, *, journal: str | None = None
+    ) -> None:
         shards = list(_split(tensors, shard_bytes))
         count = len(shards)
         self.specs = tensors
         self.files = [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.file_of: dict[str, str] = {}
-        self.checksums: dict[str, int] = {}
-        self._places: dict[str, Place] = {}
+        heads: dict[Path, bytes] = {}
+        places: dict[str, Place] = {}
         for name, shard in zip(self.files, shards, strict=True):
-            header, places = _header(folder / name, {tensor: tensors[tensor] for tensor in shard})
-            self._places |= places
+            heads[folder / name], found = _header(folder / name, {tensor: tensors[tensor] for tensor in shard})
+            places |= found
             self.file_of |= dict.fromkeys(shard, name)
-            with open(folder / name, "xb") as file:
-                file.write(header)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor, which must have the dtype and shape that were announced."""
-        place = self._places[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (place.spec.dtype, place.spec.shape):
-            raise ArgumentError(
-                f"{name} was announced as {place.spec.dtype} {list(place.spec.shape)}, got {tensor.dtype} {list(tensor.shape)}"
-            )
-        view = _bytes_of(tensor.cpu())
-        with open(place.path, "r+b") as file:
-            file.seek(place.offset)
-            file.write(view)
-        self.checksums[name] = zlib.crc32(view)
-
-    def finish(self) -> None:
-        """Raises ArgumentError if a tensor has not been written."""
-        if missing := self._places.keys() - self.checksums.keys():
-            raise ArgumentError(f"{len(missing)} announced tensors were not written, the first is {min(missing)}")
+        super().__init__(heads, places, folder, journal)
 
 
 def _split(tensors: Mapping[str, Spec], shard_bytes: int) -> Iterator[list[str]]:

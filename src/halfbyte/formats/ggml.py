@@ -1,0 +1,176 @@
+"""The tensor types of ggml that are read, and their blocks -> codes, scales and zeros. Nothing is rounded.
+
+Each type is held by a Format whose codes are the file's codes and whose scales are the exact products of the file's scales:
+two float16 scales times 6-bit integers fit a float32. Blocks, little-endian, by `block_*` of ggml-common.h:
+
+    type     weights: bytes                                                                     w of a block      held as
+    q4_0 q4_1 q8_0   see blocks.py
+    q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int8_g32
+    q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int8_g32_offset
+    iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        int8_g32
+    q2_K    256: 16 x (4-bit scale s, 4-bit minimum m) | 64 x 4 crumbs | d f16 | e f16          d s q - e m       int4_g16_offset_f32
+    q3_K    256: 256 high bits | 64 x 4 crumbs | 16 6-bit scales s | d f16                      d (s - 32)(q - 4) int4_g16_f32
+    q4_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 128 nibbles                           d s q - e m       int4_g32_offset_f32
+    q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int8_g32_offset_f32
+    q6_K    256: 128 low nibbles | 64 x 4 high crumbs | 16 int8 scales s | d f16                d s (q - 32)      int8_g16_f32
+    iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  int8_g32_f32
+
+Of the types that are written beside those of blocks.py there is one, q5_0: its 5-bit codes hold every 4-bit code less its point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.blocks import from_blocks
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_LOW = (0, 4)  # shifts of the nibbles of a byte
+
+# What a decoder makes of blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
+Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of quantized tensors: blocks of `weights` weights in `nbytes` bytes, held exactly by `format`."""
+
+    name: str
+    weights: int
+    nbytes: int
+    format: Format
+    decode: Callable[[Tensor], Parts] | None = None
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of `k` weights. Raises FormatError where `k` is no multiple of the block."""
+        if k % self.weights:
+            raise FormatError(f"a row of {self.name} has a multiple of {self.weights} weights, got {k}: the file is damaged")
+        return k // self.weights * self.nbytes
+
+
+def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor) -> Codes:
+    """uint8 [..., N, row_bytes] -> Codes of `shape` [..., N, K]."""
+    if kind.decode is None:
+        return from_blocks(kind.format, shape, data)
+    wanted = (*shape[:-1], kind.row_bytes(shape[-1]))
+    if data.dtype != torch.uint8 or tuple(data.shape) != wanted:
+        raise FormatError(f"{kind.name} of shape {list(shape)} is uint8 {list(wanted)}, got {data.dtype} {list(data.shape)}")
+    values, scale, zero = kind.decode(data.reshape(-1, kind.nbytes))
+    sizes = kind.format.scale_shape(shape)
+    return Codes.from_values(kind.format, values.reshape(shape), scale.reshape(sizes), None if zero is None else zero.reshape(sizes))
+
+
+def encode_q5_0(codes: Codes) -> Tensor:
+    """int8_g32 codes [..., N, K], each in -16 … 15 -> the blocks of q5_0, uint8 [..., N, row_bytes]."""
+    kind, shape = TYPES[6], codes.shape
+    width = kind.row_bytes(shape[-1])
+    q = (codes.values() + 16).reshape(-1, 32)
+    if codes.format != kind.format or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
+        raise FormatError(f"q5_0 holds int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
+    bits = ((q >> 4) << torch.arange(8, dtype=torch.int16).repeat(4)).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
+    low = (q & 15).to(torch.uint8)
+    parts = (codes.scale.reshape(-1, 1).contiguous().view(torch.uint8), bits, low[:, :16] | low[:, 16:] << 4)
+    return torch.cat(parts, dim=-1).reshape(*shape[:-1], width)
+
+
+def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The float16 number of each block at byte `at`, [B, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).to(dtype)
+
+
+def _shifted(bytes: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
+    """Fields of bytes [B, n]: of each run of bytes first all fields at the first shift, then at the next. [B, n * len(shifts)]"""
+    fields = bytes.reshape(len(bytes), -1, 1, run) >> torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1) & mask
+    return fields.reshape(len(bytes), -1)
+
+
+def _fifth_bits(bytes: Tensor) -> Tensor:
+    """The bits of each block's 4 bytes, lowest first, as 16: uint8 [B, 32]."""
+    return ((bytes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).reshape(len(bytes), 32) << 4
+
+
+def _q5_0(b: Tensor) -> Parts:
+    q = _shifted(b[:, 6:], 16, _LOW, 15) | _fifth_bits(b[:, 2:6])
+    return q.to(torch.int8) - 16, _f16(b, 0, torch.float16), None
+
+
+def _q5_1(b: Tensor) -> Parts:
+    q = _shifted(b[:, 8:], 16, _LOW, 15) | _fifth_bits(b[:, 4:8])
+    return q, _f16(b, 0, torch.float16), _f16(b, 2, torch.float16)
+
+
+def _iq4_nl(b: Tensor) -> Parts:
+    return _table(_shifted(b[:, 2:], 16, _LOW, 15)), _f16(b, 0, torch.float16), None
+
+
+def _table(nibbles: Tensor) -> Tensor:
+    return torch.tensor(_IQ4, dtype=torch.int8)[nibbles.int()]
+
+
+def _q2_k(b: Tensor) -> Parts:
+    q = _shifted(b[:, 16:80], 32, (0, 2, 4, 6), 3)
+    return q, _f16(b, 80) * (b[:, :16] & 15), -(_f16(b, 82) * (b[:, :16] >> 4))
+
+
+def _q3_k(b: Tensor) -> Parts:
+    high = _shifted(b[:, :32], 32, tuple(range(8)), 1)
+    q = _shifted(b[:, 32:96], 32, (0, 2, 4, 6), 3) | high << 2
+    scales = _shifted(b[:, 96:104], 8, _LOW, 15) | _shifted(b[:, 104:108], 4, (0, 2, 4, 6), 3) << 4
+    return q.to(torch.int8) - 4, _f16(b, 108) * (scales.to(torch.int8) - 32), None
+
+
+def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of q4_K and q5_K: of bytes 4 to 15, four hold s, four m, four the low nibbles of four more of each."""
+    s, m, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = torch.cat((s & 63, rest & 15 | s >> 6 << 4), dim=1)
+    minima = torch.cat((m & 63, rest >> 4 | m >> 6 << 4), dim=1)
+    return _f16(b, 0) * scales, -(_f16(b, 2) * minima)
+
+
+def _q4_k(b: Tensor) -> Parts:
+    return _shifted(b[:, 16:], 32, _LOW, 15), *_scales_and_minima(b)
+
+
+def _q5_k(b: Tensor) -> Parts:
+    q = _shifted(b[:, 48:], 32, _LOW, 15) | _shifted(b[:, 16:48], 32, tuple(range(8)), 1) << 4
+    return q, *_scales_and_minima(b)
+
+
+def _q6_k(b: Tensor) -> Parts:
+    q = _shifted(b[:, :128], 64, _LOW, 15) | _shifted(b[:, 128:192], 32, (0, 2, 4, 6), 3) << 4
+    return q.to(torch.int8) - 32, _f16(b, 208) * b[:, 192:208].view(torch.int8), None
+
+
+def _iq4_xs(b: Tensor) -> Parts:
+    high = _shifted(b[:, 2:4], 1, (0, 2, 4, 6), 3)
+    scales = _shifted(b[:, 4:8], 1, _LOW, 15) | high << 4
+    return _table(_shifted(b[:, 8:], 16, _LOW, 15)), _f16(b, 0) * (scales.to(torch.int8) - 32), None
+
+
+def _type(name: str, weights: int, nbytes: int, format: str, decode: Callable[[Tensor], Parts] | None = None) -> BlockType:
+    return BlockType(name, weights, nbytes, as_format(format), decode)
+
+
+# By ggml's numbers, enum ggml_type.
+TYPES: dict[int, BlockType] = {
+    2: _type("q4_0", 32, 18, "q4_0"),
+    3: _type("q4_1", 32, 20, "q4_1"),
+    6: _type("q5_0", 32, 22, "int8_g32", _q5_0),
+    7: _type("q5_1", 32, 24, "int8_g32_offset", _q5_1),
+    8: _type("q8_0", 32, 34, "q8_0"),
+    10: _type("q2_K", 256, 84, "int4_g16_offset_f32", _q2_k),
+    11: _type("q3_K", 256, 110, "int4_g16_f32", _q3_k),
+    12: _type("q4_K", 256, 144, "int4_g32_offset_f32", _q4_k),
+    13: _type("q5_K", 256, 176, "int8_g32_offset_f32", _q5_k),
+    14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k),
+    20: _type("iq4_nl", 32, 18, "int8_g32", _iq4_nl),
+    23: _type("iq4_xs", 256, 136, "int8_g32_f32", _iq4_xs),
+}
+NUMBERS = {kind.name: number for number, kind in TYPES.items()}

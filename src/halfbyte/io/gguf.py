@@ -1,0 +1,369 @@
+"""GGUF files, read and written one tensor at a time.
+
+    "GGUF" | version u32 (2 or 3) | tensors u64 | keys u64
+    for each key:     name | type u32 | value
+    for each tensor:  name | dimensions u32 | each u64, the fastest first | type u32 | offset u64, from the start of the data
+    padding to `general.alignment` (32), the data, each tensor at a multiple of it
+
+A string is its length, u64, and its bytes in UTF-8; an array its elements' type u32, their count u64, and they. All little-endian.
+
+The header is parsed from bytes in memory with every length checked against what is left, so that a damaged or hostile file can
+neither loop nor allocate beyond its own size; arrays of strings are decoded when they are looked at. Data are read by plain reads
+(see safetensors.py), a few rows at a time, and their codes and scales come out exact: formats/ggml.py.
+
+Source: docs/gguf.md of https://github.com/ggml-org/ggml
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.formats import ggml
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.io.safetensors import is_shape
+from halfbyte.io.tensors import Place, Placed, Spec, fill
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_HEADER_LIMIT = 256 << 20  # the largest vocabularies take 20 MB
+_FIRST_BYTES = 4 << 20
+_DIMENSIONS = 4
+_ALIGNMENT = 32
+_CHUNK_WEIGHTS = 1 << 20  # that are decoded at a time
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64, 28: torch.float64}
+_PLAIN[30] = torch.bfloat16
+_PLAIN_NUMBERS = {dtype: number for number, dtype in _PLAIN.items()}
+
+Scalar = int | float | bool | str
+Value = Scalar | Sequence[Any]
+
+
+class Strings(Sequence[str]):
+    """An array of strings as it is in the file; each is decoded when it is taken."""
+
+    def __init__(self, text: bytes, ends: np.ndarray[Any, np.dtype[np.int64]], key: str) -> None:
+        self._text, self._ends, self._key = text, ends, key
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        try:
+            return self._text[self._ends[index] + 8 : self._ends[index + 1]].decode()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"string {index} of {self._key} is not UTF-8: the GGUF file is damaged") from None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file.
+
+    kind   the number of its type in ggml
+    shape  the slowest dimension first, as in torch
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def blocks(self) -> ggml.BlockType | None:
+        """The block type of a quantized tensor."""
+        return ggml.TYPES.get(self.kind)
+
+    @property
+    def spec(self) -> Spec:
+        """Of a tensor that is not quantized."""
+        return Spec(_PLAIN[self.kind], self.shape)
+
+
+@dataclass(frozen=True)
+class File:
+    """The header of a file, checked; no tensor has been read."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    entries: Mapping[str, Entry]
+
+
+def kind_name(kind: int) -> str:
+    """What ggml calls a type."""
+    return ggml.TYPES[kind].name if kind in ggml.TYPES else str(_PLAIN[kind]).removeprefix("torch.")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does, or at least is called one."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == MAGIC or path.suffix == ".gguf"
+    except OSError:
+        return False
+
+
+def read_header(path: Path) -> File:
+    """The header of a GGUF file. Raises CheckpointError for whatever breaks a rule of the format."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            # Nothing says how long the header is: a few MB are enough for most, and others are read again, twice as much.
+            have = _FIRST_BYTES
+            while True:
+                file.seek(0)
+                text = file.read(min(have, size))
+                try:
+                    return _parse(path, text, size)
+                except _CutError:
+                    if len(text) == size:
+                        raise CheckpointError(f"{path} ends within its header: it is cut short or damaged") from None
+                if have >= _HEADER_LIMIT:
+                    raise CheckpointError(f"the header of {path} is longer than {_HEADER_LIMIT} bytes: the file is damaged")
+                have *= 4
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+
+
+class _CutError(Exception):
+    """More bytes are needed than are in memory."""
+
+
+class _Cursor:
+    """Takes values from bytes, one after the other. `size` is that of the file, of which `text` is the beginning."""
+
+    def __init__(self, path: Path, text: bytes, size: int) -> None:
+        self.path, self.text, self.size, self.at = path, text, size, 0
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}: the file is damaged")
+
+    def skip(self, count: int) -> int:
+        """Where the next `count` bytes begin."""
+        start = self.at
+        if count > self.size - start:
+            raise self.wrong(f"something of {count} bytes at byte {start} goes beyond the end, {self.size}")
+        if start + count > len(self.text):
+            raise _CutError
+        self.at += count
+        return start
+
+    def number(self, code: str) -> Any:
+        layout = "<" + code
+        start = self.skip(struct.calcsize(layout))
+        return struct.unpack_from(layout, self.text, start)[0]
+
+    def string(self) -> str:
+        start = self.skip(self.number("Q"))
+        try:
+            return self.text[start : self.at].decode()
+        except UnicodeDecodeError:
+            raise self.wrong(f"the string at byte {start} is not UTF-8") from None
+
+    def value(self, key: str) -> Value:
+        kind = self.number("I")
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])  # type: ignore[no-any-return]
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise self.wrong(f"{short(key)} has a value of type {kind}, which does not exist")
+        kind, count = self.number("I"), self.number("Q")
+        if kind in _SCALARS:
+            dtype = np.dtype("<u1" if kind == 7 else "<" + _SCALARS[kind])
+            start = self.skip(count * dtype.itemsize)
+            return np.frombuffer(self.text, dtype, count, start).copy()  # type: ignore[return-value]
+        if kind != _STRING:
+            raise self.wrong(f"{short(key)} is an array of type {kind}, which is none of numbers or strings")
+        if 8 * count > self.size - self.at:
+            raise self.wrong(f"{short(key)} has {count} strings, more than the file has room for")
+        begin, ends = self.at, np.zeros(count + 1, np.int64)
+        for i in range(count):
+            self.skip(self.number("Q"))
+            ends[i + 1] = self.at - begin
+        return Strings(self.text[begin : self.at], ends, key)
+
+
+def _parse(path: Path, text: bytes, size: int) -> File:
+    cursor = _Cursor(path, text, size)
+    if text[:4] != MAGIC:
+        raise CheckpointError(f"{path} begins with {text[:4]!r}, not {MAGIC!r}: it is no GGUF file")
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        hint = ", big-endian" if version & 0xFFFF == 0 and version else ""
+        raise CheckpointError(f"{path} is a GGUF file of version {version}{hint}, little-endian 2 and 3 are read: convert it")
+    tensors, keys = cursor.number("Q"), cursor.number("Q")
+    if 24 * tensors + 12 * keys > size:
+        raise cursor.wrong(f"it would have {tensors} tensors and {keys} keys, in {size} bytes")
+    metadata: dict[str, Value] = {}
+    for _ in range(keys):
+        key = cursor.string()
+        if key in metadata:
+            raise cursor.wrong(f"the key {short(key)} comes twice")
+        metadata[key] = cursor.value(key)
+    found: list[tuple[str, int, tuple[int, ...], int]] = []
+    for _ in range(tensors):
+        name, dimensions = cursor.string(), cursor.number("I")
+        if dimensions > _DIMENSIONS:
+            raise cursor.wrong(f"tensor {short(name)} has {dimensions} dimensions, more than {_DIMENSIONS}")
+        shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+        found.append((name, cursor.number("I"), shape, cursor.number("Q")))
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not (type(alignment) is int and 0 < alignment < 1 << 20 and alignment & (alignment - 1) == 0):
+        raise cursor.wrong(f"its alignment is {short(alignment)}, which is no power of two")
+    start = -(-cursor.at // alignment) * alignment
+    entries: dict[str, Entry] = {}
+    for name, kind, shape, offset in found:
+        if name in entries:
+            raise cursor.wrong(f"tensor {short(name)} comes twice")
+        if not is_shape(list(shape)):
+            raise cursor.wrong(f"tensor {short(name)} has shape {short(list(shape))}, which is no list of sizes")
+        if offset % alignment:
+            raise cursor.wrong(f"tensor {short(name)} begins at {offset}, no multiple of the alignment {alignment}")
+        entries[name] = Entry(kind, shape, Place(path, start + offset, _bytes(path, name, kind, shape)))
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].place.offset, item[1].place.spec.nbytes)):
+        if entry.place.offset < end:
+            raise cursor.wrong(f"tensor {short(name)} overlaps the one before it")
+        end = entry.place.offset + entry.place.spec.nbytes
+        if end > size:
+            raise CheckpointError(f"{path} has {size} bytes, tensor {short(name)} ends at {end}: the file is cut short or damaged")
+    return File(path, metadata, entries)
+
+
+def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
+    """What a tensor is in the file: rows of bytes, or numbers."""
+    if kind in _PLAIN:
+        return Spec(_PLAIN[kind], shape)
+    if kind not in ggml.TYPES:
+        known = ", ".join(kind_name(number) for number in sorted({*ggml.TYPES, *_PLAIN}))
+        raise CheckpointError(f"{path}: tensor {short(name)} is of ggml type {kind}, halfbyte reads {known}: requantize it with llama.cpp")
+    try:
+        return Spec(torch.uint8, (*shape[:-1], ggml.TYPES[kind].row_bytes(shape[-1] if shape else 1)))
+    except FormatError as e:
+        raise CheckpointError(f"{path}: tensor {short(name)}: {e}") from e
+
+
+def read(entry: Entry) -> Codes | Tensor:
+    """One tensor: codes with the file's own numbers where it is quantized. Holds the result and a few MB."""
+    try:
+        with open(entry.place.path, "rb", buffering=0) as file:
+            file.seek(entry.place.offset)
+            if (kind := entry.blocks) is not None:
+                codes = _read_codes(kind, entry, file)
+                codes.check_values()
+                return codes
+            out = torch.empty(entry.shape, dtype=entry.place.spec.dtype)
+            fill(file, out, entry.place.path)
+            return out
+    except OSError as e:
+        raise CheckpointError(f"cannot read {entry.place.path}: {e.strerror}") from e
+
+
+def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any) -> Codes:
+    count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
+    flat = stored_tensors(kind.format, (count, kind.weights))
+    parts = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in flat.items()}
+    step = _CHUNK_WEIGHTS // kind.weights
+    for first in range(0, count, step):
+        last = min(count, first + step)
+        raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8)
+        fill(file, raw, entry.place.path)
+        for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw).tensors().items():
+            parts[name][first:last] = tensor
+    stored = stored_tensors(kind.format, entry.shape)
+    return Codes.from_tensors(kind.format, entry.shape, {name: part.reshape(stored[name][1]) for name, part in parts.items()})
+
+
+class Writer(Placed):
+    """One GGUF file.
+
+    metadata  str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit
+    tensors   name -> (ggml's number of its type, shape); see ggml.NUMBERS and `plain_number`
+    """
+
+    def __init__(
+        self, path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, tuple[int, tuple[int, ...]]], *, journal: str | None = None
+    ) -> None:
+        out = bytearray(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
+        for key, value in metadata.items():
+            out += _string(key) + _value(key, value)
+        offset, offsets = 0, {}
+        for name, (kind, shape) in tensors.items():
+            out += _string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + struct.pack("<IQ", kind, offset)
+            offsets[name] = offset
+            offset = -(-(offset + _bytes(path, name, kind, shape).nbytes) // _ALIGNMENT) * _ALIGNMENT
+        out += bytes(-len(out) % _ALIGNMENT)
+        places = {name: Place(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()}
+        self.nbytes = len(out) + offset
+        self._path = path
+        super().__init__({path: bytes(out)}, places, path.parent, journal)
+
+    def finish(self) -> None:
+        """Raises ArgumentError if a tensor has not been written; pads the last one."""
+        super().finish()
+        with open(self._path, "r+b") as file:
+            file.truncate(self.nbytes)
+
+
+def plain_number(dtype: torch.dtype) -> int:
+    """ggml's number of a dtype."""
+    if dtype not in _PLAIN_NUMBERS:
+        raise CheckpointError(f"GGUF has no {dtype}: it has {', '.join(str(d) for d in _PLAIN_NUMBERS)}")
+    return _PLAIN_NUMBERS[dtype]
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(key: str, value: Value) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, bool | int | float):
+        kind = _kind([value])
+        return struct.pack("<I" + _SCALARS[kind], kind, value)
+    items = list(value)
+    if all(isinstance(item, str) for item in items):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(items)) + b"".join(map(_string, items))
+    if not all(isinstance(item, bool | int | float) for item in items):
+        raise ArgumentError(f"GGUF's {key} is text, a number, or a list of one of them, got {short(value)}")
+    kind = _kind(items)
+    return struct.pack("<IIQ", _ARRAY, kind, len(items)) + struct.pack(f"<{len(items)}{_SCALARS[kind]}", *items)
+
+
+def _kind(items: Iterable[bool | int | float]) -> int:
+    """The type of a number or of all numbers of an array: bool, u32, i32, u64, i64 or f32."""
+    items = list(items)
+    if all(isinstance(item, bool) for item in items):
+        return 7
+    if any(isinstance(item, float) for item in items):
+        return 6
+    low, high = min(items), max(items)
+    if len(items) > 1 and low >= -(1 << 31) and high < 1 << 31:
+        return 5  # arrays of numbers, such as token types, are signed in every file
+    if low >= 0:
+        return 4 if high < 1 << 32 else 10
+    return 5 if low >= -(1 << 31) and high < 1 << 31 else 11
