@@ -123,6 +123,19 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
     return q.clamp(fmt.q_min, fmt.q_max)
 
 
+def decode(fmt: Format, q: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights that codes q, float32 [r, nb, B], stand for on a grid: computed in `dtype`, [r, nb, B]."""
+    w = steps(q, grid).to(dtype) * grid.scale.to(dtype).unsqueeze(-1)
+    if grid.zero is not None and fmt.zero == "offset":
+        w += grid.zero.to(dtype).unsqueeze(-1)
+    return w
+
+
+def steps(q: Tensor, grid: Grid) -> Tensor:
+    """Codes less their integer point, where there is one."""
+    return q - grid.zero.unsqueeze(-1) if grid.zero is not None and grid.zero.dtype == torch.uint8 else q
+
+
 def _ggml_q4_0(builder: Builder, x: Tensor) -> Grid:
     peak = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)  # argmax gives the first of equals
     d = peak / -8  # exact, or one rounding where d is subnormal

@@ -12,6 +12,9 @@ other weights. Of each block this tries, in order,
 Each grid is judged with its scale and zero as they will be stored, and the best is kept. Last, what was found is compared
 with `absmax` in float64, so that no block comes out worse than that.
 
+With an `importance` h of each column the error is sum(h * (dequantize(q) - x)^2). Where h is the mean square of the inputs
+that a column is multiplied by, that is the squared error of the outputs but for the correlations between the inputs.
+
 Sources: the drawn-in ends are the clipping search of "Optimal clipping and magnitude-aware differentiation" (OCTAV, Sakr et
 al., ICML 2022) done by enumeration; factors and refits follow ggml's make_qx_quants and make_qkx2_quants (ggml-quants.c).
 """
@@ -23,9 +26,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.quantizers.absmax import absmax_grid, encode, limits, stored_grid
+from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, steps, stored_grid
 from halfbyte.quantizers.walk import Builder, Grid, as_blocks
 
 _FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
@@ -34,51 +38,84 @@ _REFITS = 3
 
 
 @torch.no_grad()
-def mse(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
+def mse(weight: Tensor, fmt: Format, name: str = "weight", importance: Tensor | None = None) -> Codes:
     """Quantizes `weight` to `fmt` with the least squared error that the search above finds.
 
-    Takes, returns and raises what `absmax` does; about thirty times its work. Memory beyond the result: a few MB.
+    importance  float [K], 0 or more: how much an error of each column counts; None: all count the same
+
+    Takes, returns and raises what `absmax` does, and ArgumentError for an importance that does not fit; about thirty times
+    its work. Memory beyond the result: a few MB.
     """
+    if importance is not None and (tuple(importance.shape) != weight.shape[-1:] or not bool((importance >= 0).all())):
+        raise ArgumentError(
+            f"the importance of {name} {list(weight.shape)} is one number of 0 or more for each of its columns, "
+            f"got {list(importance.shape)}{'' if tuple(importance.shape) != weight.shape[-1:] else ' with negative ones or NaN'}"
+        )
     builder = Builder(weight, fmt, name)
+    if importance is not None:
+        importance = importance.to(builder.rows.device, torch.float32)
     for group in builder:
         plain = absmax_grid(builder, group)
-        found = _search(fmt, group, plain)
-        better = squared_error(fmt, group, found, torch.float64) < squared_error(fmt, group, plain, torch.float64)
+        blocks = Blocks(fmt, group, importance)
+        found = _search(blocks, plain)
+        better = squared_error(blocks, found, torch.float64) < squared_error(blocks, plain, torch.float64)
         grid = found.where(better, plain)
         builder.add(group, grid, (encode(fmt, as_blocks(rows, fmt), grid) for rows in group))
     return builder.codes()
 
 
-def squared_error(fmt: Format, group: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """sum((dequantize(q) - x)^2) of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
+class Blocks:
+    """A group of row slices as blocks, and how much each of their elements counts."""
+
+    def __init__(self, fmt: Format, group: Sequence[Tensor], importance: Tensor | None = None) -> None:
+        self.fmt, self.group, self.importance = fmt, group, importance
+
+    def encoded(self, grid: Grid) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Piece by piece: weights x, their codes q, both float32 [r, nb, B], and what each element counts, [1, nb, B] or [1, nb, 1].
+
+        The filling of a short last block counts 0.
+        """
+        for rows in self.group:
+            x = as_blocks(rows, self.fmt)
+            yield x, encode(self.fmt, x, grid), self._counts(rows, x)
+
+    def _counts(self, rows: Tensor, x: Tensor) -> Tensor:
+        short = 0 if self.fmt.block == "tensor" else x.shape[1] * x.shape[2] - rows.shape[-1]
+        if self.importance is None and not short:
+            return x.new_ones(1, x.shape[1], 1)
+        counts = x.new_ones(rows.shape[-1]) if self.importance is None else self.importance
+        if self.fmt.block == "tensor":
+            return counts.repeat(len(rows)).reshape(1, 1, -1)
+        return torch.nn.functional.pad(counts, (0, short)).reshape(1, *x.shape[1:])
+
+
+def squared_error(blocks: Blocks, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """sum(h * (dequantize(q) - x)^2) of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
     total = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
-    for x, q, count in _encoded(fmt, group, grid):
-        w = _steps(q, grid).to(dtype) * grid.scale.to(dtype).unsqueeze(-1)
-        if grid.zero is not None and fmt.zero == "offset":
-            w += grid.zero.to(dtype).unsqueeze(-1)
-        total += _sum(w.sub_(x).square_(), count).double()
+    for x, q, counts in blocks.encoded(grid):
+        total += (decode(blocks.fmt, q, grid, dtype).sub_(x).square_() * counts).sum(dim=-1).double()
     return total
 
 
 class _Best:
     """The best grid of each block so far."""
 
-    def __init__(self, fmt: Format, group: Sequence[Tensor], grid: Grid) -> None:
-        self.fmt, self.group, self.grid = fmt, group, grid
-        self.error = squared_error(fmt, group, grid)
+    def __init__(self, blocks: Blocks, grid: Grid) -> None:
+        self.blocks, self.grid = blocks, grid
+        self.error = squared_error(blocks, grid)
 
     def offer(self, scale: Tensor, lo: Tensor | None) -> Tensor:
         """Takes the grid of these scales and lower ends (float32 [r, nb]) where it is better; True there."""
-        grid = stored_grid(self.fmt, scale, lo)
-        error = squared_error(self.fmt, self.group, grid)
+        grid = stored_grid(self.blocks.fmt, scale, lo)
+        error = squared_error(self.blocks, grid)
         better = error < self.error  # False where the scale overflowed: the error is then infinite or NaN
         self.grid, self.error = grid.where(better, self.grid), torch.where(better, error, self.error)
         return better
 
 
-def _search(fmt: Format, group: Sequence[Tensor], plain: Grid) -> Grid:
-    best = _Best(fmt, group, plain)
-    lo, hi = limits(fmt, group)
+def _search(blocks: Blocks, plain: Grid) -> Grid:
+    fmt, best = blocks.fmt, _Best(blocks, plain)
+    lo, hi = limits(fmt, blocks.group)
     if fmt.zero == "none":
         amax = torch.maximum(lo.abs(), hi.abs())
         signs = (1, -1) if fmt.family == "ggml" and fmt.bits == 4 else (1,)
@@ -91,7 +128,7 @@ def _search(fmt: Format, group: Sequence[Tensor], plain: Grid) -> Grid:
         for ends in ((1, 1), (1, 0), (0, 1)):
             lo, hi = _draw_in(best, lo, hi, ends)
     for _ in range(_REFITS):
-        best.offer(*_refit(fmt, group, best.grid))
+        best.offer(*refit(blocks.encoded(best.grid), best.grid))
     return best.grid
 
 
@@ -100,31 +137,32 @@ def _draw_in(best: _Best, lo: Tensor, hi: Tensor, ends: tuple[int, int]) -> tupl
     span, best_lo, best_hi = hi - lo, lo, hi
     for cut in _CUTS:
         low, high = lo + span * (cut * ends[0]), hi - span * (cut * ends[1])
-        if best.fmt.zero == "point":
+        if best.blocks.fmt.zero == "point":
             low, high = low.clamp(max=0), high.clamp(min=0)
-        better = best.offer((high - low) / best.fmt.q_max, low)
+        better = best.offer((high - low) / best.blocks.fmt.q_max, low)
         best_lo, best_hi = torch.where(better, low, best_lo), torch.where(better, high, best_hi)
     return best_lo, best_hi
 
 
-def _refit(fmt: Format, group: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor | None]:
-    """The scale and lower end of least squares for the codes that `grid` gives, float32 [r, nb].
+def refit(encoded: Iterator[tuple[Tensor, Tensor, Tensor]], grid: Grid) -> tuple[Tensor, Tensor | None]:
+    """The scale and lower end of weighted least squares for targets x and their codes, as `Blocks.encoded` gives them, float32 [r, nb].
 
-    x ~ s * u, u = q or q - point:   s = sum(x*u) / sum(u^2)
-    x ~ s * q + o:                   s = sum(y*v) / sum(v^2), o = mean(x) - s * mean(q), of y and v less their means
+    x ~ s * u, u = q or q - point:   s = sum(h*x*u) / sum(h*u^2)
+    x ~ s * q + o:                   s = sum(h*y*v) / sum(h*v^2), o = mean(x) - s * mean(q), of y and v less their (weighted) means
     """
     xu = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
     n, sx, su, uu = torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu)
     start = None if grid.start is None else grid.start.unsqueeze(-1)
-    for x, q, count in _encoded(fmt, group, grid):
-        u = _steps(q, grid)
+    for x, q, counts in encoded:
+        u = steps(q, grid)
         y = x if start is None else x - start  # near the offset: the sums then cancel little
-        xu += _sum(y * u, count).double()
-        uu += _sum(u.square(), count).double()
-        n += count
+        hu = u * counts
+        xu += (y * hu).sum(dim=-1).double()
+        uu += (u * hu).sum(dim=-1).double()
         if start is not None:
-            sx += _sum(y, count).double()
-            su += _sum(u, count).double()
+            n += counts.expand(1, *x.shape[1:]).sum(dim=-1)
+            sx += (y * counts).sum(dim=-1).double()
+            su += hu.sum(dim=-1).double()
     if grid.start is not None:
         scale = (xu - sx * su / n) / (uu - su * su / n)
         return scale.float(), ((sx - scale * su) / n + grid.start.double()).float()
@@ -132,26 +170,3 @@ def _refit(fmt: Format, group: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Te
     if grid.zero is None:
         return scale.float(), None
     return scale.float(), (-scale * grid.zero.double()).float()
-
-
-def _encoded(fmt: Format, group: Sequence[Tensor], grid: Grid) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Piece by piece: weights x, their codes q, both float32 [r, nb, B], and how many of B are weights, [nb]."""
-    for rows in group:
-        x = as_blocks(rows, fmt)
-        count = torch.full((x.shape[1],), x.shape[2], device=x.device)
-        if fmt.block != "tensor":
-            count[-1] -= x.shape[1] * x.shape[2] - rows.shape[-1]
-        yield x, encode(fmt, x, grid), count
-
-
-def _steps(q: Tensor, grid: Grid) -> Tensor:
-    """Codes less their integer point, where there is one."""
-    return q - grid.zero.unsqueeze(-1) if grid.zero is not None and grid.zero.dtype == torch.uint8 else q
-
-
-def _sum(values: Tensor, count: Tensor) -> Tensor:
-    """The sum of each block [r, nb, B] -> [r, nb], the filling of a short last block left out."""
-    total = values.sum(dim=-1)
-    if (last := int(count[-1])) < values.shape[-1]:
-        total[:, -1] = values[:, -1, :last].sum(dim=-1)
-    return total

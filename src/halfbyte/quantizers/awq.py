@@ -1,0 +1,79 @@
+"""Scales for the input channels of linear layers, so that the channels which the activations make important lose less.
+
+A linear layer gives the same output when each column k of its weight is multiplied by s_k and its input divided by it. The larger
+column then takes more of its block's range and is rounded more finely. Of the scales s = a^alpha, with a the mean magnitude of
+each input channel and alpha = 0, 1/20, …, 1, this chooses the one that minimises the squared error of the outputs,
+
+    sum over the layers that read this input of  tr(D H D^T),  D = Q(W s) / s - W,  H = sum(x x^T),
+
+and brings its extremes to one over each other. Who divides the input by s, for free, is found in `nn/folding.py`.
+
+Source: Lin et al.: AWQ, Activation-aware Weight Quantization (arXiv:2306.00978, 2023), equations 4 and 5. Its search for
+clipped ranges is `mse` with the importance of `clipping_importance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.quantizers.absmax import absmax
+from halfbyte.quantizers.mse import mse
+
+_LEAST = 1e-4  # of a scale: a channel that is always 0 must not divide by it
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ:
+    """Options of AWQ.
+
+    steps  alphas that are tried, besides 0
+    clip   whether ranges are clipped where that lowers the error of the outputs
+    """
+
+    steps: int = 20
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ArgumentError(f"AWQ tries 1 or more steps of alpha, got {self.steps}: use 20")
+
+
+def search_scale(
+    weights: Sequence[tuple[Tensor, Format]], moments: Tensor, magnitude: Tensor, options: AWQ, channel: Tensor | None = None
+) -> Tensor:
+    """The scale s, float32 [K], for the weights [N, K] (with their formats) that read one input.
+
+    moments    H, float32 [K, K]
+    magnitude  a, float32 [K]
+    channel    int64 [K] in [0, C): columns of the same channel get the same scale, where what divides has only C of them
+    """
+    if channel is not None:
+        size = int(channel.max()) + 1
+        sums = torch.zeros(size, device=magnitude.device).index_add_(0, channel, magnitude)
+        magnitude = (sums / torch.bincount(channel, minlength=size))[channel]
+    best, least = torch.ones_like(magnitude), float("inf")
+    for step in range(options.steps + 1):
+        scale = magnitude.pow(step / options.steps).clamp_min(_LEAST)
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        loss = sum(output_error(weight, fmt, moments, scale) for weight, fmt in weights)
+        if loss < least:
+            best, least = scale, loss
+    return best
+
+
+def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor) -> float:
+    """tr(D H D^T) of a weight [N, K] that is quantized with this scale of its columns."""
+    error = absmax(weight * scale, fmt).dequantize() / scale - weight
+    return float(((error @ moments) * error).sum(dtype=torch.float64))
+
+
+def awq(weight: Tensor, fmt: Format, moments: Tensor, options: AWQ, name: str = "weight") -> Codes:
+    """Quantizes a weight [N, K] whose columns are scaled already; `moments` are those of the inputs that are divided already."""
+    return mse(weight, fmt, name, moments.diagonal()) if options.clip else absmax(weight, fmt, name)

@@ -1,0 +1,178 @@
+"""Codes that make up for each other's errors: the columns of a weight are rounded one after the other, and what a column's
+rounding adds to the layer's output is taken back, as far as it can be, by the columns that are still to come.
+
+For a weight W [N, K] and the second moments H = sum(x x^T) [K, K] of the inputs x that it is multiplied by, the error to keep
+small is tr(D H D^T), D = dequantize(codes) - W. With U the upper Cholesky factor of (H + damping * mean(diag(H)) * I)^-1:
+
+    for each column k in order:
+        w_k  ->  its nearest codes
+        W[:, j] -= (w_k - dequantize(codes_k)) / U[k, k] * U[k, j]      for every j > k
+
+Columns are taken in blocks; what lies beyond a block is updated when it is done. The grid of a block of the format is fixed when
+its first column is reached, from the weights as they are then, or before anything is rounded (static groups). Everything is computed
+in float64.
+
+Source: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (arXiv:2210.17323, 2022). Act-order and static groups are the options of
+the authors' code, github.com/IST-DASLab/gptq.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.quantizers.absmax import absmax
+from halfbyte.quantizers.check import check_finite, check_weight
+from halfbyte.quantizers.mse import mse
+
+GRIDS = ("mse", "absmax")
+_CHUNK = 1 << 24  # weights that are worked on at a time: rows do not depend on each other
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """Options of `gptq`.
+
+    act_order      columns are taken in the order of falling input energy, diag(H), instead of their own. The codes stay where they
+                   belong: the checkpoint needs no permutation and kernels do not know of it
+    static_groups  scales and zeros come from the weights as they were before any column was rounded
+    damping        part of the mean of diag(H) that is added to it
+    columns        of a block
+    grid           how scales are found: "mse" (weighted by diag(H)) or "absmax" (the paper's)
+    """
+
+    act_order: bool = True
+    static_groups: bool = False
+    damping: float = 0.01
+    columns: int = 128
+    grid: str = "mse"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping < float("inf"):
+            raise ArgumentError(
+                f"the damping of GPTQ is a positive part of the mean of the Hessian's diagonal, got {self.damping}: use 0.01"
+            )
+        if self.columns < 1:
+            raise ArgumentError(f"GPTQ takes 1 or more columns at a time, got {self.columns}: use 128")
+        if self.grid not in GRIDS:
+            raise ArgumentError(f"the grid of GPTQ is one of {', '.join(GRIDS)}, got {self.grid!r}")
+
+
+@torch.no_grad()
+def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = None, name: str = "weight") -> Codes:
+    """Quantizes `weight` to `fmt` so that its outputs for the inputs of `moments` change little.
+
+    weight   float32, float16 or bfloat16 [N, K]
+    moments  float [K, K]: sum(x x^T) over inputs x, times any positive number, on the weight's device
+    name     what error messages call the tensor
+
+    Raises ArgumentError for another dtype or shape and for NaN or infinity in either, FormatError where a scale overflows.
+    Memory: three times the moments and four times the weight (or 16 M elements of it) in float64.
+    """
+    options = options or GPTQ()
+    check_weight(weight, name)
+    if weight.dim() != 2 or tuple(moments.shape) != (weight.shape[1], weight.shape[1]):
+        raise ArgumentError(f"GPTQ takes a weight [N, K] and moments [K, K], got {name} {list(weight.shape)} and {list(moments.shape)}")
+    check_finite(weight, name)
+    check_finite(moments, f"the input moments of {name}")
+    energy = moments.diagonal().float()
+    n, k = weight.shape
+    if not weight.numel() or not bool((energy > 0).any()):
+        return _grid(weight, fmt, energy, options, name)
+    order = energy.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
+    upper = inverse_factor(moments[order][:, order], options.damping, name)
+    static = _grid(weight, fmt, energy, options, name) if options.static_groups or not isinstance(fmt.block, int) else None
+    parts = []
+    for rows in torch.arange(n, device=weight.device).split(max(1, _CHUNK // k)):
+        sweep = _Sweep(weight[rows], fmt, energy, options, name)
+        if static is not None:
+            take = slice(None) if fmt.block == "tensor" else rows
+            sweep.fix(static.scale[take], None if static.zero is None else static.zero[take])
+        parts.append(sweep.run(upper, order))
+    values = torch.cat([part[0] for part in parts])
+    if static is not None:
+        return Codes.from_values(fmt, values, static.scale, static.zero)
+    zero = None if fmt.zero == "none" else torch.cat([part[2] for part in parts]).to(fmt.scale if fmt.zero == "offset" else torch.uint8)
+    return Codes.from_values(fmt, values, torch.cat([part[1] for part in parts]).to(fmt.scale), zero)
+
+
+def inverse_factor(moments: Tensor, damping: float, name: str) -> Tensor:
+    """U, upper triangular with U^T U = (H + damping * mean(diag(H)) * I)^-1: float64 [K, K]."""
+    h = moments.double()
+    h.diagonal().add_(damping * h.diagonal().mean())
+    lower, info = torch.linalg.cholesky_ex(h)
+    if int(info):
+        raise ArgumentError(
+            f"the input moments of {name} are not positive definite with a damping of {damping}: use a larger one, such as 0.1"
+        )
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return upper
+
+
+def _grid(weight: Tensor, fmt: Format, energy: Tensor, options: GPTQ, name: str) -> Codes:
+    return mse(weight, fmt, name, energy) if options.grid == "mse" else absmax(weight, fmt, name)
+
+
+class _Sweep:
+    """One pass over the columns of some rows. Columns are kept as rows here, so that each is contiguous."""
+
+    def __init__(self, rows: Tensor, fmt: Format, energy: Tensor, options: GPTQ, name: str) -> None:
+        self.fmt, self.energy, self.options, self.name = fmt, energy, options, name
+        self.w = rows.double().T.contiguous()  # [K, n]
+        self.size = fmt.block_size(len(self.w))
+        blocks = -(-len(self.w) // self.size)
+        self.scale = self.w.new_zeros(blocks, self.w.shape[1])  # of each block, as stored
+        self.zero = torch.zeros_like(self.scale)
+        self.known = [False] * blocks
+
+    def fix(self, scale: Tensor, zero: Tensor | None) -> None:
+        """Takes the grids of all blocks, [n, blocks] or [1, 1], as given."""
+        self.scale.copy_(scale.T)
+        if zero is not None:
+            self.zero.copy_(zero.T)
+        self.known = [True] * len(self.known)
+
+    def run(self, upper: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, int16 [n, K], scales and zeros, float64 [n, blocks], for columns taken in this order; `upper` is in it already."""
+        w = self.w[order]
+        codes = torch.empty_like(w, dtype=torch.int16)
+        places = order.argsort().split(self.size)  # where the columns of each block stand in the order
+        blocks = (order // self.size).tolist()
+        for first in range(0, len(w), self.options.columns):
+            last = min(first + self.options.columns, len(w))
+            near, errors = w[first:last].clone(), w.new_zeros(last - first, w.shape[1])
+            for i in range(last - first):
+                block, factor = blocks[first + i], upper[first + i]
+                if not self.known[block]:
+                    self._decide(block, w[places[block]] - upper[first : first + i, places[block]].T @ errors[:i])
+                q = self._encode(near[i], block)
+                codes[first + i] = q.to(torch.int16)
+                errors[i] = (near[i] - self._decode(q, block)) / factor[first + i]
+                near[i + 1 :].addr_(factor[first + i + 1 : last], errors[i], alpha=-1)
+            w[last:].addmm_(upper[first:last, last:].T, errors, alpha=-1)
+        return codes[order.argsort()].T.contiguous(), self.scale.T, self.zero.T
+
+    def _decide(self, block: int, columns: Tensor) -> None:
+        """Fixes the grid of a block from its columns, [B, n]."""
+        energy = self.energy[block * self.size : block * self.size + len(columns)]
+        codes = _grid(columns.T.float(), self.fmt, energy, self.options, self.name)
+        self.scale[block] = codes.scale[:, 0]
+        if codes.zero is not None:
+            self.zero[block] = codes.zero[:, 0]
+        self.known[block] = True
+
+    def _encode(self, column: Tensor, block: int) -> Tensor:
+        scale, zero = self.scale[block], self.zero[block]
+        offset = self.fmt.zero == "offset"
+        steps = (column - zero if offset else column) / scale
+        q = torch.where(scale == 0, 0.0, steps).round()
+        return (q if offset else q + zero).clamp(self.fmt.q_min, self.fmt.q_max)
+
+    def _decode(self, q: Tensor, block: int) -> Tensor:
+        scale, zero = self.scale[block], self.zero[block]
+        return q * scale + zero if self.fmt.zero == "offset" else (q - zero) * scale
