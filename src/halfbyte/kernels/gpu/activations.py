@@ -1,0 +1,364 @@
+"""x [M, K] -> int8 codes, scales, offsets and sums, as `reference.quantize_activation` makes them, bit for bit, in one pass.
+
+    q [M, K padded] int8    the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
+    scale, offset           float32 [groups, rows]: a group is a block of the weight, or the whole row
+    sums                    float32 [granules or 1, rows], of the codes: exact integers
+
+A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are made for each
+granule where x or the weight has several blocks, else for the row.
+
+Order of the codes: K's own for weights of 8 bits. For 4 bits that in which kernels get nibbles out of 32-bit registers, so
+that the operands of one integer mma agree (the words of a lane are khalf, rowhalf, k: see gpu_tiles):
+
+    granules of 128   the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones 32 more:
+                      position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
+    32 and 64         bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together:
+                      position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
+
+With an offset, row M of the codes is 1 where K has an element, else 0: multiplied by it, a weight gives the sums of its codes.
+
+Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. NaN and infinities are seen as
+bits: they are the greatest magnitudes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.problem import Activation, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.cpu_tiles import piece
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
+MAGIC_BITS = tl.constexpr(0x4B400000)
+_LONGEST_TILE = 32768  # elements that one program holds in registers
+_LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and byte offsets of m quantized rows in one piece of memory.
+
+    granule    padded elements that belong to one block
+    block      elements of a block of the weight, or of a piece whose products are summed in int32; `padded` with its padding
+    whole_row  the row has one scale
+    whole      x and the weight have one block: a product is one sum of integers
+    """
+
+    m: int
+    k: int
+    k_padded: int
+    granule: int
+    block: int
+    padded: int
+    whole_row: bool
+    whole: bool
+    with_offset: bool
+    nibbles: bool
+
+    @cached_property
+    def rows(self) -> int:
+        return self.m + self.with_offset
+
+    @cached_property
+    def granules(self) -> int:
+        return self.k_padded // self.granule
+
+    @cached_property
+    def groups(self) -> int:
+        return 1 if self.whole_row else -(-self.k_padded // self.padded)
+
+    @cached_property
+    def sum_groups(self) -> int:
+        return 1 if self.whole else self.granules
+
+    @cached_property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
+        at, found = _round_up(self.rows * self.k_padded), []
+        for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
+            found.append(at)
+            at += _round_up(4 * count * self.rows)
+        return found[0], found[1], found[2], at
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.offsets[3]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Quantized rows: q int8 [rows, K padded], scale float32 [groups, rows], sums float32, offset float32 or None."""
+
+    plan: Plan
+    q: Tensor
+    scale: Tensor
+    sums: Tensor
+    offset: Tensor | None
+
+
+def _round_up(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem) -> Plan:
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    whole_row = problem.activation in ("row", "row_offset")
+    block, padded = geo.block, geo.padded
+    if piece(block, problem.k) < block:
+        block = padded = piece(block, problem.k)
+    whole = geo.blocks == 1 and problem.k <= _LONGEST_SUM and (whole_row or block == problem.k)
+    return Plan(
+        m=problem.m,
+        k=problem.k,
+        k_padded=geo.k_padded,
+        granule=min(padded, gpu_tiles.RECORD),
+        block=block,
+        padded=padded,
+        whole_row=whole_row or whole,
+        whole=whole,
+        with_offset=problem.activation in ("block_offset", "row_offset"),
+        nibbles=problem.format.bits == 4,
+    )
+
+
+def supports(problem: Problem) -> str | None:
+    """Why `problem`'s activations can't be quantized for a weight in gpu_tiles, or None."""
+    block = problem.format.block_size(problem.k)
+    if piece(block, problem.k) < block and piece(block, problem.k) % gpu_tiles.RECORD:
+        return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, which are no whole records of {gpu_tiles.RECORD}"
+    return None
+
+
+def views(plan: Plan, memory: Tensor) -> Quantized:
+    """The parts of `memory`, uint8 [at least plan.nbytes]."""
+    at_scale, at_sums, at_offset, end = plan.offsets
+    q = memory[: plan.rows * plan.k_padded].view(torch.int8).view(plan.rows, plan.k_padded)
+    scale = memory[at_scale:][: 4 * plan.groups * plan.rows].view(torch.float32).view(plan.groups, plan.rows)
+    sums = memory[at_sums:][: 4 * plan.sum_groups * plan.rows].view(torch.float32).view(plan.sum_groups, plan.rows)
+    offset = memory[at_offset:end][: 4 * plan.groups * plan.rows].view(torch.float32).view(plan.groups, plan.rows) if plan.with_offset else None
+    return Quantized(plan, q, scale, sums, offset)
+
+
+def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
+    """x [m, k] (float32, float16 or bfloat16, unit stride along k) into `memory`, uint8 [at least plan.nbytes]."""
+    out = views(plan, memory)
+    single = not plan.whole_row and plan.padded == plan.granule
+    # Granules of one program: some whole groups of one granule, or all of one group's.
+    group = plan.granules if plan.whole_row else 1 if single else plan.padded // plan.granule
+    most = _LONGEST_TILE // plan.granule
+    if single:
+        few = max(1, min(4096, 1024 if plan.m < 64 else 4096) // plan.granule)
+        held, programs = min(few, triton.next_power_of_2(plan.granules)), -(-plan.granules // few)
+    else:
+        held, programs = min(most, triton.next_power_of_2(group)), plan.groups
+    launch.run(
+        _quantize,
+        (plan.rows, programs),
+        x,
+        out.q,
+        out.scale,
+        out.sums,
+        out.offset,
+        plan.m,
+        plan.k,
+        plan.granules,
+        x.stride(0),
+        plan.block,
+        plan.padded,
+        held if single else group,
+        G=plan.granule,
+        HELD=held,
+        CHUNKS=1 if single else -(-group // held),
+        SINGLE=single,
+        WITH_OFFSET=plan.with_offset,
+        WHOLE=plan.whole,
+        NIBBLES=plan.nibbles,
+        num_warps=max(1, min(16, held * plan.granule // 512)),
+    )
+    return out
+
+
+def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
+    """int8 codes [m, k] that are there already, into the order of the plan; its other parts are left undefined."""
+    out = views(plan, memory)
+    held = min(32, triton.next_power_of_2(plan.granules))
+    launch.run(
+        _arrange,
+        (plan.m, -(-plan.granules // held)),
+        q,
+        out.q,
+        plan.k,
+        plan.granules,
+        q.stride(0),
+        G=plan.granule,
+        HELD=held,
+        NIBBLES=plan.nibbles,
+        num_warps=max(1, min(4, held * plan.granule // 512)),
+    )
+    return out
+
+
+# Kernels
+
+
+@triton.jit
+def ordered(q, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
+    """q [HELD, G] in the order of this module's text."""
+    if NIBBLES:
+        if G == 128:  # upper, high, kt, khalf, k4, k
+            q = tl.reshape(q, (HELD, 2, 2, 2, 2, 4, 2))
+            q = tl.permute(q, (0, 2, 3, 4, 5, 6, 1))
+        else:  # kt, khalf, k4, k
+            q = tl.reshape(q, (HELD * G // 32, 2, 2, 4, 2))
+            q = tl.permute(q, (0, 1, 3, 2, 4))
+    return tl.reshape(q, (HELD, G))
+
+
+@triton.jit
+def round_product(x, y):
+    """The integer nearest to the exact product of two float32, ties to even, as int32; right where it lies within 2^22."""
+    if INTERPRETED:  # whose fma rounds twice
+        exact = x.to(tl.float64) * y.to(tl.float64)
+        return ((exact + 6755399441055744.0) - 6755399441055744.0).to(tl.int32)
+    else:
+        return tl.fma(x, y, tl.full(x.shape, MAGIC, tl.float32)).to(tl.int32, bitcast=True) - MAGIC_BITS
+
+
+@triton.jit
+def _read(x, granule, end, k, block, padded, G: tl.constexpr):
+    """Elements of some granules: values float32 [len(granule), G] and which of them exist."""
+    start = granule * G
+    within = (start % padded)[:, None] + tl.arange(0, G)[None, :]
+    at = (start // padded)[:, None] * block + within
+    real = (granule < end)[:, None] & (within < block) & (at < k)
+    return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real
+
+
+@triton.jit
+def _extremes(v, real, WITH_OFFSET: tl.constexpr, AXIS: tl.constexpr):
+    """The greatest magnitude as bits, the least and the greatest value: over G, or over all."""
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    most = tl.max(bits, axis=AXIS)
+    low = most
+    high = most
+    if WITH_OFFSET:
+        low = tl.min(tl.where(real, v, float("inf")), axis=AXIS).to(tl.int32, bitcast=True)
+        high = tl.max(tl.where(real, v, float("-inf")), axis=AXIS).to(tl.int32, bitcast=True)
+    return most, low, high
+
+
+@triton.jit(do_not_specialize=["m", "programs"])
+def _quantize(
+    x, q, scale, sums, offset, m, k, granules, stride, block, padded, group,
+    G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
+    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    rows = m + 1 if WITH_OFFSET else m
+    first = tl.program_id(1) * group
+    end = tl.minimum(first + group, granules)
+    x += row * stride
+    q += row * (granules * G)
+    if WITH_OFFSET:
+        if row == m:
+            for chunk in range(CHUNKS):
+                g = first + chunk * HELD + tl.arange(0, HELD)
+                _ones(q, scale, sums, offset, g, end, first, rows, k, block, padded, group, G, HELD, SINGLE, WHOLE, NIBBLES)
+            return
+    g = first + tl.arange(0, HELD)
+    v, real = _read(x, g, end, k, block, padded, G)
+    most, low, high = _extremes(v, real, WITH_OFFSET, 1)
+    for chunk in tl.range(1, CHUNKS):
+        v, real = _read(x, g + chunk * HELD, end, k, block, padded, G)
+        more, lower, higher = _extremes(v, real, WITH_OFFSET, 1)
+        most = tl.maximum(most, more)
+        if WITH_OFFSET:
+            low = tl.minimum(low.to(tl.float32, bitcast=True), lower.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+            high = tl.maximum(high.to(tl.float32, bitcast=True), higher.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    lo = low.to(tl.float32, bitcast=True)
+    hi = high.to(tl.float32, bitcast=True)
+    if not SINGLE:
+        most = tl.zeros_like(most) + tl.max(most, axis=0)
+        if WITH_OFFSET:
+            lo = tl.zeros_like(lo) + tl.min(lo, axis=0)
+            hi = tl.zeros_like(hi) + tl.max(hi, axis=0)
+    if WITH_OFFSET:
+        middle = (lo + hi) * 0.5
+        reach = (hi - lo) * 0.5
+    else:
+        middle = tl.zeros_like(most).to(tl.float32)
+        reach = most.to(tl.float32, bitcast=True)
+    step = reach * 0.007874015718698502  # the float32 nearest to 1/127
+    inverse = tl.div_rn(tl.full(reach.shape, 127.0, tl.float32), reach)
+    good = (most < 0x7F800000) & (step < float("inf")) & (tl.abs(middle) < float("inf"))
+    step = tl.where(good, step, float("nan"))
+    middle = tl.where(good, middle, 0.0)
+    inverse = tl.where(good & (inverse < float("inf")), inverse, 0.0)
+    if SINGLE:
+        tl.store(scale + g * rows + row, step, mask=g < end)
+        if WITH_OFFSET:
+            tl.store(offset + g * rows + row, middle, mask=g < end)
+    else:
+        here = tl.program_id(1) * rows + row + tl.zeros_like(g)
+        tl.store(scale + here, step, mask=g == first)
+        if WITH_OFFSET:
+            tl.store(offset + here, middle, mask=g == first)
+    total = tl.zeros([HELD], tl.int32)
+    for chunk in tl.range(0, CHUNKS):
+        gc = g + chunk * HELD
+        if CHUNKS > 1:
+            v, real = _read(x, gc, end, k, block, padded, G)
+        if WITH_OFFSET:
+            v = v - middle[:, None]
+        v = tl.where(real & good[:, None], v, 0.0)
+        c = round_product(v, tl.broadcast_to(inverse[:, None], (HELD, G)))
+        c = tl.minimum(tl.maximum(c, -127), 127)
+        part = tl.sum(c, axis=1)
+        total += part
+        if not WHOLE:
+            tl.store(sums + gc * rows + row, part.to(tl.float32), mask=gc < end)
+        at = gc[:, None] * G + tl.arange(0, G)[None, :]
+        tl.store(q + at, ordered(c.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
+    if WHOLE:
+        tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
+
+
+@triton.jit
+def _ones(
+    q, scale, sums, offset, g, end, first, rows, k, block, padded, group,
+    G: tl.constexpr, HELD: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
+):  # fmt: skip
+    """The last row: 1 for each element."""
+    within = (g * G % padded)[:, None] + tl.arange(0, G)[None, :]
+    at = (g * G // padded)[:, None] * block + within
+    real = (g < end)[:, None] & (within < block) & (at < k)
+    ones = real.to(tl.int32)
+    tl.store(q + g[:, None] * G + tl.arange(0, G)[None, :], ordered(ones.to(tl.int8), HELD, G, NIBBLES), mask=(g < end)[:, None])
+    if WHOLE:
+        tl.store(sums + rows - 1, k.to(tl.float32))
+    else:
+        tl.store(sums + g * rows + rows - 1, tl.sum(ones, axis=1).to(tl.float32), mask=g < end)
+    place = g if SINGLE else tl.zeros_like(g) + tl.program_id(1)
+    chosen = g < end if SINGLE else g == first
+    tl.store(scale + place * rows + rows - 1, tl.full([HELD], 1.0, tl.float32), mask=chosen)
+    tl.store(offset + place * rows + rows - 1, tl.zeros([HELD], tl.float32), mask=chosen)
+
+
+@triton.jit
+def _arrange(x, q, k, granules, stride, G: tl.constexpr, HELD: tl.constexpr, NIBBLES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * HELD + tl.arange(0, HELD)
+    at = g[:, None] * G + tl.arange(0, G)[None, :]
+    c = tl.load(x + row * stride + at, mask=at < k, other=0)
+    tl.store(q + row * (granules * G) + at, ordered(c, HELD, G, NIBBLES), mask=(g < granules)[:, None])
