@@ -1,0 +1,145 @@
+"""Bytes to floating point in registers, exactly: w = u - point, from the words and bytes of `layouts/gpu_tiles.py`.
+
+A float whose mantissa's low bits are a code is a constant plus the code: 0x6400 is 1024 in float16 and 0x6400 | u is 1024 + u;
+0x4300 is 128 in bfloat16 and 0x4300 | u is 128 + u for u < 128. (Kim et al., Who Says Elephants Can't Run, 2022, section 3.)
+
+    4 bits   float16    planes 0, 2: 1024 + u          (w & 0x000f) | 0x6400, one LOP3 for two elements; w >> 8 first for plane 2
+                        planes 1, 3: 1024 + 16 * u     (w & 0x00f0) | 0x6400, so that one shift serves eight elements
+             bfloat16   128 + u                        its mantissa is too short for 16 * u: a shift for each plane but the first
+    8 bits   float16    1024 + (q + 128)               PRMT puts the bytes of w ^ 0x80808080 under 0x64
+             bfloat16   (128 + low 7 bits) - (128 + 128 * sign bit) = q: two LOP3 and a subtraction, no constant left to take off
+
+`minus` takes the constant and the point off with one fused multiply-add for two elements, which also divides by 16. All of it is
+exact, for points too: integers of at most 8 bits are numbers of all three types.
+
+The functions take ASM: inline PTX where it is true, plain Triton (the interpreter, AMD) where not; the bits are the same. Integers become
+bfloat16 by way of float32, as the interpreter knows no other way.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOP3 = "lop3.b32 {0}, {1}, {2}, {3}, 0xea;"  # ({1} & {2}) | {3}
+
+
+def _planes(magic: str, shifts: bool) -> str:
+    """Four planes $0 … $3 of the nibbles in $4: with a shift for each, or with one, the odd planes 16 times as large."""
+    text = ".reg .b32 t;"
+    for plane in range(4):
+        source, mask = "$4", "0x000f000f"
+        if shifts and plane:
+            text += f"shr.b32 t, $4, {4 * plane};"
+        elif plane == 2:
+            text += "shr.b32 t, $4, 8;"
+        if plane and (shifts or plane >= 2):
+            source = "t"
+        if not shifts and plane % 2:
+            mask = "0x00f000f0"
+        text += _LOP3.format(f"${plane}", source, mask, magic)
+    return "{" + text + "}"
+
+
+_NIBBLES_F16 = tl.constexpr(_planes("0x64006400", shifts=False))
+_NIBBLES_BF16 = tl.constexpr(_planes("0x43004300", shifts=True))
+_BYTES_F16 = tl.constexpr(
+    "{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0x64646464, 0x4140; prmt.b32 $1, t, 0x64646464, 0x4342;}"
+)
+_BYTES_BF16 = tl.constexpr(
+    "{.reg .b32 t, m, s;"
+    + "".join(
+        f"prmt.b32 t, $2, 0x43434343, {order}; and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 ${i}, s, 0xbf80bf80, m;"
+        for i, order in enumerate(("0x4140", "0x4342"))
+    )
+    + "}"
+)
+_FMA_F16 = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
+_FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+
+
+@triton.jit
+def fma(a, b, c, ASM: tl.constexpr):
+    """a * b + c in float16 or bfloat16, two elements at a time; b and c broadcast to a. Rounded once (without ASM: by way of float32)."""
+    b = tl.broadcast_to(b, a.shape)
+    c = tl.broadcast_to(c, a.shape)
+    if not ASM:
+        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    elif a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(_FMA_F16, "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(_FMA_BF16, "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def nibbles(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words -> their four planes in DTYPE, each still with the constant that `minus` takes off."""
+    if not ASM:
+        biased = words.to(tl.int32)
+        if DTYPE == tl.float16:
+            p0 = (1024 + (biased & 15)).to(tl.float32).to(DTYPE)
+            p1 = (1024 + (biased & 0xF0)).to(tl.float32).to(DTYPE)
+            p2 = (1024 + (biased >> 8 & 15)).to(tl.float32).to(DTYPE)
+            p3 = (1024 + (biased >> 8 & 0xF0)).to(tl.float32).to(DTYPE)
+        else:
+            p0 = (128 + (biased & 15)).to(tl.float32).to(DTYPE)
+            p1 = (128 + (biased >> 4 & 15)).to(tl.float32).to(DTYPE)
+            p2 = (128 + (biased >> 8 & 15)).to(tl.float32).to(DTYPE)
+            p3 = (128 + (biased >> 12 & 15)).to(tl.float32).to(DTYPE)
+        return p0, p1, p2, p3
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_F16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def int8_values(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int8 -> DTYPE; in float16 still with the constant 1024 + 128 that `minus` takes off."""
+    if not ASM:
+        if DTYPE == tl.float16:
+            return (1152 + q.to(tl.int32)).to(tl.float32).to(DTYPE)
+        else:
+            return q.to(tl.float32).to(DTYPE)
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(_BYTES_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_BYTES_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def minus(values, point, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """What `nibbles` (its plane PLANE) or `int8_values` gave -> u - point, exactly.
+
+    point  integers in the range of u, which broadcast to `values`; None for signed codes
+    """
+    DTYPE: tl.constexpr = values.dtype
+    if point is None:
+        point = tl.full(values.shape, 1 << (BITS - 1), tl.int16)
+    else:
+        point = tl.broadcast_to(point.to(tl.int16), values.shape)
+    factor = tl.full(values.shape, 1.0, tl.float32).to(DTYPE)
+    if DTYPE == tl.float16:
+        if BITS == 4 and PLANE % 2 == 1:
+            factor = tl.full(values.shape, 0.0625, tl.float32).to(DTYPE)
+            constant = _negative(point, 64, 0x5400, 4, DTYPE, ASM)
+        else:
+            constant = _negative(point, 1024, 0x6400, 0, DTYPE, ASM)
+    elif BITS == 4:
+        constant = _negative(point, 128, 0x4300, 0, DTYPE, ASM)
+    else:
+        constant = (128 - point).to(tl.float32).to(DTYPE)
+    return fma(values, factor, constant, ASM)
+
+
+@triton.jit
+def _negative(point, BASE: tl.constexpr, MAGIC: tl.constexpr, SHIFT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """-(BASE + point): MAGIC is BASE, in whose mantissa a unit is 1 << SHIFT."""
+    if ASM:
+        return (point << SHIFT | MAGIC | -0x8000).to(DTYPE, bitcast=True)
+    else:
+        return (-BASE - point).to(tl.float32).to(DTYPE)

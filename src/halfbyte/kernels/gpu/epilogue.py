@@ -1,0 +1,47 @@
+"""What happens to float32 sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
+
+bias float32 [N], residual in x's type [M, N]; a NaN stays NaN. Tiles are [rows of the weight, rows of x], so y is read transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def clamps(self) -> bool:
+        return self.low != -math.inf or self.high != math.inf
+
+
+@triton.jit
+def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.constexpr, mask):
+    """total float32 [len(rn), len(rm)] -> the finished tile in dtype; `added` is (bias, residual), either may be None."""
+    if added[0] is not None:
+        total += tl.load(added[0] + rn, mask=rn < N, other=0.0)[:, None]
+    if added[1] is not None:
+        at = rm[None, :].to(tl.int64) * N + rn[:, None]
+        total += tl.load(added[1] + at, mask=mask, other=0.0).to(tl.float32)
+    if CLAMP:
+        total = tl.maximum(total, low, propagate_nan=tl.PropagateNan.ALL)
+        total = tl.minimum(total, high, propagate_nan=tl.PropagateNan.ALL)
+    return total.to(dtype)
+
+
+@triton.jit
+def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
+    """The finished tile into out [M, N], where it is inside."""
+    mask = (rn < N)[:, None] & (rm < M)[None, :]
+    y = finish(total, added, rn, rm, N, low, high, CLAMP, out.dtype.element_ty, mask)
+    tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=mask)

@@ -1,0 +1,62 @@
+"""Codes to floating point: identical bits for every code, every plane and every point, by PTX and by plain Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.gpu import decode, launch
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def decode_words(words, points, out, SIZE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    planes = decode.nibbles(tl.load(words + i), DTYPE, ASM)
+    point = None
+    if points is not None:
+        point = tl.load(points + i)
+    for plane in tl.static_range(4):
+        tl.store(out + plane * SIZE + i, decode.minus(planes[plane], point, plane, 4, ASM))
+
+
+@triton.jit
+def decode_bytes(q, points, out, SIZE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    point = None
+    if points is not None:
+        point = tl.load(points + i)
+    tl.store(out + i, decode.minus(decode.int8_values(tl.load(q + i), DTYPE, ASM), point, 0, 8, ASM))
+
+
+def ways(interpreted: bool) -> list[bool]:
+    return [False] if interpreted or torch.version.hip else [False, True]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_nibble_and_point(dtype: torch.dtype, device: torch.device, interpreted: bool) -> None:
+    words = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16)
+    u = torch.stack([words.int() >> 4 * j & 15 for j in range(4)])
+    points = torch.arange(1 << 16, dtype=torch.int32, device=device).mul(7).bitwise_right_shift(3).bitwise_and(15).to(torch.uint8)
+    for asm in ways(interpreted):
+        for point in (None, points):
+            out = torch.full((4, 1 << 16), torch.nan, dtype=dtype, device=device)
+            launch.run(decode_words, (1,), words, point, out, SIZE=1 << 16, DTYPE=TYPES[dtype], ASM=asm)
+            expected = (u - (8 if point is None else point.int())).to(dtype)
+            assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_byte_and_point(dtype: torch.dtype, device: torch.device, interpreted: bool) -> None:
+    stored = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int8)
+    points = (torch.arange(1 << 16, dtype=torch.int32, device=device) >> 8).to(torch.uint8)
+    for asm in ways(interpreted):
+        for point in (None, points):
+            out = torch.full((1 << 16,), torch.nan, dtype=dtype, device=device)
+            launch.run(decode_bytes, (1,), stored, point, out, SIZE=1 << 16, DTYPE=TYPES[dtype], ASM=asm)
+            q = stored.int()  # with a point, u - 128 is stored
+            expected = (q if point is None else q + 128 - point.int()).to(dtype)
+            assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
