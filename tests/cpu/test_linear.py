@@ -76,7 +76,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two threads share even the smallest product, so that every test is one of sharing."""
-    monkeypatch.setattr(linear, "_WORK_A_THREAD", 1)
+    monkeypatch.setattr(linear, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
     yield
     linear._thread.calls.clear()
@@ -90,10 +90,18 @@ def test_the_cases_cover_each_pair() -> None:
         assert {(getattr(case, a), getattr(case, b)) for case in CASES} == set(itertools.product(*values))
 
 
-def check(kernel: LinearKernel, case: Case, x: Tensor, codes: Codes, bias: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:
-    y = run_linear(kernel, x, pack(codes), bias, clamp or (-torch.inf, torch.inf))
-    wanted = reference.linear(x, codes, bias, case.compute, case.activation, clamp)
-    error = reference.error_bound(x, codes, bias, case.compute, case.activation)
+def check(
+    kernel: LinearKernel,
+    case: Case,
+    x: Tensor,
+    codes: Codes,
+    bias: Tensor | None,
+    clamp: tuple[float, float] | None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    y = run_linear(kernel, x, pack(codes), bias, clamp or (-torch.inf, torch.inf), residual)
+    wanted = reference.linear(x, codes, bias, case.compute, case.activation, clamp, residual)
+    error = reference.error_bound(x, codes, bias, case.compute, case.activation, residual)
     assert bool(reference.agrees(y, wanted, error).all())
     return y
 
@@ -110,9 +118,10 @@ def test_products_are_those_of_the_reference(case: Case) -> None:
             codes = random_codes(case.format, (n, k), seed)
             bias = torch.randn(n) if with_bias else None
             x = activations(m, k, case.dtype, seed, stride)
-            y = check(kernel, case, x, codes, bias, clamp)
+            residual = activations(m, n, case.dtype, seed + 1) if seed % 3 == 0 else None
+            y = check(kernel, case, x, codes, bias, clamp, residual)
             patch.setattr(runtime, "threads", lambda: 1)
-            assert torch.equal(run_linear(kernel, x, pack(codes), bias, clamp or (-torch.inf, torch.inf)), y)
+            assert torch.equal(run_linear(kernel, x, pack(codes), bias, clamp or (-torch.inf, torch.inf), residual), y)
 
     sweep()
 
@@ -192,9 +201,25 @@ def test_many_rows_go_through_in_passes(case: Case, monkeypatch: pytest.MonkeyPa
     whole = kernel(x, packed.data.data_ptr(), None, -torch.inf, torch.inf)
     wanted, error = reference.linear(x, codes, None, case.compute, case.activation), reference.error_bound(x, codes, None, case.compute)
     assert bool(reference.agrees(whole, wanted, error).all())
+    residual = torch.randn(4097, n).to(case.dtype)
+    added = kernel(x, packed.data.data_ptr(), None, -1.0, 1.0, residual)
     for rows in (1, 7, 1000, 5000):
         monkeypatch.setattr(linear, "_ROWS_A_PASS", rows)
         assert torch.equal(kernel(x[:1011], packed.data.data_ptr(), None, -torch.inf, torch.inf), whole[:1011])
+        assert torch.equal(kernel(x[:1011], packed.data.data_ptr(), None, -1.0, 1.0, residual[:1011]), added[:1011])
+
+
+@few
+def test_a_residual_is_added_before_the_clamp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    m, n, k = 11, 75, 64  # whole panels, and outputs that end within a vector
+    kernel, codes = case.kernel(n, k, monkeypatch), random_codes(case.format, (n, k))
+    x, bias, residual = torch.randn(m, k).to(case.dtype), torch.randn(n), (torch.randn(m, n) * 30).to(case.dtype)
+    check(kernel, case, x, codes, bias, (-2.0, 40.0), residual)
+    # x = 0: nothing but the residual comes out, as it is.
+    assert torch.equal(run_linear(kernel, torch.zeros_like(x), pack(codes), residual=residual), residual)
+    residual[3, 70] = torch.nan
+    y = run_linear(kernel, torch.zeros_like(x), pack(codes), clamp=(-1, 1), residual=residual)
+    assert y.isnan().nonzero().tolist() == [[3, 70]]
 
 
 @pytest.mark.parametrize("threads", [1, 3, 4])

@@ -22,7 +22,7 @@ isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_WORK_A_THREAD", 1)
+    monkeypatch.setattr(linear, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 

@@ -28,6 +28,7 @@ class RowSpec:
     inner, unit, single, by_row, shifted   as in TileSpec
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
+    zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
     source: str
@@ -38,10 +39,11 @@ class RowSpec:
     shifted: bool
     correction: int
     sums: str
+    zeroed: bool = False
 
     @property
     def name(self) -> str:
-        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
+        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "") + ("_zeroed" if self.zeroed else "")
         sign = "m" if self.correction < 0 else ""
         return f"rows_{self.inner}{scheme}_{self.source}_u{self.unit}{'s' if self.single else ''}_c{sign}{abs(self.correction)}_{self.sums}"
 
@@ -87,6 +89,8 @@ class _Row:
     def chunk(self, x: Value, left: Value) -> Value:
         """A unit of x as stored; where only `left` elements are left, the others are zero and not read."""
         f, n = self.f, self.spec.unit
+        if self.spec.zeroed:
+            return x.load(self.raw_type)
         short = left < n
         with f.when(short):
             self.buffer.store(f.value(self.raw_type, 0), align=64)

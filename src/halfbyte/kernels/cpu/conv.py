@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.convolution import Filter
@@ -49,12 +51,15 @@ CONV = Block(
 
 _CHUNK_BYTES = 1 << 18  # patches that stay in a core's second-level cache while all panels pass
 _ITEMS_A_THREAD = 3
-_WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
+_KEPT_CALLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """Bytes that are copied at a time from inside of the image, and at its border: powers of two, at most what is copied."""
+    """What the gathering of patches is compiled for.
+
+    inside, border   bytes that are copied at a time from inside of the image and at its border: powers of two, at most what is copied
+    """
 
     inside: int
     border: int
@@ -75,6 +80,9 @@ def build(spec: GatherSpec, isa: ISA) -> Module:
     big, count = CONV.load(args, "tile_rows"), CONV.load(args, "tiles")
     tiles = count + CONV.load(args, "lesser_tiles")
     panels = (CONV.load(args, "n") + (PANEL - 1)) // PANEL
+    row = patches + CONV.load(args, "row_at")
+    for at in f.loop(CONV.load(args, "thread_bytes") - CONV.load(args, "row_at"), step=64):  # what pads a tap or a row is never written
+        row.store(f.value("<64 x i8>", 0), at)
     gathered = f.variable(f.value("i64", -1))
     for item in f.draw(lambda: f.fetch_add(counter), CONV.load(args, "items")):
         part, place = item % parts, item // parts
@@ -159,6 +167,26 @@ def _step(size: int, most: int) -> int:
     return 1 << (max(1, min(size, most)).bit_length() - 1)
 
 
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    out_shape: tuple[int, int, int, int]
+    memory: int
+    threads: int
+    outside: Tensor
+
+
+class _Kept(threading.local):
+    """Each Python thread has its own arguments, so that calls may run side by side."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[Any, ...], _Call] = {}
+
+
+_kept = _Kept()
+
+
 class ConvKernel:
     """The compiled convolution of one weight, activation dtype and arithmetic, for images of any size.
 
@@ -168,17 +196,47 @@ class ConvKernel:
 
     def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation) -> None:
         self.sizes, self.isa = sizes, current()
-        self.linear = LinearKernel(sizes.matrix_format, sizes.out // sizes.groups, sizes.k, dtype, inner, activation)
+        self.linear = LinearKernel(sizes.matrix_format, sizes.out // sizes.groups, sizes.k, dtype, inner, activation, zeroed=True)
         self.dtype = dtype
 
     def __call__(
-        self, x: Tensor, window: Window, weights: int, bias: Tensor | None, low: float, high: float, outside: int = 0
+        self,
+        x: Tensor,
+        window: Window,
+        weights: int,
+        bias: Tensor | None,
+        low: float,
+        high: float,
+        *,
+        residual: Tensor | None = None,
+        outside: int = 0,
     ) -> Tensor:
-        """x -> [B, Co, Ho, Wo] with channels_last strides; `outside` is the code of what lies outside of an int8 image."""
+        """x -> [B, Co, Ho, Wo] with channels_last strides.
+
+        residual   added before the clamp: of the output's shape and strides, in x's dtype
+        outside    the code of what lies outside of an int8 image
+        """
+        key = self.linear.number, tuple(x.shape), window, outside, runtime.threads()
+        call = _kept.calls.get(key)
+        if call is None:
+            if len(_kept.calls) >= _KEPT_CALLS:
+                _kept.calls.clear()
+            call = _kept.calls[key] = self._prepare(x, window, outside)
+        out = torch.empty(call.out_shape, dtype=self.linear.out_dtype, memory_format=torch.channels_last)
+        memory = torch.empty(call.memory + 64, dtype=torch.uint8)
+        table = 0 if bias is None else bias.data_ptr()
+        if residual is not None:
+            residual = residual.to(out.dtype)
+        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
+        scratch = memory.data_ptr() + 63 & ~63
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), apart, low, high)
+        self.linear.run(ctypes.addressof(call.buffer), call.threads)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
+
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
         sizes, linear, element = self.sizes, self.linear, self.dtype.itemsize
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
-        out = torch.empty((batch, sizes.out, ho, wo), dtype=linear.out_dtype, memory_format=torch.channels_last)
         geo, m, pixel = linear.geometry, batch * ho * wo, channels * element
         tap, stride = sizes.channels * element, sizes.padded * element
         whole_lines = window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
@@ -186,31 +244,24 @@ class ConvKernel:
         spec = GatherSpec(_step(piece, 4 * self.isa.lanes), _step(tap, 4 * self.isa.lanes))
         fields = linear.fields(m)
         tiles, rows = fields["tiles"] + fields["lesser_tiles"], fields["tile_rows"]
-        chunk = max(1, min(tiles, _CHUNK_BYTES // (rows * linear.row_bytes)))
-        chunks = -(-tiles // chunk)
+        chunks = -(-tiles // max(1, _CHUNK_BYTES // (rows * linear.row_bytes)))
         chunk = -(-tiles // chunks)
-        most = max(1, min(runtime.threads(), m * sizes.out * sizes.k // _WORK_A_THREAD))
+        chunks = -(-tiles // chunk)
+        most = max(1, min(runtime.threads(), m * sizes.out * sizes.k // WORK_A_THREAD))
         parts = max(1, min(geo.panels, -(-most * _ITEMS_A_THREAD // (chunks * sizes.groups)))) if most > 1 else 1
         group = -(-geo.panels // parts)
         parts = -(-geo.panels // group)
         items = sizes.groups * chunks * parts
         threads = min(most, items)
         tile_bytes = chunk * rows * linear.row_bytes + 63 & ~63
-        thread_bytes = tile_bytes + (sizes.k * element + 127 & ~63)
-        memory = torch.zeros(threads * thread_bytes + 64, dtype=torch.uint8)  # zeros: what pads a tap's channels is never written
+        thread_bytes = tile_bytes + (sizes.k * element + 191 & ~63)  # a unit is at most 128 bytes
         edge = torch.full((sizes.channels,), outside, dtype=self.dtype)
-        quantized = linear.out_dtype == torch.int8
-        block = CONV.buffer(
+        out_bytes = linear.out_dtype.itemsize
+        buffer = CONV.buffer(
             fields
             | {
                 "first_phase": jit.load(spec.name, functools.partial(build, spec), self.isa)[spec.name],
-                "x": x.data_ptr(),
-                "scratch": memory.data_ptr() + 63 & ~63,
-                "weights": weights,
-                "bias": 0 if bias is None else bias.data_ptr(),
-                "out": out.data_ptr(),
-                "clamp": (low, high),
-                "out_stride": sizes.out * out.itemsize,
+                "out_stride": sizes.out * out_bytes,
                 "group": group,
                 "thread_bytes": thread_bytes,
                 "row_at": tile_bytes,
@@ -220,8 +271,8 @@ class ConvKernel:
                 "chunk_tiles": chunk,
                 "group_bytes": tap,
                 "group_weights": geo.nbytes,
-                "group_bias": 3 * fields["table_stride"] if quantized else 4 * geo.n,
-                "group_out": geo.n * out.itemsize,
+                "group_bias": 3 * fields["table_stride"] if linear.out_dtype == torch.int8 else 4 * geo.n,
+                "group_out": geo.n * out_bytes,
                 "height": height,
                 "width": width,
                 "out_height": ho,
@@ -245,5 +296,4 @@ class ConvKernel:
                 "piece_stride": piece if whole_lines else stride,
             }
         )
-        linear.run(ctypes.addressof(block), threads)
-        return out if out.dtype == self.dtype else out.to(self.dtype)
+        return _Call(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, edge)

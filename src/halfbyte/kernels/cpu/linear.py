@@ -32,13 +32,13 @@ from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
 _GROUPS_A_THREAD = 4
-_WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
+WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 _ROWS_A_PASS = 4096
 _KEPT_CALLS = 4096
 _KEPT_SCRATCH = 1 << 24
 
-_pack_call = LINEAR.struct("counter", "clamp").pack_into
-_CALL = LINEAR.offset("counter")
+pack_call = LINEAR.struct("counter", "clamp").pack_into
+CALL = LINEAR.offset("counter")
 _ZEROS = torch.zeros(PANEL)
 
 
@@ -73,9 +73,14 @@ _numbers = itertools.count()
 
 
 class LinearKernel:
-    """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M."""
+    """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M.
 
-    def __init__(self, fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation) -> None:
+    zeroed   rows of x have zeros behind them, up to whole units
+    """
+
+    def __init__(
+        self, fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, zeroed: bool = False
+    ) -> None:
         self.isa, self.geometry = current(), Geometry(fmt, n, k)
         geo, kind = self.geometry, KINDS[dtype]
         single = geo.padded == 32 and geo.last_padded == 32 and geo.unit == 32
@@ -91,7 +96,7 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         self.tile_spec = TileSpec(inner, *weight, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
-        row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums)
+        row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums, zeroed and (geo.blocks == 1 or geo.block % geo.unit == 0))
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
@@ -124,9 +129,9 @@ class LinearKernel:
         _memory, address = thread.memory(call.scratch_bytes)
         # Asking for a stride costs three times what it costs to ask whether it is the usual one.
         stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
-        _pack_call(
+        pack_call(
             call.buffer,
-            _CALL,
+            CALL,
             0,
             x.data_ptr(),
             stride,
@@ -142,7 +147,7 @@ class LinearKernel:
 
     def _prepare(self, m: int, available: int) -> _Call:
         geo = self.geometry
-        threads = max(1, min(available, m * geo.n * geo.k // _WORK_A_THREAD, geo.panels))
+        threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
         group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
         fields = self.fields(m) | {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
