@@ -39,6 +39,20 @@ def test_linear_equals_the_reference(compute: str, dtype: torch.dtype) -> None:
     assert reference.agrees(y, expected, reference.error_bound(x, hb.unpack(packed), bias, arithmetic)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_residual_is_added_before_the_clamp(dtype: torch.dtype) -> None:
+    packed, x, bias, residual = packed_weight(), torch.randn(2, 3, K).to(dtype), torch.randn(N), torch.randn(2, 3, N).to(dtype)
+    y = hb.linear(x, packed, bias, residual=residual, clamp=(-0.5, 6))
+    expected = (reference.linear(x, hb.unpack(packed), bias, "int8") + residual.double()).clamp(-0.5, 6)
+    bound = reference.error_bound(x, hb.unpack(packed), bias, "int8") + torch.finfo(dtype).eps * (expected - residual.double()).abs()
+    assert reference.agrees(y, expected, bound).all()
+    x.requires_grad_()
+    residual.requires_grad_()
+    hb.linear(x, packed, residual=residual).sum().backward()
+    assert residual.grad is not None
+    assert torch.equal(residual.grad, torch.ones_like(residual))
+
+
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0", "int4_g33_zp", "int8_channel", "int8_tensor", "int4_g64_offset_bf16"])
 def test_pack_keeps_the_numbers(fmt: str) -> None:
     codes = hb.quantize(torch.randn(N, K), fmt)
@@ -132,7 +146,9 @@ def test_a_nan_spoils_its_row_alone() -> None:
         (lambda p: hb.quantize(torch.randn(2, 3), "q4_0", "best"), "unknown quantization method 'best': use one of absmax, mse"),
         (lambda p: hb.quantize(torch.randn(2, 3), "q5_9"), "unknown format 'q5_9'"),
         (lambda p: hb.quantize(torch.full((2, 3), 1e38), "q4_0"), "float16"),
-        (lambda p: hb.pack(hb.unpack(p), device="cuda"), "no kernels for device 'cuda'"),
+        (lambda p: hb.pack(hb.unpack(p), device="meta"), "device 'meta', there are no kernels for it"),
+        (lambda p: hb.linear(torch.randn(2, K), p, residual=torch.randn(2, K)), rf"torch.float32 \[2, {N}\] .* got torch.float32 \[2, {K}\]"),
+        (lambda p: hb.linear(torch.randn(2, K), p, residual=torch.randn(2, N).half()), "got torch.float16"),
     ],
 )
 def test_refusals(call: Callable[[hb.Packed], object], message: str) -> None:
@@ -190,8 +206,9 @@ def test_opcheck() -> None:
     packed, channel = packed_weight(), packed_weight("int8_channel")
     x = torch.randn(2, 3, K)
     linear = torch.ops.halfbyte.linear.default
-    torch.library.opcheck(linear, (x, packed.data, None, *settings()))
-    torch.library.opcheck(linear, (x.clone().requires_grad_(), packed.data, torch.randn(N, requires_grad=True), *settings((0, 6))))
+    torch.library.opcheck(linear, (x, packed.data, None, None, *settings()))
+    bias, residual = torch.randn(N, requires_grad=True), torch.randn(2, 3, N, requires_grad=True)
+    torch.library.opcheck(linear, (x.clone().requires_grad_(), packed.data, bias, residual, *settings((0, 6))))
     torch.library.opcheck(torch.ops.halfbyte.embedding.default, (torch.tensor([[1, 2]]), packed.data, "q4_0", N, K, torch.float32))
     torch.library.opcheck(torch.ops.halfbyte.dequantize.default, (packed.data, "q4_0", N, K, torch.bfloat16))
     table = ops.requantization_table(channel, None, in_scale=0.1, in_zero=1, out_scale=0.1, out_zero=2)

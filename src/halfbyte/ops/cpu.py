@@ -1,0 +1,112 @@
+"""The custom ops on the CPU. They check everything before a kernel is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import as_format
+from halfbyte.layouts import cpu_tiles
+from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
+
+_INFINITE = float("inf")
+_CPU = torch.device("cpu")
+
+_linear_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    kernel = _linear_kernels.get((format, n, k, x.dtype, compute, activation))
+    if kernel is None:
+        kernel = _linear_kernel(x, weight, format, n, k, compute, activation)
+    shape = x.shape
+    fits = weight.shape == (kernel.nbytes,) and weight.dtype == torch.uint8 and weight.is_cpu
+    if not shape or shape[-1] != k or not fits or not low <= high:
+        check_linear(x, weight, format, n, k, activation, low, high)
+    if bias is not None:
+        check_bias(bias, n, _CPU)
+        bias = bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.to(torch.float32).contiguous()
+    if residual is not None:
+        check_residual(residual, x, n)
+        y = linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE)
+        return y.add_(residual).clamp_(low, high)
+    if x.numel() == 0 or n == 0:
+        empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
+        return empty.clamp_(low, high) if bias is None else empty.add_(bias).clamp_(low, high)
+    flat = x if len(shape) == 2 else x.reshape(-1, k)
+    if not flat.is_contiguous() and flat.stride(1) != 1:
+        flat = flat.contiguous()
+    if not weight.is_contiguous() or weight.data_ptr() % 64:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    out: Tensor = kernel(flat, weight.data_ptr(), bias, low, high)
+    return out if len(shape) == 2 else out.view((*shape[:-1], n))
+
+
+def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str) -> Any:
+    """Check what does not change from call to call, and find the kernel."""
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
+    fmt = as_format(format)
+    inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)
+    _linear_kernels[format, n, k, x.dtype, compute, activation] = kernel
+    return kernel
+
+
+def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    check_qlinear(x, weight, table, format, n, k, low, high)
+    if k == 0:  # a sum of nothing: the same as one code that is 0
+        return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+    if x.numel() == 0 or n == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    flat = x.reshape(-1, k)
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")
+    return kernel(flat, _aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
+
+
+def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    from halfbyte.kernels.cpu.dequantize import dequantize as run
+
+    check_packed(weight, format, n, k, _CPU)
+    check_ids(ids)
+    check_out_dtype(dtype)
+    if ids.numel():
+        least, most = (int(bound) for bound in torch.aminmax(ids))
+        if least < 0 or most >= n:
+            raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {least} … {most}")
+    geo = cpu_tiles.geometry(as_format(format), (n, k))
+    return run(_aligned(weight), geo, dtype, ids.to(torch.int64).flatten()).view((*ids.shape, k))
+
+
+def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    from halfbyte.kernels.cpu.dequantize import dequantize as run
+
+    check_packed(weight, format, n, k, _CPU)
+    check_out_dtype(dtype)
+    return run(_aligned(weight), cpu_tiles.geometry(as_format(format), (n, k)), dtype)
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    return weight if weight.is_contiguous() and weight.data_ptr() % 64 == 0 else weight.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,193 @@
+"""The public functions on Codes and Packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.layouts import cpu_tiles, gpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.ops import cpu, cuda
+from halfbyte.ops.checks import TABLE_PANEL, check_bias
+from halfbyte.ops.library import OPS, differentiated
+from halfbyte.quantizers import METHODS
+
+_INFINITE = float("inf")
+_LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
+
+# Sums of codes and scales of the weights that qlinear has seen, by their packed bytes.
+_integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+# Codes and layouts
+
+
+def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
+    """Quantize `weight` [..., N, K] (float32, float16 or bfloat16) to `format`.
+
+    method  "absmax": scales from each block's extremes; "mse": scales that minimise the squared error
+    name    what an error calls the tensor
+
+    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format or an overflowing scale.
+    """
+    fmt = as_format(format)
+    if method not in METHODS:
+        raise ArgumentError(f"unknown quantization method {method!r}: use one of {', '.join(METHODS)}")
+    weight = weight.detach()
+    if method == "absmax":
+        from halfbyte.kernels.cpu import quantize as kernel
+
+        codes = kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
+        if codes is not None:
+            return codes
+    return METHODS[method](weight, fmt, name)
+
+
+def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
+    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". The numbers stay the same: `unpack` gives them back."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        from halfbyte.kernels.cpu import pack as kernel
+
+        codes = codes.to("cpu")
+        return kernel.pack(codes) if kernel.supports(codes) is None else cpu_tiles.pack(codes)
+    if device.type == "cuda" and torch.cuda.is_available():
+        return gpu_tiles.pack(codes.to(device))
+    there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
+    raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
+
+
+def unpack(packed: Packed) -> Codes:
+    """The Codes that `packed` was made from, on its device."""
+    return gpu_tiles.unpack(packed) if packed.layout == gpu_tiles.NAME else cpu_tiles.unpack(packed)
+
+
+# Public functions
+
+
+def linear(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """x [..., K] · dequantize(packed)ᵀ + bias + residual -> [..., N] in x's dtype (float32, bfloat16 or float16).
+
+    packed      weight of shape [N, K]
+    bias        [N] or None
+    residual    [..., N] of x's dtype, or None; added before the clamp
+    compute     "float": weights become floating point in registers; "int8": x is quantized on the fly and integers are
+                multiplied; "auto": the faster one on a CPU, "float" on a GPU
+    activation  scales of x under "int8": "block" (one for each block of the weight along K) or "row", each also with an
+                offset for one-sided activations: "block_offset", "row_offset"
+    clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
+
+    Gradients flow to x, bias and residual (dX = dY · W); the weight is frozen. Raises ArgumentError for shapes, dtypes or settings
+    that do not fit. A row of x with a NaN or infinity gives a row of NaN under "int8".
+    """
+    n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
+    low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
+    if _plain(x) and not differentiated(x, bias, residual):
+        run = cpu.linear if x.is_cpu else cuda.linear
+        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+    return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
+
+
+def qlinear(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    clamp: tuple[int, int] = (-128, 127),
+) -> Tensor:
+    """int8 [..., K] -> int8 [..., N], with requantization fused into the product:
+
+        y = clamp(round(M * (sum(x * q) + fused_bias))),   M = in_scale * scale / out_scale,
+        fused_bias = -in_zero * sum(q) + bias / (in_scale * scale) + out_zero / M
+
+    where x stands for in_scale * (x - in_zero), y for out_scale * (y - out_zero), and q, scale are the weight's: symmetric
+    codes [N, K] with one scale a channel or a tensor. Sums are exact in int32, the rest is float32 as in
+    `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU.
+    """
+    n, k = _matrix(packed)
+    table = requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+    return OPS.qlinear.default(x, packed.data, table, packed.name, n, k, *clamp)  # type: ignore[no-any-return]
+
+
+def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
+    """What `halfbyte::qlinear` reads beside the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
+    n, k = _matrix(packed)
+    fmt = packed.format
+    if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
+        raise FormatError(
+            f"qlinear takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
+            f"got {fmt} with K = {k}: quantize to int8_channel"
+        )
+    for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
+        if not 0 < step < _INFINITE:
+            raise ArgumentError(f"{what} is positive and finite, got {step}")
+    for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
+        if not -128 <= zero <= 127:
+            raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
+    if packed.data not in _integer_sums:
+        codes = unpack(packed)
+        scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
+        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), scales
+    sums, scale = _integer_sums[packed.data]
+    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device)
+    if bias is not None:
+        check_bias(bias, n, packed.device)
+    table[0, :n] = float(out_zero) if bias is None else bias.float().double() / out_scale + out_zero
+    table[1, :n] = scale * (in_scale / out_scale)
+    table[2, :n] = (sums * -in_zero).view(torch.float32)
+    return table
+
+
+def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows `ids` (int64 or int32 [...], each in 0 … N - 1) of the dequantized weight [N, K] -> [..., K] in `dtype`.
+
+    An id outside of that is an error on the CPU. On a GPU its row is NaN: to look at ids there would mean to wait for them.
+    """
+    n, k = _matrix(packed)
+    if _plain(ids):
+        run = cpu.embedding if ids.is_cpu else cuda.embedding
+        return run(ids, packed.data, packed.name, n, k, dtype)
+    return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight that `packed` stands for, in its logical shape [..., N, K] and `dtype`."""
+    *lead, k = packed.shape
+    return OPS.dequantize.default(packed.data, packed.name, math.prod(lead), k, dtype).reshape(packed.shape)  # type: ignore[no-any-return]
+
+
+def _plain(x: Tensor) -> bool:
+    """Nobody is watching (no tracing, no modes, no functorch), so the dispatcher, which costs more than a small kernel, may be skipped."""
+    return (
+        type(x) is Tensor
+        and (x.is_cpu or x.is_cuda)
+        and not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _matrix(packed: Packed) -> tuple[int, int]:
+    if len(packed.shape) != 2:
+        raise ArgumentError(f"this operation takes a weight [N, K], got one of shape {list(packed.shape)}")
+    return packed.shape[0], packed.shape[1]

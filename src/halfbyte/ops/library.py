@@ -1,0 +1,87 @@
+"""The custom ops `halfbyte::…` as torch sees them: their schemas, the shapes of their results, and gradients.
+
+They take the packed bytes as one uint8 tensor with the format's name and the sizes beside it, so that `torch.compile`,
+`torch.export` and autograd see plain tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.ops import cpu, cuda
+
+_INFINITE = float("inf")
+
+_library = torch.library.Library("halfbyte", "DEF")
+_library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, str compute, str activation, "
+    "float low, float high) -> Tensor"
+)
+_library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
+_library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
+_library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
+OPS = torch.ops.halfbyte
+
+
+def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad) or (residual is not None and residual.requires_grad)
+    )
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, format: str, n: int, k: int, *_: Any) -> Tensor:
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ArgumentError(f"a weight of shape [{n}, {k}] takes activations [..., {k}], got {list(x.shape)}")
+    return x.new_empty((*x.shape[:-1], n))
+
+
+class _Linear(torch.autograd.Function):
+    """dX = dY · W with the dequantized W, whatever the forward computed in; the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: Tensor = OPS.linear.default(x, weight, bias, residual, *settings)
+        ctx.settings, ctx.bias_dtype = settings, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, output if settings[-2:] != (-_INFINITE, _INFINITE) else None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, output = ctx.saved_tensors
+        format, n, k, _, _, low, high = ctx.settings
+        if output is not None:  # nothing flows through an output that was clamped
+            grad = torch.where((output > low) & (output < high), grad, 0)
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, n).sum(0).to(ctx.bias_dtype)
+        return (grad_x, None, grad_bias, grad if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings))
+
+
+def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    if differentiated(x, bias, residual):
+        return _Linear.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPS.linear.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+
+
+for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
+    _library.impl("linear", _home.linear, _device)
+    _library.impl("linear", _linear_autograd, f"Autograd{_device}")
+    _library.impl("qlinear", _home.qlinear, _device)
+    _library.impl("embedding", _home.embedding, _device)
+    _library.impl("dequantize", _home.dequantize, _device)
+torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
+torch.library.register_fake(
+    "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library
+)
+torch.library.register_fake(
+    "halfbyte::embedding", lambda ids, weight, format, n, k, dtype: weight.new_empty((*ids.shape, k), dtype=dtype), lib=_library
+)
+torch.library.register_fake("halfbyte::dequantize", lambda weight, format, n, k, dtype: weight.new_empty((n, k), dtype=dtype), lib=_library)
