@@ -64,13 +64,20 @@ def poisoned(*shape: int, dtype: torch.dtype, fill: float = torch.nan) -> tuple[
 
 
 def run_linear(
-    kernel: LinearKernel, x: Tensor, packed: Packed, bias: Tensor | None = None, clamp: tuple[float, float] = (-torch.inf, torch.inf)
+    kernel: LinearKernel,
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    clamp: tuple[float, float] = (-torch.inf, torch.inf),
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The kernel's result in x's dtype, made in memory that is NaN before: the output, what surrounds it, and the scratch memory."""
     linear._thread.scratch.fill_(255)
     fill = torch.nan if kernel.out_dtype.is_floating_point else 77
     out, untouched = poisoned(x.shape[0], packed.shape[0], dtype=kernel.out_dtype, fill=fill)
-    kernel._pass(x, x.shape[0], packed.data.data_ptr(), bias, *clamp, out)
+    if residual is not None:
+        residual = residual.to(out.dtype)
+    kernel._pass(x, x.shape[0], packed.data.data_ptr(), bias, *clamp, out, 0 if residual is None else residual.data_ptr() - out.data_ptr())
     assert untouched()
     return out.to(kernel.dtype)
 

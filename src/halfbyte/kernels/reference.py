@@ -113,8 +113,9 @@ def linear(
     compute: Compute = "float",
     activation: Activation = "block",
     clamp: tuple[float, float] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """y = clamp(x W^T + bias), float64 [..., N]; the clamp's ends are rounded to float32 first.
+    """y = clamp(x W^T + bias + residual), float64 [..., N]; the clamp's ends are rounded to float32 first. residual is [..., N].
 
     float  x times the dequantized weight.
     int8   x as `quantize_activation` makes it, the weight as stored: over each block i of K_i elements, with the
@@ -133,6 +134,8 @@ def linear(
             y += terms.sum(dim=0)
     if bias is not None:
         y = y + bias.double()
+    if residual is not None:
+        y = y + residual.double().reshape(len(rows), n)
     if clamp is not None:
         low, high = torch.tensor(clamp, dtype=torch.float32).double()
         y = y.clamp(low, high)
@@ -186,7 +189,12 @@ def _int8_terms(rows: Tensor, codes: Codes, weight: _Affine, activation: Activat
 
 
 def error_bound(
-    x: Tensor, codes: Codes, bias: Tensor | None = None, compute: Compute = "float", activation: Activation = "block"
+    x: Tensor,
+    codes: Codes,
+    bias: Tensor | None = None,
+    compute: Compute = "float",
+    activation: Activation = "block",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """How far a kernel's float32 sums may be from `linear`, element by element, float64 [..., N]; `agrees` adds the rounding to the
     result's dtype.
@@ -198,9 +206,9 @@ def error_bound(
 
     float  A kernel may multiply by weights made in registers, sum((scale * q + o) * x), or take sums first, block by block,
            scale * sum(q * x) + o * sum(x). In both the terms are scale*q*x and o*x. Roundings of one: o, 1; products, 2; additions,
-           less than K in blocks, then 2 for each block; bias, 1. n = K + 2 * blocks + 4.
+           less than K in blocks, then 2 for each block; bias and residual, 2. n = K + 2 * blocks + 5.
     int8   Integer sums are exact. The terms are the four of each block. Roundings of one: an integer as float32, 1; o, 1; products,
-           up to 3; additions, 4 for each block; bias, 1. n = 4 * blocks + 6.
+           up to 3; additions, 4 for each block; bias and residual, 2. n = 4 * blocks + 7.
 
     An operation that underflows loses less than 2^-126, times all that its result is multiplied by after. Infinite where a float32
     sum of the terms might overflow.
@@ -212,17 +220,19 @@ def error_bound(
         blocks = codes.scale.shape[-1]
         w = q.abs() * codes.spread(scale.abs()) + codes.spread(o.abs())
         size = rows.abs() @ w.T
-        roundings, operations = k + 2 * blocks + 4, 2 * k + 4 * blocks
+        roundings, operations = k + 2 * blocks + 5, 2 * k + 4 * blocks
         factor: float = codes.format.block_size(k) * 255
     else:
         size = torch.zeros(len(rows), n, dtype=torch.float64)
         for terms in _int8_terms(_rows(x, codes), codes, _Affine(q, scale, o), activation):
             size += terms.abs().sum(dim=0)
         blocks = len(spans(k, codes.format.block_size(k)))
-        roundings, operations = 4 * blocks + 6, 12 * blocks
+        roundings, operations = 4 * blocks + 7, 12 * blocks
         factor = MAX_BLOCK * 127 * 255
     if bias is not None:
         size = size + bias.double().abs()
+    if residual is not None:
+        size = size + residual.double().abs().reshape(len(rows), n)
     lost = torch.zeros_like(size)
     if k:
         of_row, of_scale, of_zero = (t.abs().amax(dim=-1).clamp(min=1) for t in (rows, scale, o))

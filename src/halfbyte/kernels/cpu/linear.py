@@ -96,7 +96,9 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         self.tile_spec = TileSpec(inner, *weight, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
-        row_spec = RowSpec(kind, inner, geo.unit, single, whole_row, shifted, correction, sums, zeroed and (geo.blocks == 1 or geo.block % geo.unit == 0))
+        row_spec = RowSpec(
+            kind, inner, geo.unit, single, whole_row, shifted, correction, sums, zeroed and (geo.blocks == 1 or geo.block % geo.unit == 0)
+        )
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
@@ -120,9 +122,7 @@ class LinearKernel:
                 self._pass(rows, len(rows), weights, bias, low, high, part, apart)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
-    def _pass(
-        self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0
-    ) -> None:
+    def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
         """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
         thread, available = _thread, runtime.threads()
         call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)

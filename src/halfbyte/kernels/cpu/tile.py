@@ -12,7 +12,7 @@ point's share taken off, is multiplied by the activation's scale, and is added t
 the weight's scale. float: products of the codes and float32 activations are summed by fused multiply-adds for each block,
 then scaled as above. bf16: as float, with pairs of bfloat16 products summed by the CPU's dot-product instruction.
 
-All of K is done in one pass, so an output is written once, with its bias added and clamped.
+All of K is done in one pass, so an output is written once, with its bias and what there is of a residual added, and clamped.
 """
 
 from __future__ import annotations
@@ -105,6 +105,14 @@ class Tile:
     @property
     def scale_bytes(self) -> int:
         return 4 if self.spec.scale == "f32" else 2
+
+    @property
+    def out_bytes(self) -> int:
+        return 4 if self.spec.out == "f32" else 2
+
+    @property
+    def out_element(self) -> str:
+        return "float" if self.spec.out == "f32" else "i16"
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
@@ -279,31 +287,54 @@ class Tile:
             self.scratch.store(value, n * size, size)
 
     def _write(self, first: Value) -> None:
-        """Add the bias, clamp, convert and store; a panel's columns beyond `columns` are not touched."""
+        """Add the bias and a residual, clamp, convert and store; a panel's columns beyond `columns` are not touched."""
         spec, isa, f = self.spec, self.isa, self.f
-        out_bytes = 4 if spec.out == "f32" else 2
-        stride = LINEAR.load(self.args, "out_stride")
-        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4) for at in (0, 4))
         for n in range(self.count):
             value = self._total(n)
             if spec.by_row:
                 value = value * self.row_scale[n // spec.vectors].load("float", align=4).splat(isa.lanes)
             self.scratch.store(value, n * isa.lanes * 4, isa.lanes * 4)
+        residual = LINEAR.load(self.args, "residual")
+        plain = residual.equals(0)
         inside = (self.columns - first) > isa.lanes * spec.vectors - 1
-        with f.when(inside):
-            for n in range(self.count):
-                row, column = n // spec.vectors, n % spec.vectors * isa.lanes
-                bias = (self.bias + first * 4).load(isa.floats, column * 4, 4)
-                value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
-                value = value.max_or(low.splat(isa.lanes)).min_or(high.splat(isa.lanes))
-                (self.out + stride * row + first * out_bytes).store(isa.from_float(value, spec.out), column * out_bytes, out_bytes)
+        with f.when(inside & plain):
+            self._write_whole(first, None)
+        with f.when(inside & plain.equals(0)):
+            self._write_whole(first, residual)
         with f.when(inside.equals(0)):
-            some = (self.columns - first).max_or(0)
-            for row in range(spec.rows):
-                for c in f.loop(some):
-                    value = self.scratch.load("float", c * 4 + row * spec.vectors * isa.lanes * 4, 4)
-                    value = (value + self.bias.load("float", (c + first) * 4, 4)).max_or(low).min_or(high)
-                    (self.out + stride * row).store(isa.from_float(value, spec.out), (c + first) * out_bytes, out_bytes)
+            self._write_some(first, residual)
+
+    def _write_whole(self, first: Value, residual: Value | None) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        stride, (low, high) = LINEAR.load(self.args, "out_stride"), (bound.splat(isa.lanes) for bound in self._clamp())
+        for n in range(self.count):
+            row, column = n // spec.vectors, n % spec.vectors * isa.lanes
+            to = self.out + stride * row + first * self.out_bytes
+            bias = (self.bias + first * 4).load(isa.floats, column * 4, 4)
+            value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
+            if residual is not None:
+                raw = (to + residual).load(vector(self.out_element, isa.lanes), column * self.out_bytes, self.out_bytes)
+                value = value + isa.to_float(raw, spec.out)
+            to.store(isa.from_float(value.max_or(low).min_or(high), spec.out), column * self.out_bytes, self.out_bytes)
+            f.fence()
+
+    def _write_some(self, first: Value, residual: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        stride, (low, high) = LINEAR.load(self.args, "out_stride"), self._clamp()
+        some = (self.columns - first).max_or(0)
+        for row in range(spec.rows):
+            for c in f.loop(some):
+                to = self.out + stride * row + (c + first) * self.out_bytes
+                value = self.scratch.load("float", c * 4 + row * spec.vectors * isa.lanes * 4, 4)
+                value = value + self.bias.load("float", (c + first) * 4, 4)
+                # Where there is none, this reads the output's own memory, and what it finds there is not taken.
+                other = isa.to_float((to + residual).load(self.out_element, 0, self.out_bytes), spec.out)
+                value = residual.equals(0).select(value, value + other).max_or(low).min_or(high)
+                to.store(isa.from_float(value, spec.out), 0, self.out_bytes)
+
+    def _clamp(self) -> tuple[Value, Value]:
+        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4) for at in (0, 4))
+        return low, high
 
 
 class RequantizingTile(Tile):
@@ -332,7 +363,7 @@ class RequantizingTile(Tile):
     def _write(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
         stride = LINEAR.load(self.args, "out_stride")
-        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
+        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
         codes = f.alloca("i8", self.count * isa.lanes, 64)
         some = f.umin((self.columns - first).max_or(0), f.value("i64", spec.vectors * isa.lanes))
         for v in range(spec.vectors):
