@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from halfbyte.integrations.on_import import register as _register_with_transformers
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.codes import Codes as Codes
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
+    from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
@@ -39,8 +42,10 @@ _HOMES = {
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
     "halfbyte.dispatch.explain": ("explain",),
+    "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_REGISTERED = _register_with_transformers()
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
 
 

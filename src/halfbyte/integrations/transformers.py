@@ -1,0 +1,345 @@
+"""transformers: models are quantized while they load, and what `save_pretrained` wrote loads again.
+
+    import halfbyte
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=halfbyte.HalfbyteConfig("q4_0"))
+    model.save_pretrained("small")
+    model = AutoModelForCausalLM.from_pretrained("small")
+
+A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. What is written is described
+in docs/checkpoint.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte import ops
+from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.spec import Format
+from halfbyte.layouts.base import Packed
+from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_patterns, decide, finished, relative_error
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule, quantized_form
+from halfbyte.quantizers import METHODS
+
+
+@register_quantization_config(METHOD)
+class HalfbyteConfig(QuantizationConfigMixin):
+    """What `from_pretrained(..., quantization_config=...)` quantizes, and how: the arguments of `Config`, or a Config.
+
+    modules  what is quantized in a model that has been: filled by `from_pretrained`, and all that a saved model needs
+    """
+
+    def __init__(self, format: str | Format | Config, **settings: Any) -> None:
+        if isinstance(format, Config) and settings:
+            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.config: Config | None = format if isinstance(format, Config) else Config(format, **settings)
+        self.modules: dict[str, Module] = {}
+        if self.config.method not in METHODS:
+            one_of = f"one of {', '.join(METHODS)} quantizes a model as it loads"
+            raise ArgumentError(f"{one_of}, got {self.config.method!r}, which looks at activations: load the model and use quantize_")
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it makes no sense."""
+        made = cls.of(parse(config_dict))
+        return (made, kwargs) if return_unused_kwargs else made
+
+    @classmethod
+    def of(cls, modules: dict[str, Module]) -> HalfbyteConfig:
+        """The config of a model of which these modules are quantized."""
+        made = cls.__new__(cls)
+        made.quant_method = METHOD  # type: ignore[assignment]
+        made.config, made.modules = None, modules
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        return describe(self.modules)
+
+    def __repr__(self) -> str:
+        return f"HalfbyteConfig({self.config or f'{len(self.modules)} modules'})"
+
+
+@register_quantizer(METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """What transformers calls while it loads and saves a model.
+
+    While weights are read, quantized modules are not in their places yet: transformers fills what it takes for uninitialised
+    buffers, and packed weights are such buffers. They are put there at the end, by `_process_model_after_weight_loading`.
+    """
+
+    quantization_config: HalfbyteConfig
+
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._decisions: dict[str, Format] = {}  # module -> format, of a float model
+        self._packed: dict[str, tuple[Packed, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
+        self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
+        self._failure: HalfbyteError | None = None
+
+    # What transformers asks
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes for each element, scales included, by which a device map is made."""
+        fmt = self._decisions.get(param_name.removesuffix(".weight"))
+        return param.element_size() if fmt is None or param.dim() != 2 else fmt.bits_per_weight(param.shape[1]) / 8
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    # Before the weights are read
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._tied = _ties(model)
+        if self.pre_quantized:
+            self._expect_codes(model)
+        else:
+            self._decide(model)
+
+    def _decide(self, model: Any) -> None:
+        config = self.quantization_config.config
+        assert config is not None
+        # At this point a tie is a promise: both parameters are still there.
+        found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in candidates(model, without_data=True)]
+        check_patterns(config, [candidate.name for candidate in found])
+        self._decisions = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
+
+    def _expect_codes(self, model: Any) -> None:
+        """Makes room for codes where the model has float weights: `weight` becomes a module, its tensors buffers of it."""
+        if hasattr(model.config, "halfbyte"):  # what `save` adds to a config.json is about those files, not about the model
+            del model.config.halfbyte
+        self.quantization_config.modules = wanted = self._resolve(model)
+        for name, settings in wanted.items():
+            module = model.get_submodule(name)
+            if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(module.weight, Tensor):
+                what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
+                raise CheckpointError(f"{what}, but quantized in the files: only Linear and Embedding can be")
+            self._make_room(module, settings.format)
+        for target, source in list(model.all_tied_weights_keys.items()):
+            name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
+            if owner in wanted and name not in wanted:
+                del model.get_submodule(name).weight
+                model.get_submodule(name)._is_hf_initialized = True
+            if owner in wanted or name in wanted:
+                del model.all_tied_weights_keys[target]
+        self._tied = {name: owner for name, owner in self._tied.items() if owner in wanted and name not in wanted}
+        guards = {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
+
+    def _resolve(self, model: Any) -> dict[str, Module]:
+        """The modules of the files by their names in the model, which may be the saved one's base or one built on top of it."""
+        prefix = f"{model.base_model_prefix}."
+        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        found = {}
+        for name, settings in self.quantization_config.modules.items():
+            place = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+            if place is not None:
+                found[place] = settings
+            elif type(model).__name__ in (model.config.architectures or ()):
+                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: config.json is damaged")
+        return found
+
+    @staticmethod
+    def _make_room(module: nn.Linear | nn.Embedding, fmt: Format) -> None:
+        room, weight = nn.Module(), module.weight
+        for part, (dtype, shape) in stored_tensors(fmt, tuple(weight.shape)).items():
+            room.register_buffer(part, torch.empty(shape, dtype=dtype, device="meta"))
+        room.shape, room.dtype = tuple(weight.shape), weight.dtype  # type: ignore[assignment]
+        del module.weight
+        module.add_module("weight", room)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+    # While they are read
+
+    def quantize(self, name: str, weight: Tensor) -> None:
+        """Quantizes and packs the weight of the module `name`; an error waits for the end, where transformers lets it through."""
+        config = self.quantization_config.config
+        assert config is not None
+        try:
+            codes = ops.quantize(weight, self._decisions[name], config.method, name=f"{name}.weight")
+            packed = ops.pack(codes, weight.device)
+        except HalfbyteError as e:
+            self._failure = self._failure or e
+            return
+        self._packed[name] = packed, weight.dtype, relative_error(weight, codes)
+
+    # After
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.pre_quantized:
+            self._take_codes(model)
+        else:
+            self._take_packed(model)
+        self.quantization_config.modules = self._modules(model)
+
+    def _take_codes(self, model: Any) -> None:
+        wanted = self.quantization_config.modules
+        for name in wanted:
+            module = model.get_submodule(name)
+            room = module.weight
+            self._check_loaded(name, module, room)
+            try:
+                # transformers may have cast scales to float32, where the architecture keeps a weight in that: exact both ways.
+                types = stored_tensors(wanted[name].format, room.shape)
+                tensors = {part: t.to(types[part][0]) if t.is_floating_point() else t for part, t in room.named_buffers()}
+                codes = Codes.from_tensors(wanted[name].format, room.shape, tensors)
+                codes.check_values()
+            except FormatError as e:
+                raise CheckpointError(f"{name}.weight: {e}") from e
+            self._put(model, name, ops.pack(codes, codes.data.device), room.dtype, None)
+
+    @staticmethod
+    def _check_loaded(name: str, module: nn.Module, room: nn.Module) -> None:
+        """transformers warns of what is in no file and goes on. A quantized module made of such things would compute nonsense."""
+        expected = {f"{name}.weight.{part}": tensor for part, tensor in room.named_buffers()}
+        if (bias := getattr(module, "bias", None)) is not None:
+            expected[f"{name}.bias"] = bias
+        for key, tensor in expected.items():
+            if not getattr(tensor, "_is_hf_initialized", False):
+                raise CheckpointError(f"no file has {key}, which the quantized model needs: the checkpoint is damaged")
+
+    def _take_packed(self, model: Any) -> None:
+        for name in self._decisions:
+            owner = self._tied.get(name, name)
+            if name not in self._packed and owner not in self._packed:
+                # A weight that came with others out of one tensor of the files, or was in none.
+                self.quantize(name, model.get_submodule(name).weight)
+                if self._failure is not None:
+                    raise self._failure
+        for name in self._decisions:
+            if name in self._packed:
+                self._put(model, name, *self._packed[name])
+        self._packed.clear()
+        setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
+
+    def _put(self, model: Any, name: str, packed: Packed, dtype: torch.dtype, error: float | None) -> None:
+        """Puts a packed weight in place of the module `name`, and of those that share its weight and have none of their own."""
+        config = self.quantization_config
+        for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
+            settings = config.config or config.modules[name]
+            module = model.get_submodule(place)
+            model.set_submodule(place, quantized_form(module, packed, dtype, settings.compute, settings.activation, error))
+            model.all_tied_weights_keys.pop(f"{place}.weight", None)
+
+    # Saving
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors to write: tied codes once, and with each weight's the guard. The config is brought up to date."""
+        self.quantization_config.modules = modules = self._modules(model)
+        state = model.state_dict()
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, QuantModule):
+                if name in modules:
+                    state[f"{name}.weight"] = guard()
+                else:
+                    for part in stored_tensors(module.packed.format, module.packed.shape):
+                        del state[f"{name}.weight.{part}"]
+        return state, {}
+
+    def _modules(self, model: nn.Module) -> dict[str, Module]:
+        """The quantized modules, without those of which transformers knows that they share another's weight."""
+        quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
+        shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
+        return {name: Module.of(module) for name, module in quantized.items() if name not in shared}
+
+    def adopt(self, model: Any) -> None:
+        """Makes a model that was quantized by other means one that `save_pretrained` saves."""
+        self._tied = _ties(model)
+        self.quantization_config.modules = self._modules(model)
+        for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
+            model.all_tied_weights_keys.pop(f"{place}.weight", None)
+        model.hf_quantizer = self
+        model.is_quantized, model.quantization_method = True, METHOD
+        model.config.quantization_config = self.quantization_config
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        weights: dict[int, nn.Parameter] = {}
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(module, QuantModule):
+                key = module.packed.data.data_ptr()
+                if key not in weights:
+                    weights[key] = nn.Parameter(ops.dequantize(module.packed, dtype or module.dtype))
+                model.set_submodule(name, _float_form(module, weights[key]))
+        return model
+
+
+class _Quantize(ConversionOps):
+    """Takes the float weights that transformers has read, and leaves it those that stay as they are."""
+
+    def __init__(self, quantizer: HalfbyteQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: set[str] | None = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        left = {}
+        for target, value in input_dict.items():
+            if not self._quantizer.param_needs_quantization(model, target):
+                left[target] = value
+                continue
+            self._quantizer.quantize(target.removesuffix(".weight"), value[0] if isinstance(value, list) else value)
+            model.get_parameter(target)._is_hf_initialized = True  # nothing is left to initialise
+            if missing_keys is not None:
+                missing_keys.discard(target)
+        return left
+
+
+def _adopt(model: nn.Module) -> None:
+    from transformers.modeling_utils import PreTrainedModel  # which may be what imports this file
+
+    if isinstance(model, PreTrainedModel) and any(isinstance(module, QuantModule) for module in model.modules()):
+        HalfbyteQuantizer(HalfbyteConfig.of({})).adopt(model)
+
+
+finished.append(_adopt)
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """Modules that share a weight in a model of transformers: each with the one that owns it."""
+    return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
+
+
+def _same(a: QuantModule, b: QuantModule) -> bool:
+    return a.packed.data.data_ptr() == b.packed.data.data_ptr()
+
+
+def _float_form(module: QuantModule, weight: nn.Parameter) -> nn.Module:
+    """The Linear or Embedding that `module` stands for, with this weight [N, K]."""
+    n, k = weight.shape
+    made: nn.Linear | nn.Embedding
+    if isinstance(module, QuantLinear):
+        made = nn.Linear(k, n, bias=False, device="meta")
+        made.bias = module.bias  # type: ignore[assignment]
+    else:
+        assert isinstance(module, QuantEmbedding)
+        made = nn.Embedding(n, k, module.padding_idx, device="meta")
+    made.weight = weight
+    return made.train(module.training)

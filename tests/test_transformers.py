@@ -1,0 +1,268 @@
+"""transformers: quantized while loading, saved, loaded again, and refused where halfbyte is not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import halfbyte
+from halfbyte.checkpoint.quantization_config import Module, describe, parse
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.integrations.transformers import HalfbyteConfig
+from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64}
+IDS = torch.arange(24).view(2, 12)
+
+
+def llama(tied: bool = True) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+
+
+def qwen2() -> PreTrainedModel:
+    model = Qwen2ForCausalLM(Qwen2Config(**SMALL))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=100))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "float")
+    return tmp_path / "float"
+
+
+def outputs(model: Any) -> torch.Tensor:
+    inputs = {"decoder_input_ids": IDS[:, :5]} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode():
+        answer = model(input_ids=IDS, **inputs)
+    return answer.logits if hasattr(answer, "logits") else answer.last_hidden_state
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.stdout
+
+
+# Quantized while it loads
+
+
+@pytest.mark.parametrize("make", [llama, lambda: llama(tied=False), qwen2, mixtral, t5])
+@pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", embedding="int4_g64", skip=["*.layers.0.*", "*.block.0.*"])])
+def test_the_same_as_quantizing_afterwards_and_after_saving(make: Any, config: Config, tmp_path: Path) -> None:
+    original = make()
+    if original.config.is_encoder_decoder:
+        config = Config(config.format, embedding=config.embedding)
+    config = config if not config.skip else Config(config.format, embedding=config.embedding, skip=["*.layers.0.*"])
+    original.save_pretrained(tmp_path / "float")
+    kind = type(original)
+    expected = quantize_(kind.from_pretrained(tmp_path / "float"), config)
+    loaded = kind.from_pretrained(tmp_path / "float", quantization_config=HalfbyteConfig(config))
+    assert report(loaded).to_json() == report(expected).to_json()
+    assert torch.equal(outputs(loaded), outputs(expected))
+    loaded.save_pretrained(tmp_path / "small")
+    expected.save_pretrained(tmp_path / "other")
+    for name in ("small", "other"):
+        again, info = kind.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert torch.equal(outputs(again), outputs(expected))
+    assert (tmp_path / "small" / "model.safetensors").read_bytes() == (tmp_path / "other" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype, folder: Path, tmp_path: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"), dtype=dtype)
+    expected = quantize_(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), "q4_0")
+    assert torch.equal(outputs(loaded), outputs(expected))
+    loaded.save_pretrained(tmp_path / "small")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=dtype)
+    assert outputs(again).dtype == dtype
+    assert torch.equal(outputs(again), outputs(expected))
+
+
+def test_no_float_weight_is_kept_while_others_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte import ops
+    from halfbyte.integrations.transformers import HalfbyteQuantizer
+
+    models, sizes = [], []
+    before = HalfbyteQuantizer._process_model_before_weight_loading
+    monkeypatch.setattr(HalfbyteQuantizer, "_process_model_before_weight_loading", lambda self, m, **k: (models.append(m), before(self, m)))
+    quantize = ops.quantize
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(sum(p.numel() for p in models[0].parameters() if not p.is_meta and p.dim() == 2))
+        return quantize(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "quantize", watched)
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
+    assert sizes == [0] * 15
+
+
+def test_tied_weights_stay_one(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
+    model.save_pretrained(tmp_path / "small")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    for m in (model, again):
+        assert isinstance(m.model.embed_tokens, QuantEmbedding)
+        assert isinstance(m.lm_head, QuantLinear)
+        assert m.lm_head.packed is m.model.embed_tokens.packed
+    tensors = safetensors.torch.load_file(tmp_path / "small" / "model.safetensors")
+    assert not any(name.startswith("lm_head") for name in tensors)
+    assert {n for n in tensors if "embed" in n} == {f"model.embed_tokens.weight{part}" for part in ("", ".data", ".scale")}
+
+
+def test_experts_are_reported_with_the_reason(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=HalfbyteConfig("q4_0"))
+    experts = [row for row in report(model).kept if row.name.endswith("experts")]
+    assert len(experts) == 2
+    assert all("stacked experts" in (row.reason or "") for row in experts)
+
+
+def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"matches no module.*lm_head"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["lm_heads"]))
+    with pytest.raises(ArgumentError, match="settings"):
+        HalfbyteConfig(Config("q4_0"), skip=[])
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArgumentError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
+
+
+# Saved and loaded
+
+
+@pytest.fixture
+def small(folder: Path, tmp_path: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
+    model.save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_shards(small: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(small)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "shards")), outputs(model))
+
+
+def test_other_classes(small: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(small)
+    base, info = AutoModel.from_pretrained(small, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(outputs(base), whole.model(IDS).last_hidden_state)
+    built_on, info = LlamaForSequenceClassification.from_pretrained(small, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    assert isinstance(built_on.model.layers[0].mlp.up_proj, QuantLinear)
+
+
+def test_dequantize(small: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(small)
+    expected = {n: m.weight + 0 for n, m in model.named_modules() if isinstance(m, QuantModule)}
+    model.dequantize()
+    assert not any(isinstance(m, QuantModule) for m in model.modules())
+    assert all(torch.equal(model.get_submodule(n).weight, w) for n, w in expected.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+WITHOUT = """
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({!r})
+    print("LOADED")
+except RuntimeError as error:
+    print("REFUSED", error)
+"""
+
+
+def test_without_halfbyte_nothing_is_made_up(small: Path) -> None:
+    said = run(WITHOUT.format(str(small)))
+    assert "Unknown quantization type, got halfbyte" in said
+    assert "REFUSED" in said
+
+
+@pytest.mark.parametrize("first", ["halfbyte", "transformers", "transformers.quantizers.auto"])
+def test_import_in_any_order(first: str, small: Path) -> None:
+    said = run(f"import {first}\nimport halfbyte\n{WITHOUT.format(str(small))}")
+    assert "LOADED" in said
+
+
+def test_importing_halfbyte_imports_neither_torch_nor_transformers() -> None:
+    assert run("import sys, halfbyte; print([n for n in ('torch', 'transformers') if n in sys.modules])").strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight.scale"), r"no file has model\.layers\.1\.mlp\.up_proj\.weight\.scale"),
+        (lambda t: t.update({"model.layers.1.mlp.up_proj.weight.data": torch.zeros(96, 32, dtype=torch.int16)}), "is torch.uint8"),
+        (lambda t: t["model.layers.1.mlp.up_proj.weight.scale"].fill_(float("inf")), "not finite"),
+    ],
+)
+def test_damaged_tensors(change: Any, message: str, small: Path) -> None:
+    tensors = safetensors.torch.load_file(small / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, small / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(small)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(version=2), "version 2"),
+        (lambda c: c.update(modules=[]), "are an object"),
+        (lambda c: c["modules"].update({"model.norm": {"format": "q4_0"}}), "model.norm is a LlamaRMSNorm"),
+        (lambda c: c["modules"].update({"model.nonsense": {"format": "q4_0"}}), "has no model.nonsense"),
+        (lambda c: c["modules"].update({"lm_head": "q4_0"}), "an object with a format"),
+        (lambda c: c["modules"]["model.embed_tokens"].update(format="q7_7"), "q7_7"),
+        (lambda c: c["modules"]["model.embed_tokens"].update(compute="fast"), "compute is one of"),
+    ],
+)
+def test_damaged_config(change: Any, message: str, small: Path) -> None:
+    config = json.loads((small / "config.json").read_text())
+    change(config["quantization_config"])
+    (small / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(small)
+
+
+def test_the_section_is_what_it_was() -> None:
+    modules = {"a.b": Module(halfbyte.as_format("q4_0"), "int8", "row"), "c": Module(halfbyte.as_format("int8_channel"))}
+    assert parse(json.loads(json.dumps(describe(modules)))) == modules
