@@ -1,0 +1,120 @@
+"""GPTQ's weights <-> Codes. Nothing is rounded.
+
+    qweight  int32 [K * bits / 32, N]  codes of neighbouring inputs, lowest bits first
+    qzeros   int32 [G, N * bits / 32]  the points, those of neighbouring outputs in a word; version 1 stores each less one, modulo 2^bits
+    scales   [G, N]
+    g_idx    int32 [K]                 the block of each input; without it, k / g
+    w[n, k] = scales[g_idx[k], n] * (q[k, n] - point[g_idx[k], n])
+
+With "activation order" (desc_act) g_idx is no longer sorted. The codes are then kept sorted by block, and beside them the order:
+column j of the codes belongs to input order[j]. Nothing is lost, every block is one run of columns, and a module reorders x once.
+
+Files lie about their version. A symmetric model has the same point everywhere, 8 or 128, so that what is stored says which it is; the
+points of an asymmetric one lie around 7.5, as the extremes of weights are alike on both sides. `version_of` judges by that.
+
+Sources: https://arxiv.org/abs/2210.17323; github.com/AutoGPTQ/AutoGPTQ, qlinear_cuda.py (version 1, where a stored 15 is the point 0);
+github.com/ModelCloud/GPTQModel (version 2, `checkpoint_format: gptq_v2`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.spec import Format
+from halfbyte.io import points
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+# When the values of an asymmetric model overrule what a file says of itself: points of real weights spread little.
+_LEAST_POINTS = 4096
+_MOST_SPREAD = 3.0
+_MOST_DISTANCE = 0.25
+
+
+def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, where: str) -> tuple[Codes, Tensor | None]:
+    """The weight [N, K], and the order of its columns (int32 [K]) where it is not that of the inputs."""
+    qweight = parts.get("qweight", torch.empty(0))
+    if qweight.dim() != 2:
+        raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K * bits / 32, N]: the checkpoint is damaged")
+    k, n = qweight.shape[0] * 32 // bits, qweight.shape[1]
+    block = points.block_of(group_size, k)
+    blocks = -(-k // block)
+    points.take(parts, "qweight", (torch.int32,), (k * bits // 32, n), where)
+    stored = unpack(points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
+    scales = points.take(parts, "scales", points.SCALES, (blocks, n), where)
+    zeros = stored if version == 2 else stored + 1 & (1 << bits) - 1
+    data = qweight.T.contiguous().view(torch.uint8)
+    order = None
+    if "g_idx" in parts:
+        order = order_of(points.take(parts, "g_idx", (torch.int32, torch.int64), (k,), where), block, where)
+    if order is not None:
+        data = reorder(data, bits, order)
+    return points.codes_of(bits, group_size, k, data, scales.T.contiguous(), zeros.T.contiguous()), order
+
+
+def write(codes: Codes, order: Tensor | None, version: int) -> dict[str, Tensor]:
+    """The four tensors of a weight that `why_not` has nothing against."""
+    bits, k = codes.format.bits, codes.shape[1]
+    data, zeros = points.unsigned(codes)
+    g_idx = torch.arange(k, dtype=torch.int32) // codes.format.block_size(k)
+    if order is not None:
+        back = order.long().argsort()
+        data, g_idx = reorder(data, bits, back), g_idx[back]
+    stored = zeros if version == 2 else zeros - 1 & (1 << bits) - 1
+    return {
+        "qweight": points.words(data).T.contiguous(),
+        "qzeros": points.words(stored.T.contiguous() if bits == 8 else pack_nibbles(stored.T)),
+        "scales": codes.scale.T.contiguous(),
+        "g_idx": g_idx.contiguous(),
+    }
+
+
+def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
+    """Why a weight cannot be written, or None."""
+    return points.why_not(fmt, shape, (4, 8), n_multiple=32 // fmt.bits, k_multiple=32 // fmt.bits)
+
+
+def version_of(stored: Tensor, bits: int, symmetric: bool, claimed: int) -> int:
+    """1 or 2: how the points uint8 of a model are stored, judged by their values; what it claims where they do not tell."""
+    middle = points.middle(bits)
+    if stored.numel() == 0:
+        return claimed
+    if bool((stored == stored.flatten()[0]).all()):
+        return {middle - 1: 1, middle: 2}.get(int(stored.flatten()[0]), claimed)
+    values = stored.double()
+    if symmetric or len(values.flatten()) < _LEAST_POINTS or bits != 4 or float(values.std()) > _MOST_SPREAD:
+        return claimed
+    other = 3 - claimed
+    far = abs(float(values.mean()) - (middle - 0.5 - (other == 1)))
+    return other if far < _MOST_DISTANCE else claimed
+
+
+def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
+    """Columns of packed codes uint8 [N, K * bits / 8], in another order."""
+    if bits == 8:
+        return data[:, order.long()]
+    return pack_nibbles(unpack_nibbles(data, 2 * data.shape[1])[:, order.long()])
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """int32 [R, ceil(n * bits / 32)] -> uint8 [R, n]."""
+    data = packed.contiguous().view(torch.uint8)
+    return data[:, :n] if bits == 8 else unpack_nibbles(data, n)
+
+
+def order_of(g_idx: Tensor, block: int, where: str) -> Tensor | None:
+    """The inputs sorted by block, int32; None where they are."""
+    k = len(g_idx)
+    blocks = -(-k // block)
+    if k and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < blocks:
+        raise CheckpointError(
+            f"{where}.g_idx lies in {int(g_idx.min())} … {int(g_idx.max())}, there are {blocks} blocks: the checkpoint is damaged"
+        )
+    order = g_idx.argsort(stable=True)
+    if not torch.equal(g_idx[order], torch.arange(k, dtype=g_idx.dtype) // block):
+        raise CheckpointError(f"{where}.g_idx makes blocks of other sizes than {block}: the checkpoint is damaged")
+    return None if torch.equal(order, torch.arange(k)) else order.to(torch.int32)

@@ -1,0 +1,150 @@
+"""One linear layer as an ONNX file with the operator MatMulNBits of com.microsoft. Nothing is rounded.
+
+    y = A [..., K] · dequantize(B)ᵀ (+ bias)
+    B            uint8 [N, blocks, block * bits / 8]   codes along K, low nibble first; the last block is padded
+    scales       [N * blocks]  of A's dtype
+    zero_points  uint8 [N * ceil(blocks * bits / 8)]   points, packed likewise; without them all are 2^(bits-1)
+
+Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md. Needs the package `onnx`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.io import points
+
+_OPSET = 21
+_DOMAIN = "com.microsoft"
+_LEAST_BLOCK = 16
+_FILE_LIMIT = 2 << 30  # of a protobuf
+
+
+def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | None = None) -> None:
+    """Writes a model with one input "x" [M, K] and one output "y" [M, N], both of the scales' dtype, float32 or float16.
+
+    Raises ArgumentError for a format that the operator does not have: it takes symmetric codes and integer points, and blocks
+    of a power of two, 16 or more (a row of such a length too).
+    """
+    onnx = _onnx()
+    n, k = codes.shape
+    block, dtype = codes.format.block if isinstance(codes.format.block, int) else k, codes.scale.dtype
+    reason = points.why_not(codes.format, (n, block), (4, 8), n_multiple=1, k_multiple=1)
+    if reason is None and (block < _LEAST_BLOCK or block & (block - 1)):
+        reason = f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}"
+    if reason is None and dtype == torch.bfloat16:
+        reason = "its scales are bfloat16"
+    if reason is not None:
+        raise ArgumentError(
+            f"MatMulNBits cannot hold a weight {[n, k]} of {codes.format}, for {reason}: use float16 scales and blocks of 32"
+        )
+    bits, blocks = codes.format.bits, codes.scale.shape[1]
+    data, zeros = points.unsigned(codes)
+    width = blocks * block * bits // 8
+    data = torch.nn.functional.pad(data, (0, width - data.shape[1])).reshape(n, blocks, -1)
+    tensors = {"B": data, "scales": codes.scale.flatten()}
+    if codes.zero is not None:
+        tensors["zero_points"] = (pack_nibbles(zeros) if bits == 4 else zeros).flatten()
+    inputs = ["x", *tensors]
+    if bias is not None:
+        tensors["bias"] = bias.detach().to(dtype)
+        inputs += [""] * (5 - len(inputs)) + ["bias"]  # B, scales, zero_points, g_idx, bias
+    number = onnx.TensorProto.FLOAT if dtype == torch.float32 else onnx.TensorProto.FLOAT16
+    helper = onnx.helper
+    node = helper.make_node("MatMulNBits", inputs, ["y"], domain=_DOMAIN, K=k, N=n, bits=bits, block_size=block)
+    graph = helper.make_graph(
+        [node],
+        "linear",
+        [helper.make_tensor_value_info("x", number, ["M", k])],
+        [helper.make_tensor_value_info("y", number, ["M", n])],
+        [onnx.numpy_helper.from_array(np.ascontiguousarray(tensor.cpu().numpy()), name) for name, tensor in tensors.items()],
+    )
+    opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="halfbyte")
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.halfbyte-part")
+    try:
+        beside.write_bytes(model.SerializeToString())
+        os.replace(beside, target)
+    except OSError as e:
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {target}: {e.strerror}; what was there is unchanged") from e
+
+
+def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
+    """The weight [N, K] and the bias [N] of the only MatMulNBits in an ONNX file."""
+    onnx = _onnx()
+    source = Path(path)
+    try:
+        if source.stat().st_size > _FILE_LIMIT:
+            raise CheckpointError(f"{source} is longer than {_FILE_LIMIT} bytes, which no ONNX file is")
+        model = onnx.ModelProto.FromString(source.read_bytes())
+    except OSError as e:
+        raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
+    except CheckpointError:
+        raise
+    except Exception as e:  # protobuf's own DecodeError is named differently by each of its implementations
+        raise CheckpointError(f"{source} is no ONNX file: {' '.join(str(e).split())[:200]}") from e
+    nodes = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    if len(nodes) != 1:
+        raise CheckpointError(f"{source} has {len(nodes)} MatMulNBits: a file with one is imported")
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    roles = dict(zip(("x", "B", "scales", "zero_points", "g_idx", "bias"), nodes[0].input, strict=False))
+    parts = {role: _tensor(onnx, initializers[name], source) for role, name in roles.items() if role != "x" and name in initializers}
+    if missing := [role for role, name in roles.items() if role != "x" and name and role not in parts]:
+        raise CheckpointError(f"{source}: {missing[0]} of MatMulNBits is no initializer: export the model with its weights")
+    settings = {attribute.name: attribute.i for attribute in nodes[0].attribute}
+    return _weight(parts, settings, source), parts.get("bias")
+
+
+def _weight(parts: dict[str, Tensor], settings: dict[str, int], source: Path) -> Codes:
+    where = f"{source}: MatMulNBits"
+    k, n, bits, block = (settings.get(name, 0) for name in ("K", "N", "bits", "block_size"))
+    if bits not in (4, 8) or min(k, n) < 1 or block < _LEAST_BLOCK or block & (block - 1):
+        raise CheckpointError(f"{where} has K={k}, N={n}, bits={bits}, block_size={block}: bits are 4 or 8, blocks a power of two from 16")
+    if "g_idx" in parts:
+        raise CheckpointError(f"{where} has a g_idx, which is not read: export the model without activation order")
+    blocks = -(-k // block)
+    flat = {name: tensor.reshape(-1) for name, tensor in parts.items()}
+    data = (
+        points.take(flat, "B", (torch.uint8,), (n * blocks * (block * bits // 8),), where)
+        .reshape(n, -1)[:, : -(-k * bits // 8)]
+        .contiguous()
+    )
+    if bits == 4 and k % 2:
+        data[:, -1] &= 15
+    scales = points.take(flat, "scales", points.SCALES, (n * blocks,), where).reshape(n, blocks)
+    zero = torch.full(scales.shape, points.middle(bits), dtype=torch.uint8)
+    if "zero_points" in flat:
+        stored = points.take(flat, "zero_points", (torch.uint8,), (n * -(-blocks * bits // 8),), where).reshape(n, -1)
+        zero = stored if bits == 8 else unpack_nibbles(stored, blocks)
+    codes = points.codes_of(bits, block, k, data, scales, zero.contiguous())
+    codes.check_values()
+    return codes
+
+
+def _tensor(onnx: Any, stored: Any, source: Path) -> Tensor:
+    if stored.data_location == onnx.TensorProto.EXTERNAL:
+        raise CheckpointError(f"{source} keeps {stored.name} in another file: save it as one file")
+    try:
+        return torch.from_numpy(np.array(onnx.numpy_helper.to_array(stored)))
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{source}: {stored.name} is damaged: {' '.join(str(e).split())[:200]}") from e
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+        import onnx.helper
+        import onnx.numpy_helper
+    except ImportError as e:
+        raise CheckpointError("ONNX files need the package onnx: pip install onnx") from e
+    return onnx

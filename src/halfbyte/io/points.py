@@ -1,0 +1,93 @@
+"""What AWQ, GPTQ, compressed-tensors and ONNX have in common: unsigned codes with a point, w = scale * (q - point).
+
+Where every point is the middle, 8 or 128, the codes are those of a signed format without points, q - 8 or q - 128: the numbers are the
+same, there is less to keep, and kernels have less to do. Codes are read as such, and written with points again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def middle(bits: int) -> int:
+    """The point at which unsigned codes are signed ones."""
+    return 1 << (bits - 1)
+
+
+def block_of(group_size: int, k: int) -> int:
+    """Elements that share a scale: `group_size`, or all `k` where that is -1."""
+    return group_size if group_size > 0 else max(1, k)
+
+
+def codes_of(bits: int, group_size: int, k: int, data: Tensor, scale: Tensor, zero: Tensor | None) -> Codes:
+    """Unsigned packed codes uint8 [N, K * bits / 8], scales and points [N, blocks] -> Codes, signed where all points are the middle."""
+    channel = group_size <= 0
+    if zero is not None and bool((zero == middle(bits)).all()):
+        zero = None
+    fmt = Format(bits, "channel" if channel else group_size, "none" if zero is None else "point", scale.dtype)
+    if bits == 8 and zero is None:
+        data = flip(data).view(torch.int8)
+    return Codes(fmt, (data.shape[0], k), data, scale, zero)
+
+
+def flip(data: Tensor) -> Tensor:
+    """8-bit codes with the other meaning of the highest bit: q + 128 of q, as bytes."""
+    return data.view(torch.uint8) ^ 128
+
+
+def unsigned(codes: Codes) -> tuple[Tensor, Tensor]:
+    """Packed codes uint8 [N, ceil(K * bits / 8)] and points uint8 [N, blocks] of codes of any format without offsets."""
+    if codes.zero is not None:
+        return codes.data, codes.zero
+    points = torch.full(codes.scale.shape, middle(codes.format.bits), dtype=torch.uint8, device=codes.scale.device)
+    return (codes.data if codes.format.bits == 4 else flip(codes.data)), points
+
+
+def words(data: Tensor) -> Tensor:
+    """Bytes uint8 [R, B] -> int32 [R, ceil(B / 4)], the last word of a row padded with 0."""
+    if data.shape[1] % 4:
+        data = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
+    # Flat first: a single row may have strides that `view` does not take.
+    return data.flatten().view(torch.int32).reshape(data.shape[0], data.shape[1] // 4)
+
+
+def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multiple: int, k_multiple: int) -> str | None:
+    """Why codes cannot be written with points in int32 words, or None."""
+    n, k = shape[-2:]
+    reasons = {
+        f"it has {fmt.bits} bits": fmt.bits not in bits,
+        "it has offsets, no integer points": fmt.zero == "offset",
+        "one scale is for all of it": fmt.block == "tensor",
+        f"its {n} rows are no multiple of {n_multiple}": n % n_multiple != 0,
+        f"its {k} columns are no multiple of {k_multiple}": k % k_multiple != 0,
+        f"its blocks of {fmt.block} do not divide its {k} columns": k % fmt.block_size(k) != 0,
+        "it is no matrix": len(shape) != 2,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def take(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], where: str) -> Tensor:
+    """A part of a weight; raises CheckpointError where it is missing or not as it must be."""
+    tensor = parts.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{where} has no {name}: the checkpoint is damaged")
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        raise CheckpointError(f"{where}.{name} is {got}, but {wanted} {list(shape)} fits the others: the checkpoint is damaged")
+    return tensor
+
+
+def renamed(fmt: Format) -> Format:
+    """The same numbers, without another project's rules for making them."""
+    return replace(fmt, family="int", sums=False)
