@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation, Compute, Pair, Window
-from halfbyte.layouts.convolution import Filter, filter_of, to_matrix
+from halfbyte.layouts.convolution import Filter, filter_of, groups_of
 
 
 def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor:
@@ -37,12 +37,8 @@ def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor
 
 def _each_group(codes: Codes, sizes: Filter, x: Tensor, run: Callable[[Tensor, Codes, slice], Tensor]) -> Tensor:
     """`run(patches, matrix, its outputs)` of each group, joined: [B, Co, Ho, Wo]."""
-    matrix, n = to_matrix(codes, sizes), sizes.out // sizes.groups
-    parts = []
-    for g in range(sizes.groups):
-        rows = slice(g * n, (g + 1) * n)
-        tensors = {name: t if len(t) < sizes.out else t[rows] for name, t in matrix.tensors().items()}  # one scale for a tensor stays
-        parts.append(run(x[g], Codes.from_tensors(matrix.format, (n, sizes.k), tensors), rows))
+    n = sizes.out // sizes.groups
+    parts = [run(x[g], matrix, slice(g * n, (g + 1) * n)) for g, matrix in enumerate(groups_of(codes, sizes))]
     return torch.cat(parts, dim=-1).movedim(-1, 1)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, FormatError
-from halfbyte.formats.codes import Codes
+from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 
 
@@ -118,3 +118,71 @@ def from_matrix(matrix: Codes, sizes: Filter) -> Codes:
     shape = sizes.format.scale_shape(sizes.codes_shape)
     zero = None if matrix.zero is None else matrix.zero.reshape(shape)
     return Codes.from_values(sizes.format, values, matrix.scale.reshape(shape), zero)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedConv:
+    """The weight of a convolution in the order of `layout`: the same numbers as the Codes it was made from.
+
+    layout   "cpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
+    data     uint8, one dimension
+    """
+
+    sizes: Filter
+    layout: str
+    data: Tensor
+
+    @property
+    def format(self) -> Format:
+        return self.sizes.format
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[Co, Ci/groups, Kh, Kw]"""
+        return (self.sizes.out, self.sizes.channels, *self.sizes.kernel)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+
+def groups_of(codes: Codes, sizes: Filter) -> list[Codes]:
+    """The matrix of each group, [Co/groups, K]."""
+    matrix, n = to_matrix(codes, sizes), sizes.out // sizes.groups
+
+    def part(t: Tensor, g: int) -> Tensor:
+        return t if len(t) < sizes.out else t[g * n : (g + 1) * n]  # one scale for a tensor stays
+
+    return [
+        Codes.from_tensors(matrix.format, (n, sizes.k), {name: part(t, g) for name, t in matrix.tensors().items()})
+        for g in range(sizes.groups)
+    ]
+
+
+def join_groups(parts: Sequence[Codes], sizes: Filter) -> Codes:
+    """The inverse of `groups_of`."""
+    fmt = sizes.matrix_format
+    tensors = {
+        name: t if fmt.block == "tensor" and name != "data" else torch.cat([p.tensors()[name] for p in parts])
+        for name, t in parts[0].tensors().items()
+    }
+    return from_matrix(Codes.from_tensors(fmt, (sizes.out, sizes.k), tensors), sizes)
+
+
+def canonical_bytes(codes: Codes) -> Tensor:
+    """The codes' tensors one after the other, as bytes."""
+    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in codes.tensors().values()])
+
+
+def from_canonical_bytes(data: Tensor, sizes: Filter) -> Codes:
+    """The inverse of `canonical_bytes`."""
+    tensors, at = {}, 0
+    for name, (dtype, shape) in stored_tensors(sizes.format, sizes.codes_shape).items():
+        size = math.prod(shape) * dtype.itemsize
+        tensors[name] = data[at : at + size].clone().view(dtype).view(shape)
+        at += size
+    return Codes.from_tensors(sizes.format, sizes.codes_shape, tensors)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, FormatError
-from halfbyte.formats.spec import as_format
+from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = get_args(Activation)
+_INFINITE = float("inf")
+_LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
 TABLE_PANEL = cpu_tiles.PANEL  # rows of qlinear's table are padded to a multiple of it
 
 
@@ -74,6 +76,20 @@ def check_qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int,
         raise ArgumentError(
             f"qlinear's table is contiguous float32 {list(wanted)} on {place(x.device.type)}, got {got}: use requantization_table"
         )
+
+
+def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:
+    if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
+        raise FormatError(
+            f"requantization takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
+            f"got {fmt} with K = {k}: quantize to int8_channel"
+        )
+    for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
+        if not 0 < step < _INFINITE:
+            raise ArgumentError(f"{what} is positive and finite, got {step}")
+    for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
+        if not -128 <= zero <= 127:
+            raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
 
 
 def check_ids(ids: Tensor) -> None:

@@ -10,18 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops import cpu, cuda
-from halfbyte.ops.checks import TABLE_PANEL, check_bias
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_requantization
 from halfbyte.ops.library import OPS, differentiated
 from halfbyte.quantizers import METHODS
 
 _INFINITE = float("inf")
-_LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
 
 # Sums of codes and scales of the weights that qlinear has seen, by their packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
@@ -132,30 +131,25 @@ def qlinear(
 def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
     """What `halfbyte::qlinear` reads beside the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
     n, k = _matrix(packed)
-    fmt = packed.format
-    if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
-        raise FormatError(
-            f"qlinear takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
-            f"got {fmt} with K = {k}: quantize to int8_channel"
-        )
-    for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
-        if not 0 < step < _INFINITE:
-            raise ArgumentError(f"{what} is positive and finite, got {step}")
-    for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
-        if not -128 <= zero <= 127:
-            raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
+    check_requantization(packed.format, k, in_scale, in_zero, out_scale, out_zero)
     if packed.data not in _integer_sums:
         codes = unpack(packed)
         scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
         _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), scales
     sums, scale = _integer_sums[packed.data]
-    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device)
     if bias is not None:
         check_bias(bias, n, packed.device)
-    table[0, :n] = float(out_zero) if bias is None else bias.float().double() / out_scale + out_zero
-    table[1, :n] = scale * (in_scale / out_scale)
-    table[2, :n] = (sums * -in_zero).view(torch.float32)
+    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device)
+    table[:, :n] = requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
+
+
+def requantization_rows(
+    sums: Tensor, scale: Tensor, bias: Tensor | None, in_scale: float, in_zero: int, out_scale: float, out_zero: int
+) -> Tensor:
+    """Offset, multiplier and int32 start of N outputs, float32 [3, N], from the sums of their codes (int32) and their scales (float64)."""
+    offset = torch.full_like(scale, float(out_zero)) if bias is None else bias.float().double() / out_scale + out_zero
+    return torch.stack((offset.float(), (scale * (in_scale / out_scale)).float(), (sums * -in_zero).view(torch.float32)))
 
 
 def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:

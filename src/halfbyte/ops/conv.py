@@ -1,0 +1,413 @@
+"""Convolution: the functions on Codes and PackedConv, and the custom ops `halfbyte::conv2d` and `halfbyte::qconv2d` below them.
+
+Images and outputs have their channels together in memory (torch's channels_last): an image that is laid out otherwise is copied,
+and an output always is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts import convolution, cpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.ops import functions
+from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
+
+_INFINITE = float("inf")
+_CANONICAL = "canonical"
+_Sizes = int | Sequence[int]
+_Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
+
+# What depthwise kernels multiply by, and sums of codes and scales for requantization, by the packed bytes they come from.
+_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+_integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+# Codes and layouts
+
+
+def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
+    """Quantize the weight of a convolution, [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
+
+    Blocks run along the channels of one tap, so codes have the shape [Co, Kh*Kw, Ci/groups]; where a format has one scale a channel
+    or a tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
+    """
+    fmt = as_format(format)
+    return functions.quantize(convolution.channels_last(weight.detach(), fmt), fmt, method, name=name)
+
+
+def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
+    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack_conv` gives the same numbers back.
+
+    kernel_size   (Kh, Kw) or (Kw,); one number stands for a square
+    """
+    if torch.device(device).type != "cpu":
+        raise UnsupportedError(f"there are no convolutions for device {str(device)!r} in this version: use device='cpu'")
+    sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
+    codes = codes.to("cpu")
+    if _depthwise(sizes):
+        return PackedConv(sizes, _CANONICAL, _aligned(convolution.canonical_bytes(codes)))
+    parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
+    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
+
+
+def unpack_conv(packed: PackedConv) -> Codes:
+    """The Codes that `packed` was made from."""
+    sizes = packed.sizes
+    if packed.layout == _CANONICAL:
+        return convolution.from_canonical_bytes(packed.data, sizes)
+    shape, fmt = (sizes.out // sizes.groups, sizes.k), sizes.matrix_format
+    parts = [functions.unpack(Packed(fmt, shape, cpu_tiles.NAME, data)) for data in packed.data.chunk(sizes.groups)]
+    return convolution.join_groups(parts, sizes)
+
+
+def dequantize_conv(packed: PackedConv, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight that `packed` stands for, [Co, Ci/groups, Kh, Kw], in `dtype`."""
+    return convolution.channels_first(unpack_conv(packed).dequantize(dtype), packed.sizes.kernel)
+
+
+def _depthwise(sizes: Filter) -> bool:
+    return sizes.channels == 1 and sizes.groups == sizes.out
+
+
+def _aligned(data: Tensor) -> Tensor:
+    return data if data.data_ptr() % 64 == 0 else data.clone(memory_format=torch.contiguous_format)
+
+
+# Public functions
+
+
+def conv2d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x [B, C, H, W] (or [C, H, W]) with the kernel moved over it, + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype.
+
+    packed      weight, made by `pack_conv`, which also knows the groups
+    padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
+    compute     "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
+                multiplied; "auto": the faster one. Depthwise convolutions are always "float".
+    activation  scales of a patch under "int8", as in `linear`: one for each block of the weight, or for the patch ("row")
+    clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
+    residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
+
+    x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
+    """
+    image = x.unsqueeze(0) if x.dim() == 3 else x
+    window = _window(packed.sizes, stride, padding, dilation)
+    low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
+    if residual is not None and x.dim() == 3:
+        residual = residual.unsqueeze(0)
+    settings = (str(packed.format), _numbers(packed.sizes), _moves(window), compute, activation, low, high)
+    y: Tensor = _ops.conv2d.default(image, packed.data, bias, residual, *settings)
+    return y[0] if x.dim() == 3 else y
+
+
+def conv1d(
+    x: Tensor, packed: PackedConv, bias: Tensor | None = None, stride: int = 1, padding: _Padding = 0, dilation: int = 1, **more: Any
+) -> Tensor:
+    """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of one line, with a kernel (1, Kw)."""
+    if not isinstance(padding, str):
+        padding = ((0, 0), (padding, padding) if isinstance(padding, int) else tuple(_flat(padding)) * (2 // len(_flat(padding))))
+    if (residual := more.get("residual")) is not None:
+        more["residual"] = residual.unsqueeze(-2)
+    return conv2d(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **more).squeeze(-2)
+
+
+def qconv2d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    clamp: tuple[int, int] = (-128, 127),
+) -> Tensor:
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. Outside of x lies `in_zero`,
+    which means 0. `clamp` is in output codes: (out_zero, 127) is ReLU."""
+    window = _window(packed.sizes, stride, padding, dilation)
+    table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+    numbers = (str(packed.format), _numbers(packed.sizes), _moves(window), in_zero, *clamp)
+    return _ops.qconv2d.default(x, packed.data, table, *numbers)  # type: ignore[no-any-return]
+
+
+def conv_requantization_table(
+    packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
+) -> Tensor:
+    """What `halfbyte::qconv2d` reads beside the weight, float32 [groups, 3, Co/groups padded to 32] (depthwise: [1, 3, Co]): offset,
+    multiplier, int32 start."""
+    sizes = packed.sizes
+    check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
+    n = sizes.out // sizes.groups
+    if packed.data not in _integer_sums:
+        codes = unpack_conv(packed)
+        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(sizes.out, 1).flatten()
+    sums, scale = _integer_sums[packed.data]
+    if bias is not None:
+        check_bias(bias, sizes.out, packed.device)
+    rows = functions.requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
+    if _depthwise(sizes):
+        return rows.unsqueeze(0)
+    table = torch.zeros(sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
+    table[:, :, :n] = rows.view(3, sizes.groups, n).transpose(0, 1)
+    return table
+
+
+def _pair(value: _Sizes, what: str) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2:
+        raise ArgumentError(f"{what} is one number or (height, width), got {value!r}")
+    return pair[0], pair[1]
+
+
+def _flat(value: Sequence[Any]) -> list[int]:
+    return [n for item in value for n in (_flat(item) if isinstance(item, Sequence) else [item])]
+
+
+def _window(sizes: Filter, stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
+    strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding == "same":
+        if strides != (1, 1):
+            raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
+        reach = [(k - 1) * d for k, d in zip(sizes.kernel, dilations, strict=True)]
+        sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
+    elif padding == "valid":
+        sides = 0, 0, 0, 0
+    elif isinstance(padding, str):
+        raise ArgumentError(f'padding is "same", "valid" or numbers, got {padding!r}')
+    else:
+        flat = [padding] * 2 if isinstance(padding, int) else _flat(padding)
+        if len(flat) not in (2, 4):
+            raise ArgumentError(f"padding is one number, (height, width) or ((top, bottom), (left, right)), got {padding!r}")
+        sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
+    return Window(strides, sides, dilations)
+
+
+def _numbers(sizes: Filter) -> list[int]:
+    return [sizes.out, sizes.channels, *sizes.kernel, sizes.groups]
+
+
+def _moves(window: Window) -> list[int]:
+    return [*window.stride, *window.padding, *window.dilation]
+
+
+def _from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
+    out, channels, kh, kw, groups = numbers
+    sh, sw, top, bottom, left, right, dh, dw = moves
+    return Filter(as_format(format), out, channels, (kh, kw), groups), Window((sh, sw), (top, bottom, left, right), (dh, dw))
+
+
+# Custom ops
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int[] sizes, int[] window, str compute, str activation, "
+    "float low, float high) -> Tensor"
+)
+_library.define(
+    "qconv2d(Tensor x, Tensor weight, Tensor table, str format, int[] sizes, int[] window, int in_zero, int low, int high) -> Tensor"
+)
+_ops = torch.ops.halfbyte
+
+
+def _out_shape(x: Tensor, sizes: Filter, window: Window) -> tuple[int, int, int, int]:
+    channels = sizes.channels * sizes.groups
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise ArgumentError(f"a convolution with a weight of {channels} input channels takes [B, {channels}, H, W], got {list(x.shape)}")
+    return (x.shape[0], sizes.out, *window.out_size((x.shape[2], x.shape[3]), sizes.kernel))
+
+
+def _check_weight(weight: Tensor, sizes: Filter) -> None:
+    if _depthwise(sizes):
+        wanted = sum(t.numel() * t.element_size() for t in _empty_tensors(sizes))
+    else:
+        wanted = sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
+    if weight.dtype != torch.uint8 or weight.shape != (wanted,) or weight.device.type != "cpu":
+        raise FormatError(
+            f"{sizes.format} of {sizes} is {wanted} packed bytes on the CPU, got {weight.dtype} {list(weight.shape)} on {weight.device}: "
+            "pack the codes with halfbyte.pack_conv"
+        )
+
+
+def _empty_tensors(sizes: Filter) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in stored_tensors(sizes.format, sizes.codes_shape).values()]
+
+
+def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
+    from halfbyte.kernels.cpu.depthwise import taps
+
+    made = _taps.setdefault(weight, {})
+    if integer not in made:
+        made[integer] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
+    return made[integer]
+
+
+def _kernel(sizes: Filter, dtype: torch.dtype, compute: str, activation: str) -> Any:
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu.conv import ConvKernel
+    from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
+    from halfbyte.kernels.cpu.isas import current
+
+    key = sizes, dtype, compute, activation
+    if key not in _kernels:
+        if dtype == torch.int8:
+            inner = "int8"
+        else:
+            inner = choose_linear(sizes.matrix_format, dtype, compute, current()).taken.inner
+        _kernels[key] = DepthwiseKernel(sizes, dtype) if _depthwise(sizes) else ConvKernel(sizes, dtype, inner, activation)  # type: ignore[arg-type]
+    return _kernels[key]
+
+
+def _conv2d_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    sizes, window = _from_numbers(format, numbers, moves)
+    shape = _out_shape(x, sizes, window)
+    if x.dtype not in FLOATS:
+        raise ArgumentError(f"conv2d takes images of float32, bfloat16 or float16, got {x.dtype}: convert them first")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    if not low <= high:
+        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
+    _check_weight(weight, sizes)
+    if bias is not None:
+        check_bias(bias, sizes.out, x.device)
+        bias = bias.to(torch.float32).contiguous()
+    if residual is not None:
+        if residual.shape != shape or residual.dtype != x.dtype or not residual.is_cpu:
+            raise ArgumentError(
+                f"the residual is {x.dtype} {list(shape)} on the CPU, got {residual.dtype} {list(residual.shape)} on {residual.device}"
+            )
+        residual = _channels_last(residual)
+    if 0 in shape or x.numel() == 0:
+        y = x.new_zeros(shape)
+        for more in (None if bias is None else bias.view(1, -1, 1, 1), residual):
+            y = y if more is None else y + more
+        return y.clamp(low, high).to(x.dtype)
+    weights: Any = _taps_of(weight, sizes, integer=False) if _depthwise(sizes) else _aligned(weight).data_ptr()
+    kernel = _kernel(sizes, x.dtype, compute, activation)
+    return kernel(_channels_last(x), window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
+
+
+def _qconv2d_cpu(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    in_zero: int,
+    low: int,
+    high: int,
+) -> Tensor:
+    sizes, window = _from_numbers(format, numbers, moves)
+    shape = _out_shape(x, sizes, window)
+    if x.dtype != torch.int8:
+        raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
+    if not -128 <= low <= high <= 127:
+        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
+    _check_weight(weight, sizes)
+    n = sizes.out // sizes.groups
+    wanted = (1, 3, sizes.out) if _depthwise(sizes) else (sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
+    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or not table.is_cpu:
+        got = f"{table.dtype} {list(table.shape)} on {table.device}"
+        raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on the CPU, got {got}: use conv_requantization_table")
+    if 0 in shape:
+        return x.new_empty(shape)
+    weights: Any = _taps_of(weight, sizes, integer=True) if _depthwise(sizes) else _aligned(weight).data_ptr()
+    kernel = _kernel(sizes, torch.int8, "int8", "block")
+    return kernel(_channels_last(x), window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """[B, C, H, W] with exactly the strides of channels_last; torch leaves those of sizes of 1 open."""
+    _, c, h, w = x.shape
+    if x.stride() == (h * w * c, 1, w * c, c):
+        return x
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+class _Conv2d(torch.autograd.Function):
+    """Gradients as of a convolution with the dequantized weight, whatever the forward computed in; the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: Tensor = _ops.conv2d.default(x, weight, bias, residual, *settings)
+        ctx.settings, ctx.shape, ctx.bias_dtype = settings, x.shape, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, output if settings[-2:] != (-_INFINITE, _INFINITE) else None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, output = ctx.saved_tensors
+        format, numbers, moves, _, _, low, high = ctx.settings
+        if output is not None:  # nothing flows through an output that was clamped
+            grad = torch.where((output > low) & (output < high), grad, 0)
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            sizes, window = _from_numbers(format, numbers, moves)
+            top, bottom, left, right = window.padding
+            batch, channels, height, width = ctx.shape
+            layout = _CANONICAL if _depthwise(sizes) else cpu_tiles.NAME
+            floats = dequantize_conv(PackedConv(sizes, layout, weight), grad.dtype)
+            padded = (batch, channels, height + top + bottom, width + left + right)
+            whole = torch.nn.grad.conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
+            grad_x = whole[:, :, top : top + height, left : left + width]
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum((0, 2, 3)).to(ctx.bias_dtype)
+        return (grad_x, None, grad_bias, grad if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings))
+
+
+def _conv2d_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+        return _Conv2d.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.conv2d.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+
+
+def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    format, numbers, moves = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
+    return x.new_empty(_out_shape(x, *_from_numbers(format, numbers, moves))).contiguous(memory_format=torch.channels_last)
+
+
+_library.impl("conv2d", _conv2d_cpu, "CPU")
+_library.impl("conv2d", _conv2d_autograd, "AutogradCPU")
+_library.impl("qconv2d", _qconv2d_cpu, "CPU")
+torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
+torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)
