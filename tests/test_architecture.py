@@ -129,12 +129,17 @@ def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _too_many_parameters(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not _compiled_by_triton(node):
             a = node.args
             names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))]
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             if count > MAX_PARAMETERS:
                 yield f"{getattr(node, 'name', 'lambda')} has {count} parameters, over {MAX_PARAMETERS}: group them"
+
+
+def _compiled_by_triton(node: ast.AST) -> bool:
+    """A kernel takes its addresses and sizes one by one."""
+    return any(ast.unparse(mark).startswith(("triton.jit", "gluon.jit")) for mark in getattr(node, "decorator_list", []))
 
 
 def _logic(module: str, tree: ast.Module) -> Iterator[str]:
@@ -245,6 +250,7 @@ def test_logic_in_a_package_is_found(line: str) -> None:
         ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),
         ("halfbyte", "from halfbyte.cli import main\nX = {a: b for a, b in T.items()}\ndef __getattr__(name): ...\ndef __dir__(): ..."),
         ("halfbyte.ops", "x = 1\n" * 600),
+        ("halfbyte.kernels.gpu.a", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i, j, k, l, m): ..."),
         ("halfbyte.ops", "class A:\n    def f(self, a, b, c, d, e, f, g, h, i, j, k, l): ..."),
     ],
 )

@@ -11,7 +11,7 @@ from platformdirs import user_cache_path
 from halfbyte.errors import ArgumentError
 
 Isa = Literal[
-    "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "sve512", "neon_i8mm",
+    "amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "sve512", "neon_i8mm",
     "sve256", "neon_dotprod", "neon", "rvv", "rv64gc", "generic",
 ]
 ISAS: tuple[Isa, ...] = get_args(Isa)
@@ -32,6 +32,7 @@ VARIABLES = (
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
     Variable("HALFBYTE_ISA", f"instruction set of the CPU kernels: {', '.join(ISAS[:-1])} or {ISAS[-1]}", "the best that the CPU has"),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
+    Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
 )
 
 
@@ -71,6 +72,14 @@ def threads() -> int | None:
     if len(text) > 9 or not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= _MAX_THREADS:
         raise ArgumentError(f"HALFBYTE_THREADS is {text!r}: use a whole number from 1 to {_MAX_THREADS}, or unset it")
     return int(text)
+
+
+def tune() -> bool:
+    """Whether GPU kernels are measured for each new shape (HALFBYTE_TUNE). Raises ArgumentError for anything but 0 and 1."""
+    text = _text("HALFBYTE_TUNE")
+    if text not in (None, "0", "1"):
+        raise ArgumentError(f"HALFBYTE_TUNE is {text!r}: use 1 or 0, or unset it")
+    return text == "1"
 
 
 def unknown() -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format
@@ -68,3 +70,21 @@ class Window:
                 f"with padding {self.padding}"
             )
         return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Epilogue:
+    """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
+
+    bias      floating point [n], or None
+    residual  [m, n] in the activations' type, or None
+    """
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def clamps(self) -> bool:
+        return self.low != -math.inf or self.high != math.inf

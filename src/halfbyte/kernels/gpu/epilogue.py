@@ -5,24 +5,10 @@ bias float32 [N], residual in x's type [M, N]; a NaN stays NaN. Tiles are [rows 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-
-@dataclass(frozen=True, eq=False)
-class Epilogue:
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    low: float = -math.inf
-    high: float = math.inf
-
-    @property
-    def clamps(self) -> bool:
-        return self.low != -math.inf or self.high != math.inf
+from halfbyte.kernels.problem import Epilogue as Epilogue
 
 
 @triton.jit

@@ -11,7 +11,7 @@ another stream later.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -72,32 +72,42 @@ class _Buffer(NamedTuple):
     tensor: Tensor
 
 
-_workspaces: dict[tuple[torch.device, int], _Buffer] = {}
-_locks: dict[tuple[torch.device, int], _Buffer] = {}
+Buffers = dict[tuple[int, int], _Buffer]  # by device and stream
+WORKSPACES: Buffers = {}
+LOCKS: Buffers = {}
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
     """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
-    return _buffer(_workspaces, device, nbytes, torch.uint8)
+    return buffer(WORKSPACES, device, nbytes, torch.uint8)
 
 
 def locks(device: torch.device, n: int) -> Tensor:
     """int32 [at least n], all 0. Kernels that change them leave 0 behind."""
-    return _buffer(_locks, device, n, torch.int32)
+    return buffer(LOCKS, device, n, torch.int32)
 
 
-def _buffer(buffers: dict[tuple[torch.device, int], _Buffer], device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
-    stream = capture = 0
+def buffer(buffers: Buffers, device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
+    index, stream, capture = -1, 0, 0
     if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
+        index = torch.cuda.current_device() if device.index is None else device.index
+        stream = current_stream(index)
         capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
-    found = buffers.get((device, stream))
+    found = buffers.get((index, stream))
     if found is None or found.capture != capture or found.tensor.numel() < n:
         # Inside a capture this comes from the graph's own memory, and setting it to 0 is a step of the graph.
         make = torch.zeros if dtype == torch.int32 else torch.empty
         size = max(_LEAST, 1 << max(n - 1, 0).bit_length())
-        found = buffers[device, stream] = _Buffer(capture, make(size, dtype=dtype, device=device))
+        found = buffers[index, stream] = _Buffer(capture, make(size, dtype=dtype, device=device))
     return found.tensor
+
+
+def _public_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# The private name takes 0.1 us, the public one 7.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
 def _capture(stream: int) -> int:

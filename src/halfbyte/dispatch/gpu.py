@@ -1,0 +1,124 @@
+"""Which kernel solves a linear layer on a GPU: the literal list of candidates, and why each may not be taken.
+
+All candidates read one layout, so the choice is made anew for every number of rows. Where this machine has been tuned, or the
+package carries a table for its architecture, what was measured decides; elsewhere what `roofline` predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from halfbyte.dispatch import tune
+from halfbyte.dispatch.roofline import Tiles, predict
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.kernels.problem import Compute, Problem
+from halfbyte.machine import Gpu
+
+OLDEST_TRITON = (3, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCandidate:
+    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch; `tiles` reads a config of it."""
+
+    name: str
+    compute: Compute
+    home: str
+    summary: str
+    tiles: Callable[[Any], Tiles]
+
+    @property
+    def module(self) -> Any:
+        return import_module(f"halfbyte.kernels.gpu.{self.home}")
+
+
+GPU_LINEAR = (
+    GpuCandidate(
+        "skinny", "float", "skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
+        lambda c: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
+    ),
+    GpuCandidate(
+        "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
+        lambda c: Tiles(c.block_m, c.block_n, c.split),
+    ),
+)  # fmt: skip
+COMPUTES = ("auto", "float", "int8")
+
+
+class GpuOption(NamedTuple):
+    """A kernel that could run, and the seconds that it takes: measured by tuning, or predicted."""
+
+    candidate: GpuCandidate
+    config: Any
+    seconds: float
+    measured: bool
+
+
+class GpuChoice(NamedTuple):
+    """The kernel taken (None: torch's own operations, for want of Triton), the next best, and the reasons against all others."""
+
+    taken: GpuOption | None
+    others: tuple[GpuOption, ...]
+    rejected: tuple[tuple[GpuCandidate, str], ...]
+
+
+@cache
+def triton_trouble() -> str | None:
+    """Why there are no kernels for GPUs here; None if there are."""
+    wanted = ".".join(map(str, OLDEST_TRITON))
+    if find_spec("triton") is None:
+        return f"Triton is not installed: install triton>={wanted}"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        found = str(import_module("triton").__version__)
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TRITON:
+        return f"Triton {found} is too old: install triton>={wanted}"
+    return None
+
+
+def compute_of(compute: str) -> Compute:
+    """What "auto" means on a GPU: "float", which is as fast where rows are few and leaves the activations as they are."""
+    if compute not in COMPUTES:
+        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+    return "int8" if compute == "int8" else "float"
+
+
+@lru_cache(maxsize=4096)
+def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
+    """The kernel for `problem` (m, n, k at least 1) on `gpu`. Raises UnsupportedError where none can solve it."""
+    if (trouble := triton_trouble()) is not None:
+        if problem.compute == "int8":
+            raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
+        return GpuChoice(None, (), tuple((candidate, trouble) for candidate in GPU_LINEAR))
+    options, rejected = [], []
+    for candidate in GPU_LINEAR:
+        if candidate.compute != problem.compute:
+            rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
+        elif reason := candidate.module.supports(problem, gpu):
+            rejected.append((candidate, reason))
+        else:
+            options += _options(candidate, problem, gpu)
+    if not options:
+        reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected)
+        raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
+    # What was measured comes before what was not, however good that looks.
+    options.sort(key=lambda option: (not option.measured, option.seconds))
+    return GpuChoice(options[0], tuple(options[1:]), tuple(rejected))
+
+
+def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> list[GpuOption]:
+    found = []
+    times = tune.measured(gpu, problem).get(candidate.name, {})
+    for config in candidate.module.configs(problem, gpu):
+        seconds = times.get(str(config))
+        guess = predict(problem, gpu, candidate.name, candidate.tiles(config)) if seconds is None else seconds
+        found.append(GpuOption(candidate, config, guess, seconds is not None))
+    # The file's order says which config it thinks best: without a measurement it is believed.
+    return [option for option in found if option.measured] + [option for option in found if not option.measured][:1]

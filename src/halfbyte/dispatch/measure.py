@@ -1,0 +1,70 @@
+"""Tuning: the kernels that could solve a problem, measured on this machine, the most promising of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from halfbyte.dispatch import gpu as rules
+from halfbyte.dispatch import tune
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+MOST_CONFIGS = 6  # of one candidate
+
+
+def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.device | None = None) -> tune.Times:
+    """Measure `problem`, its M taken up to a power of two, and keep the times. Takes seconds, most of them to compile.
+
+    anew  False: measured times that are already there are returned
+    """
+    if not anew and (known := tune.measured(gpu, problem)):
+        return known
+    from halfbyte.kernels.gpu.clock import graph_times
+
+    problem = replace(problem, m=tune.rows_class(problem.m))
+    contenders = {
+        (candidate.name, str(config)): launches
+        for candidate in rules.GPU_LINEAR
+        if candidate.compute == problem.compute and candidate.module.supports(problem, gpu) is None
+        for config in candidate.module.configs(problem, gpu)[:MOST_CONFIGS]
+        for launches in [linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))]
+    }
+    named = {"\n".join(name): launches for name, launches in contenders.items()}
+    times: tune.Times = {}
+    for name, timing in graph_times(named).items():
+        candidate, config = name.split("\n")
+        times.setdefault(candidate, {})[config] = timing.median
+    tune.keep(gpu, problem, times)
+    rules.choose_gpu_linear.cache_clear()
+    return times
+
+
+def linear_launches(
+    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
+) -> list[Callable[[], object]]:
+    """Launches of one kernel on different weights of random bits, which together no cache holds."""
+    from halfbyte.kernels.gpu.clock import copies
+
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    x = torch.randn(problem.m, problem.k, device=device).to(problem.dtype)
+    out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
+    weights = [random_sections(geo, device) for _ in range(copies(geo.nbytes, gpu.l2))]
+    return [partial(candidate.module.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
+
+
+def random_sections(geo: gpu_tiles.Geometry, device: torch.device) -> gpu_tiles.Views:
+    """A packed weight of random codes and sound scales."""
+    data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
+    sections = gpu_tiles.views(data, geo)
+    sections.scale.copy_(torch.rand(sections.scale.shape, device=device) * 1e-2 + 1e-3)
+    if sections.zero is not None and sections.zero.is_floating_point():
+        sections.zero.copy_(torch.rand(sections.zero.shape, device=device) * 1e-2)
+    elif sections.zero is not None:
+        sections.zero.bitwise_and_((1 << geo.format.bits) - 1)
+    return sections
