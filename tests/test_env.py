@@ -17,6 +17,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "HALFBYTE_DUMP": env.dump,
     "HALFBYTE_ISA": env.isa,
     "HALFBYTE_THREADS": env.threads,
+    "HALFBYTE_TUNE": env.tune,
 }
 
 
@@ -38,7 +39,7 @@ def test_unset_and_empty_give_the_default(monkeypatch: pytest.MonkeyPatch, value
         if value is not None:
             monkeypatch.setenv(name, value)
     assert env.cache() == user_cache_path("halfbyte", appauthor=False)
-    assert (env.dump(), env.isa(), env.threads()) == (None, None, None)
+    assert (env.dump(), env.isa(), env.threads(), env.tune()) == (None, None, None, False)
 
 
 @pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
@@ -90,6 +91,15 @@ def test_bad_threads(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HALFBYTE_THREADS", value)
     with pytest.raises(ArgumentError, match=r"HALFBYTE_THREADS is .*from 1 to 4096"):
         env.threads()
+
+
+def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, meaning in ((" 1 ", True), ("0", False)):
+        monkeypatch.setenv("HALFBYTE_TUNE", value)
+        assert env.tune() is meaning
+    monkeypatch.setenv("HALFBYTE_TUNE", "yes")
+    with pytest.raises(ArgumentError, match="HALFBYTE_TUNE is 'yes': use 1 or 0"):
+        env.tune()
 
 
 def test_unknown_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
