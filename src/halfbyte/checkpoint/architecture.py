@@ -40,11 +40,13 @@ class Step:
     sources  their names in the files
     targets  what comes of them, by the names in the model
     run      (a function that reads a source) -> the targets
+    converts whether the numbers change, or only the name
     """
 
     sources: tuple[str, ...]
     targets: Mapping[str, Spec]
     run: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
+    converts: bool = False
 
 
 def import_transformers(why: str) -> ModuleType:
@@ -158,7 +160,7 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
 
     # Only the conversion itself knows what it makes: it is tried on tensors without data.
     targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
-    return Step(tuple(name for name, _ in sources), {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}, run)
+    return Step(tuple(name for name, _ in sources), {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}, run, True)
 
 
 def _why(e: Exception) -> str:

@@ -84,9 +84,7 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> di
     return specs
 
 
-def publish(
-    staging: Staging, writer: Writer, config: Mapping[str, object], weights: Mapping[str, Weight], tied: Mapping[str, str]
-) -> None:
+def publish(staging: Staging, writer: Writer, config: Mapping[str, object], weights: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
     """Ends the writing of a checkpoint: the index by which other readers find the weight files, the manifest, the commit."""
     writer.finish()
     if len(writer.files) > 1 or not staging.fresh:

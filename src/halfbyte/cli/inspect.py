@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from halfbyte.checkpoint.converting import weight_files
+    from halfbyte.checkpoint.files import weight_files
     from halfbyte.checkpoint.loading import open_checkpoint
     from halfbyte.io.safetensors import Reader
     from halfbyte.nn.report import size_text

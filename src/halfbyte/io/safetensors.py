@@ -159,6 +159,9 @@ class Reader:
     def spec(self, name: str) -> Spec:
         return self.places[name].spec
 
+    def specs(self) -> dict[str, Spec]:
+        return {name: place.spec for name, place in self.places.items()}
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor, converted to `dtype` piece by piece if one is named. Holds one copy of it and a few MB."""
         place = self.places[name]

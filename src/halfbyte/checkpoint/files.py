@@ -1,0 +1,63 @@
+"""The files of a model in a folder: those with the weights, and those beside them."""
+
+from __future__ import annotations
+
+from os.path import isdir, isfile
+from pathlib import Path
+
+from halfbyte.checkpoint.manifest import CONFIG, plain_name
+from halfbyte.checkpoint.saving import INDEX
+from halfbyte.errors import CheckpointError
+from halfbyte.io.safetensors import load_json, read_bytes
+
+COMPANION_BYTES = 64 << 20  # files larger than that are no tokenizers
+_WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
+
+
+def weight_files(source: Path) -> list[Path]:
+    """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
+    if isfile(source):
+        return [source]
+    if not isdir(source):
+        raise CheckpointError(f"there is no {source}: name a folder with safetensors files, or one such file")
+    if isfile(source / "model.safetensors"):
+        return [source / "model.safetensors"]
+    if isfile(source / INDEX):
+        shards = load_json(source / INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{source / INDEX} has no weight_map: the file is damaged")
+        try:
+            return [source / name for name in sorted({plain_name(name) for name in shards.values()})]
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f"{source / INDEX} is damaged: {e}") from e
+    if files := sorted(source.glob("*.safetensors")):
+        return files
+    if any(source.glob("*.bin")):
+        raise CheckpointError(f"{source} has *.bin files only, which are pickles and never opened: save the model as safetensors first")
+    raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file")
+
+
+def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
+    """The small files beside the weights, by their paths in the folder: those to copy, and those that are left out."""
+    copied: list[str] = []
+    left_out: list[str] = []
+    try:
+        for path in sorted(source.rglob("*")) if source.is_dir() else ():
+            name = path.relative_to(source)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()) or name.as_posix() == CONFIG:
+                continue
+            model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
+            if not model:
+                small = path.stat().st_size <= COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES
+                (copied if small else left_out).append(name.as_posix())
+    except OSError as e:
+        raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
+    return copied, left_out
+
+
+def copy_companions(source: Path, target: Path, names: list[str]) -> None:
+    """Copies files that `companions` found."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(read_bytes(source / name, COMPANION_BYTES))

@@ -1,0 +1,173 @@
+"""What becomes of the tensors of a model's files: their names in the model, what is quantized, what is tied, what nobody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.architecture import Step, rename, skeleton, steps_to
+from halfbyte.checkpoint.manifest import Weight, dtype_named
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.spec import Format
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
+from halfbyte.nn.modules import kind_of
+from halfbyte.nn.report import Report, Row
+
+# For modules that hold a weight, and the tensors of the files that they come from unchanged, the format of each or why it has none.
+Choose = Callable[[Sequence[Candidate], Mapping[str, str]], Mapping[str, Format | str]]
+
+
+class Source(Protocol):
+    """The tensors of a model's files, by their names there."""
+
+    def specs(self) -> Mapping[str, Spec]: ...
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
+    def same(self, name: str, other: str) -> bool: ...
+
+
+@dataclass
+class Plan:
+    """Names are those in the checkpoint.
+
+    steps    where the tensors come from
+    renamed  a step's target -> its name in the checkpoint, which is another where it is tied
+    weights  those that are quantized
+    plain    the others
+    about    of each: (what holds it, why it is not quantized)
+    tied     as in the manifest
+    unused   tensors of the files that the model has no place for, and why
+    linears  the names in `weights` that a Linear multiplies with
+    """
+
+    steps: list[Step]
+    renamed: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    plain: dict[str, Spec] = field(default_factory=dict)
+    about: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    linears: set[str] = field(default_factory=set)
+
+    def given(self) -> dict[str, Spec]:
+        """What the files give, in their own dtypes."""
+        return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights[name].dtype if name in self.weights else self.plain[name].dtype
+
+
+def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> Plan:
+    """The plan for an architecture of transformers, made from its modules without their numbers."""
+    files = source.specs()
+    floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
+    dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
+    model = skeleton(described, dtype, [spec.shape for spec in files.values()])
+    steps, unused = steps_to(model, files)
+    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no use for it"))
+    _settle_ties(plan, model, source)
+    places = list(_places(model))
+    first: dict[int, str] = {}  # tensor of the model -> its first name, by which the checkpoint calls it
+    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in places}
+    plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
+    plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
+    given = plan.given()
+    if strange := given.keys() - canonical.keys():
+        raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
+    found = candidates(model, without_data=True)
+    unchanged = {plan.renamed[target]: step.sources[0] for step in steps if not step.converts for target in step.targets}
+    weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
+    decisions = choose(found, {c.name: weights[name] for c in found if (name := f"{c.name}.weight") in weights})
+    linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
+    for name, module, tensor in places:
+        prefix, _, own = name.rpartition(".")
+        decision = decisions.get(prefix, "")
+        plan.about[name] = kind_of(module), decision if isinstance(decision, str) else "the bias of a quantized weight"
+        if name in plan.tied:
+            continue
+        spec = Spec(tensor.dtype, tuple(tensor.shape))
+        if name not in given and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
+            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer that older files lack
+        elif name not in given:
+            raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: save the whole model with transformers first")
+        elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
+            raise CheckpointError(f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)}")
+        if isinstance(decision, Format) and own == "weight":
+            plan.weights[name] = Weight(kind_of(module), decision, spec.shape, spec.dtype)
+            if id(tensor) in linears:
+                plan.linears.add(name)
+        else:
+            plan.plain[name] = spec
+    return plan
+
+
+def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+    return tensors
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Every parameter and persistent buffer under each of its names, with the module that holds it."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in own_tensors(module):
+            yield f"{prefix}.{name}" if prefix else name, module, tensor
+
+
+def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
+    """Where the files hold a tied tensor under two names: one is left out if they are equal, the tie is cut if they are not."""
+    steps = {target: step for step in plan.steps for target in step.targets}
+    given: dict[int, str] = {}
+    for name, module, tensor in list(_places(model)):
+        if name not in steps or (other := given.setdefault(id(tensor), name)) == name:
+            continue
+        mine, theirs = steps[name].sources, steps[other].sources
+        if len(mine) == len(theirs) == 1 and source.same(mine[0], theirs[0]):
+            plan.steps.remove(steps[name])
+            plan.unused[mine[0]] = f"equal to {other}, to which it is tied"
+        else:
+            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty_like(tensor)))
+
+
+def plan_by_rule(source: Source, choose: Choose) -> Plan:
+    """The plan for tensors of which nothing but the names is known: each 2-D float tensor called *.weight is a Linear's."""
+    specs = source.specs()
+    plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
+    fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
+    found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
+    decisions = choose(list(found.values()), {candidate.name: name for name, candidate in found.items()})
+    for name, spec in specs.items():
+        decision = decisions[found[name].name] if name in found else "not a 2-D float tensor called *.weight"
+        if isinstance(decision, Format):
+            plan.weights[name] = Weight("Linear", decision, spec.shape, spec.dtype)
+            plan.linears.add(name)
+        else:
+            plan.plain[name] = spec
+            plan.about[name] = "Linear" if name in found else "tensor", decision
+    return plan
+
+
+def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
+    """What becomes of each tensor, before the plan is carried out or after."""
+    given, rows = plan.given(), []
+    for name, weight in plan.weights.items():
+        before, module = given[name].nbytes, name.removesuffix(".weight")
+        rows.append(Row(module, weight.kind, weight.shape, weight.format, None, before, weight.stored_bytes, weight.error))
+    for name, spec in plan.plain.items():
+        before = given[name].nbytes if name in given else 0
+        rows.append(Row(name, plan.about[name][0], spec.shape, None, plan.about[name][1], before, spec.nbytes))
+    for name, owner in plan.tied.items():
+        kind, reason = plan.about[name]
+        if owner in plan.weights:
+            weight = plan.weights[owner]
+            short, tied_to = name.removesuffix(".weight"), owner.removesuffix(".weight")
+            rows.append(Row(short, kind, weight.shape, weight.format, None, 0, 0, weight.error, tied_to))
+        else:
+            rows.append(Row(name, kind, plan.plain[owner].shape, None, reason, 0, 0, tied_to=owner))
+    specs = source.specs()
+    for name, reason in plan.unused.items():
+        rows.append(Row(name, "tensor", specs[name].shape, None, f"left out: {reason}", specs[name].nbytes, 0))
+    return Report(tuple(rows), tuple(notes))
