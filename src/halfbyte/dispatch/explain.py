@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from halfbyte.dispatch.explain_gpu import GpuExplanation, explain_gpu
 from halfbyte.dispatch.roofline import Ceilings, Roofline, linear_roofline
 from halfbyte.dispatch.rules import Choice, choose_linear
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Activation, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.machine import machine
 from halfbyte.quantizers import METHODS
@@ -93,16 +94,20 @@ def explain(
     activation: str = "block",
     device: str = "cpu",
     measured: bool = True,
-) -> Explanation:
+) -> Explanation | GpuExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
+    device    "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
     measured  False: only the choice, without the second or so that probing and timing take
     """
-    if device != "cpu":
-        raise UnsupportedError(f"there are no kernels for device {device!r} in this version: use device='cpu'")
     if dtype not in KINDS or not dtype.is_floating_point:
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {dtype}")
-    fmt, isa, threads = as_format(format), current(), runtime.threads()
+    fmt = as_format(format)
+    if activation not in get_args(Activation):
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
+    if device != "cpu":
+        return explain_gpu(Problem("linear", m, n, k, fmt, dtype, "float", activation), device, compute, measured=measured)  # type: ignore[arg-type]
+    isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)
     problem = Problem("linear", m, n, k, fmt, dtype, choice.taken.compute, activation)  # type: ignore[arg-type]
     geo = cpu_tiles.geometry(fmt, (n, k))

@@ -1,0 +1,143 @@
+"""`explain` for a GPU: the kernel that runs, what it is predicted to take, what was measured, and why no other runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu_linear, compute_of
+from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, linear_roofline
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import GPUS, Gpu, gpu
+
+
+@dataclass(frozen=True)
+class GpuExplanation:
+    """What `explain` found. Times are seconds; `measured` is None where nothing was run.
+
+    launcher  how an eager call reaches the kernel
+    """
+
+    problem: Problem
+    gpu: Gpu
+    choice: GpuChoice
+    launcher: str
+    weight_bytes: int
+    roofline: Roofline
+    measured: float | None
+
+    def _rejected(self) -> dict[str, str]:
+        found = {candidate.name: reason for candidate, reason in self.choice.rejected}
+        for option in self.choice.others:
+            if self.choice.taken is not None and option.candidate.name != self.choice.taken.candidate.name:
+                found.setdefault(option.candidate.name, _slower(option, self.choice.taken))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        problem, taken, roof = self.problem, self.choice.taken, self.roofline
+        return {
+            "m": problem.m,
+            "n": problem.n,
+            "k": problem.k,
+            "format": str(problem.format),
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "compute": problem.compute,
+            "activation": problem.activation,
+            "machine": self.gpu.name,
+            "arch": self.gpu.arch,
+            "kernel": "torch" if taken is None else taken.candidate.name,
+            "config": None if taken is None else str(taken.config),
+            "expected_seconds": None if taken is None else taken.seconds,
+            "expected_from": None if taken is None else "measurement" if taken.measured else "prediction",
+            "rejected": self._rejected(),
+            "launcher": self.launcher,
+            "weight_bytes": self.weight_bytes,
+            "roofline": {**roof._asdict(), "bound": roof.bound},
+            "measured_seconds": self.measured,
+            "of_roofline": roof.seconds / self.measured if self.measured else None,
+        }
+
+    def __str__(self) -> str:
+        problem, taken, roof = self.problem, self.choice.taken, self.roofline
+        dtype = str(problem.dtype).removeprefix("torch.")
+        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if problem.compute == "int8" else ""
+        lines = [
+            f"linear  [{problem.m}, {problem.k}] x [{problem.n}, {problem.k}] {problem.format}, {dtype} activations",
+            f"machine  {self.gpu.name}: {self.gpu.arch}, {self.gpu.sms} multiprocessors, {self.gpu.l2 / 1e6:.0f} MB of L2",
+        ]
+        if taken is None:
+            lines.append("kernel  none: torch dequantizes the whole weight and multiplies, at every call")
+        else:
+            lines.append(f"kernel  {taken.candidate.name}: {taken.candidate.summary}{scheme}")
+            lines.append(f"config  {taken.config}")
+            lines.append(f"expected  {taken.seconds * 1e6:.1f} us, {'measured by halfbyte tune' if taken.measured else 'predicted'}")
+        lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
+        lines.append(f"launcher  {self.launcher}")
+        bits = 8 * self.weight_bytes / max(1, problem.n * problem.k)
+        lines.append(f"weight  {self.weight_bytes / 1e6:.2f} MB, {bits:.2f} bits an element")
+        parts = f"memory {roof.memory_seconds * 1e6:.1f} us, arithmetic {roof.compute_seconds * 1e6:.1f} us"
+        lines.append(f"roofline  {roof.seconds * 1e6:.1f} us, bound by {roof.bound} ({parts}; ceilings from the GPU's clocks)")
+        if self.measured:
+            lines.append(f"measured  {self.measured * 1e6:.1f} us: {roof.seconds / self.measured:.0%} of the roofline")
+        return "\n".join(lines)
+
+
+def _slower(option: GpuOption, taken: GpuOption) -> str:
+    took = f"{option.seconds * 1e6:.1f} us {'measured' if option.measured else 'predicted'}"
+    if taken.measured and not option.measured:
+        return f"{took}; what was measured comes first"
+    return f"{took}, {option.seconds / taken.seconds:.2f} x as long"
+
+
+def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) -> GpuExplanation:
+    """`device` is "cuda", "cuda:1", or the architecture of a GPU that is not here, of which nothing is measured."""
+    absent = device in GPUS
+    found = GPUS[device] if absent else gpu(_index(device))
+    problem = Problem("linear", problem.m, problem.n, problem.k, problem.format, problem.dtype, compute_of(compute), problem.activation)
+    if not (problem.m and problem.n and problem.k):
+        raise ArgumentError(f"there is no kernel to explain for m={problem.m}, n={problem.n}, k={problem.k}: no size may be 0")
+    choice = choose_gpu_linear(problem, found)
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    ceilings = gpu_ceilings(found)
+    rate = ceilings.integer if problem.compute == "int8" else ceilings.half
+    roof = linear_roofline(problem.m, problem.n, problem.k, geo.nbytes, problem.dtype.itemsize, Ceilings(ceilings.bandwidth, rate))
+    seconds = None
+    if measured and not absent and choice.taken is not None:
+        seconds = _time(problem, found, choice.taken, torch.device("cuda", _index(device)))
+    return GpuExplanation(problem, found, choice, "the GPU is not here" if absent else launcher(_index(device)), geo.nbytes, roof, seconds)
+
+
+def _index(device: str) -> int:
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        asked = torch.device("meta")
+    if asked.type != "cuda":
+        raise UnsupportedError(f"there are no kernels for device {device!r}: use cpu, cuda, or an architecture ({', '.join(GPUS)})")
+    return asked.index or 0
+
+
+def launcher(index: int) -> str:
+    """How eager calls on cuda:`index` reach their kernels, and if not the short way, why."""
+    from halfbyte.dispatch.gpu import triton_trouble
+
+    if (trouble := triton_trouble()) is not None:
+        return f"none: {trouble}"
+    from halfbyte.kernels.gpu import direct
+
+    with torch.cuda.device(index):
+        broken = direct.broken(torch.device("cuda", index))
+    return "direct" if broken is None else f"Triton's own, which takes the host longer: {broken}"
+
+
+def _time(problem: Problem, gpu: Gpu, taken: GpuOption, device: torch.device) -> float:
+    from halfbyte.dispatch.measure import linear_launches
+    from halfbyte.kernels.gpu.clock import graph_times
+
+    with torch.cuda.device(device):
+        launches = linear_launches(problem, gpu, taken.candidate, taken.config, device)
+        return graph_times({"it": launches})["it"].median
