@@ -101,11 +101,10 @@ def qconv2d(
     rows = patches(xq, sizes, window, in_zero)
 
     def part(which: int) -> Tensor:
-        return _each_group(
-            codes,
-            sizes,
-            rows,
-            lambda r, matrix, n: reference.qlinear(r, matrix, None if bias is None else bias[n], in_scale, in_zero, out_scale, out_zero, clamp)[which],
-        )
+        def run(patch: Tensor, matrix: Codes, n: slice) -> Tensor:
+            of_group = None if bias is None else bias[n]
+            return reference.qlinear(patch, matrix, of_group, in_scale, in_zero, out_scale, out_zero, clamp)[which]
+
+        return _each_group(codes, sizes, rows, run)
 
     return reference.Requantized(part(0), part(1), part(2))

@@ -1,10 +1,10 @@
 """The weight of a convolution as codes and as the matrix that kernels multiply.
 
-    weight [Co, Ci/groups, Kh, Kw]   as in torch; a 1-D convolution has Kh = 1
-    codes  [Co, Kh*Kw, Ci/groups]    where scales belong to blocks: they run along the channels of one tap
-           [Co, Kh*Kw*Ci/groups]     where one scale belongs to a channel or the tensor
-    matrix [Co, Kh*Kw*Ci']           what is packed: a patch of the input, taps row by row with their channels together, times
-                                     this matrix is the output. Ci' is Ci/groups padded to whole blocks.
+weight [Co, Ci/groups, Kh, Kw]   as in torch; a 1-D convolution has Kh = 1
+codes  [Co, Kh*Kw, Ci/groups]    where scales belong to blocks: they run along the channels of one tap
+       [Co, Kh*Kw*Ci/groups]     where one scale belongs to a channel or the tensor
+matrix [Co, Kh*Kw*Ci']           what is packed: a patch of the input, taps row by row with their channels together, times
+                                 this matrix is the output. Ci' is Ci/groups padded to whole blocks.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
@@ -387,7 +388,7 @@ class _Conv2d(torch.autograd.Function):
             layout = _CANONICAL if _depthwise(sizes) else cpu_tiles.NAME
             floats = dequantize_conv(PackedConv(sizes, layout, weight), grad.dtype)
             padded = (batch, channels, height + top + bottom, width + left + right)
-            whole = torch.nn.grad.conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
+            whole = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
             grad_x = whole[:, :, top : top + height, left : left + width]
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, 2, 3)).to(ctx.bias_dtype)

@@ -2,8 +2,9 @@
 
     y[m, c] = sum over taps of  w[tap, c] * x[pixel under tap of output m, c]
 
-Threads draw lines of the output; a few neighbouring outputs share each load of a weight. Weights are made numbers beforehand: there
-are as many as taps, once a channel, and each is used for every pixel. Images and outputs are channels_last; outside of an image lie zeros (or the code that means zero).
+Threads draw lines of the output; a few neighbouring outputs share each load of a weight. Weights are made numbers beforehand:
+there are as many as taps, once a channel, and each is used for every pixel. Images and outputs are channels_last; outside of an
+image lie zeros (or the code that means zero).
 
 Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: sums in int32, exactly, then
 `clamp(round(fma(float(start + sum), multiplier, offset)))` as in `tile.RequantizingTile`.

@@ -1,0 +1,245 @@
+"""Convolutions against their definition: any kernel, stride, padding, dilation and groups; images that touch nothing else."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from samples import random_codes
+from support import RUNNABLE
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.formats import as_format
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels import conv_reference, reference
+from halfbyte.kernels.cpu import conv, depthwise, runtime
+from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
+from halfbyte.ops import conv as ops
+
+FORMATS = ("q4_0", "q8_0", "q4_1", "int4_g20_zp", "int8_channel", "int4_channel_zp", "int8_tensor", "int8_channel_offset")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (conv, depthwise):
+        monkeypatch.setattr(module, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(conv, "_CHUNK_BYTES", 4096)  # several chunks of even the smallest image
+    monkeypatch.setattr(runtime, "threads", lambda: 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: Filter
+    window: Window
+    image: tuple[int, int, int, int]
+    seed: int
+
+    def codes(self) -> Codes:
+        return random_codes(self.sizes.format, self.sizes.codes_shape, self.seed)
+
+    def image_of(self, dtype: torch.dtype) -> Tensor:
+        """Channels last, in the midst of memory that holds NaN (or 99)."""
+        rng = torch.Generator().manual_seed(self.seed)
+        b, c, h, w = self.image
+        around = torch.full((b * h * w * c + 256,), 99 if dtype == torch.int8 else torch.nan, dtype=dtype)
+        x = around[128:-128].view(b, h, w, c)
+        random = torch.randint(-128, 128, x.shape, generator=rng) if dtype == torch.int8 else torch.randn(x.shape, generator=rng) * 3
+        x.copy_(random)
+        return x.permute(0, 3, 1, 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn, formats: tuple[str, ...] = FORMATS, depthwise: bool = False) -> Case:
+    groups = draw(st.integers(1, 40)) if depthwise else draw(st.sampled_from((1, 1, 2, 3)))
+    channels, out = (1, 1) if depthwise else (draw(st.sampled_from((1, 3, 8, 20, 33, 64))), draw(st.sampled_from((1, 5, 33, 64))))
+    kernel = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    pair = st.tuples(st.integers(1, 3), st.integers(1, 3))
+    padding = draw(st.tuples(*[st.integers(0, 3)] * 4))
+    case = Case(
+        Filter(as_format(draw(st.sampled_from(formats))), out * groups, channels, kernel, groups),
+        Window(draw(pair), padding, draw(pair)),
+        (draw(st.integers(1, 2)), channels * groups, draw(st.integers(1, 12)), draw(st.integers(1, 12))),
+        draw(st.integers(0, 2**16)),
+    )
+    try:
+        case.window.out_size(case.image[2:], kernel)
+    except ArgumentError:
+        assume(False)
+    return case
+
+
+def packed(codes: Codes, sizes: Filter) -> Tensor:
+    parts = torch.cat([cpu_tiles.pack(part).data for part in groups_of(codes, sizes)])
+    memory = torch.empty(parts.numel() + 64, dtype=torch.uint8)
+    at = -memory.data_ptr() % 64
+    return memory[at : at + parts.numel()].copy_(parts)
+
+
+@isas
+@pytest.mark.parametrize("way", ["float", "block", "row", "block_offset"])
+def test_convolutions_are_those_of_the_reference(isa, way, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    compute, activation = ("float", "block") if way == "float" else ("int8", way)
+
+    @few
+    @given(cases(), st.sampled_from(DTYPES), st.booleans())
+    def sweep(case: Case, dtype: torch.dtype, more: bool) -> None:
+        codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes
+        bias = torch.randn(sizes.out) if more else None
+        arguments = (x, codes, sizes.kernel, case.window, bias, sizes.groups, compute, activation)
+        wanted, error = conv_reference.conv2d(*arguments), conv_reference.error_bound(*arguments)
+        residual = None
+        if more:
+            residual = torch.randn(wanted.shape).to(dtype).contiguous(memory_format=torch.channels_last)
+            wanted = wanted + residual.double()
+            error = error + wanted.abs() * 2.0**-23
+        kernel, weights = ConvKernel(sizes, dtype, compute, activation), packed(codes, sizes)
+        y = kernel(x, case.window, weights.data_ptr(), bias, -5.0, 40.0, residual=residual)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all())
+
+    sweep()
+
+
+@isas
+def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    zeros = st.integers(-128, 127)
+
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(st.booleans().flatmap(lambda d: cases(("int8_channel", "int8_tensor", "int4_channel"), d)), zeros, zeros, st.booleans())
+    def sweep(case: Case, in_zero: int, out_zero: int, with_bias: bool) -> None:
+        codes, x, sizes, window = case.codes(), case.image_of(torch.int8), case.sizes, case.window
+        bias = torch.randn(sizes.out) * 10 if with_bias else None
+        scales = {"in_scale": 0.02, "in_zero": in_zero, "out_scale": 0.03 * sizes.k**0.5 * 2**sizes.format.bits, "out_zero": out_zero}
+        wanted = conv_reference.qconv2d(x, codes, sizes.kernel, window, bias, groups=sizes.groups, clamp=(-100, 127), **scales)
+        weight = ops.pack_conv(codes, sizes.kernel, sizes.groups)
+        table = ops.conv_requantization_table(weight, bias, **scales)
+        if sizes.channels == 1 and sizes.groups == sizes.out:
+            y = DepthwiseKernel(sizes, torch.int8)(x, window, taps(codes, sizes, integer=True), table, -100, 127, outside=in_zero)
+        else:
+            kernel = ConvKernel(sizes, torch.int8, "int8", "block")
+            y = kernel(x, window, weight.data.data_ptr(), table, -100, 127, outside=in_zero)
+        assert bool(wanted.agrees(y).all())
+
+    sweep()
+
+
+@isas
+def test_depthwise_convolutions_are_those_of_the_reference(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(cases(depthwise=True), st.sampled_from(DTYPES))
+    def sweep(case: Case, dtype: torch.dtype) -> None:
+        codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes
+        bias = torch.randn(sizes.out)
+        arguments = (x, codes, sizes.kernel, case.window, bias, sizes.groups)
+        y = DepthwiseKernel(sizes, dtype)(x, case.window, taps(codes, sizes, integer=False), bias, -5.0, 40.0)
+        assert bool(reference.agrees(y, conv_reference.conv2d(*arguments).clamp(-5, 40), conv_reference.error_bound(*arguments)).all())
+
+    sweep()
+
+
+@given(cases())
+@few
+def test_the_matrix_gives_the_codes_back(case: Case) -> None:
+    codes = case.codes()
+    for back in (
+        from_matrix(to_matrix(codes, case.sizes), case.sizes),
+        ops.unpack_conv(ops.pack_conv(codes, case.sizes.kernel, case.sizes.groups)),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(back.tensors().values(), codes.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 12])
+@pytest.mark.parametrize("padding", [0, (1, 2), ((0, 1), (2, 0)), "same", "valid"])
+def test_the_op_is_torchs_convolution_of_the_dequantized_weight(groups: int, padding) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(12, 12 // groups, 3, 2)
+    p = ops.pack_conv(ops.quantize_conv(weight, "int8_channel"), (3, 2), groups)
+    x, bias = torch.randn(2, 12, 9, 8, requires_grad=True), torch.randn(12, requires_grad=True)
+    y = ops.conv2d(x, p, bias, padding=padding, dilation=(1, 2), compute="float", clamp=(-1, 2))
+    floats = ops.dequantize_conv(p)
+    if isinstance(padding, tuple) and isinstance(padding[0], tuple):
+        (top, bottom), (left, right) = padding
+        wanted = torch.nn.functional.conv2d(torch.nn.functional.pad(x, (left, right, top, bottom)), floats, bias, 1, 0, (1, 2), groups)
+    else:
+        wanted = torch.nn.functional.conv2d(x, floats, bias, 1, padding, (1, 2), groups)
+    wanted = wanted.clamp(-1, 2)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-4)
+    grad = torch.randn_like(y)
+    for mine, torchs in zip(torch.autograd.grad(y, (x, bias), grad), torch.autograd.grad(wanted, (x, bias), grad), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-3)
+
+
+def test_one_dimension_and_no_batch() -> None:
+    torch.manual_seed(0)
+    p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 5), "q8_0"), (5,))
+    floats = ops.dequantize_conv(p).squeeze(2)
+    for x in (torch.randn(3, 6, 20), torch.randn(6, 20)):
+        y = ops.conv1d(x, p, None, 2, 2, compute="float")
+        torch.testing.assert_close(y, torch.nn.functional.conv1d(x, floats, None, 2, 2), rtol=1e-5, atol=1e-4)
+    residual = torch.randn(3, 8, 16)
+    y = ops.conv1d(torch.zeros(3, 6, 20), p, residual=residual, clamp=(0, 1))
+    assert torch.equal(y, residual.clamp(0, 1))
+
+
+def test_the_ops_pass_torchs_own_checks() -> None:
+    p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 3, 3), "int8_channel"), 3)
+    numbers, moves = ops._numbers(p.sizes), ops._moves(Window((2, 1), (1, 1, 1, 1)))
+    settings_ = ("int8_channel", numbers, moves, "float", "block", -torch.inf, torch.inf)
+    x = torch.randn(2, 6, 7, 8, requires_grad=True)
+    torch.library.opcheck(torch.ops.halfbyte.conv2d.default, (x, p.data, torch.randn(8), None, *settings_))
+    table = ops.conv_requantization_table(p, None, in_scale=0.1, in_zero=1, out_scale=0.2, out_zero=2)
+    xq = torch.randint(-128, 128, (2, 6, 7, 8), dtype=torch.int8)
+    torch.library.opcheck(torch.ops.halfbyte.qconv2d.default, (xq, p.data, table, "int8_channel", numbers, moves, 1, -128, 127))
+
+
+def test_an_empty_batch_gives_an_empty_batch() -> None:
+    p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 3, 3), "q4_0"), 3)
+    assert ops.conv2d(torch.randn(0, 6, 5, 5), p).shape == (0, 8, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.randn(1, 5, 9, 9)}, ArgumentError, "6 input channels"),
+        ({"x": torch.randn(1, 6, 2, 9)}, ArgumentError, "at least as large, got 2 x 9"),
+        ({"x": torch.zeros(1, 6, 9, 9, dtype=torch.int8)}, ArgumentError, "convert them first"),
+        ({"padding": "full"}, ArgumentError, '"same", "valid" or numbers'),
+        ({"padding": (1, 2, 3)}, ArgumentError, "padding is one number"),
+        ({"padding": "same", "stride": 2}, ArgumentError, "takes stride 1"),
+        ({"padding": -1}, ArgumentError, "padding at least 0"),
+        ({"stride": 0}, ArgumentError, "at least 1"),
+        ({"clamp": (1, 0)}, ArgumentError, "low <= high"),
+        ({"compute": "int3"}, ArgumentError, "unknown compute"),
+        ({"activation": "blok"}, ArgumentError, "unknown activation"),
+        ({"bias": torch.randn(7)}, ArgumentError, "bias of 8 outputs"),
+        ({"residual": torch.randn(1, 8, 7, 6)}, ArgumentError, "residual is torch.float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, words) -> None:
+    p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 3, 3), "q4_0"), 3)
+    arguments = {"x": torch.randn(1, 6, 9, 9), "packed": p} | change
+    with pytest.raises(error, match=words):
+        ops.conv2d(**arguments)
+
+
+def test_packing_refuses_what_is_no_convolution() -> None:
+    codes = ops.quantize_conv(torch.randn(8, 6, 3, 3), "q4_0")
+    with pytest.raises(FormatError, match="codes of a 5 x 5 kernel"):
+        ops.pack_conv(codes, 5)
+    with pytest.raises(ArgumentError, match="groups divide the 8"):
+        ops.pack_conv(codes, 3, groups=3)
+    with pytest.raises(FormatError, match="requantization takes symmetric"):
+        ops.qconv2d(torch.zeros(1, 6, 5, 5, dtype=torch.int8), ops.pack_conv(codes, 3), in_scale=1, in_zero=0, out_scale=1, out_zero=0)
