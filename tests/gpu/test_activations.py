@@ -55,20 +55,18 @@ def check(x: Tensor, name: str, activation: Activation) -> None:
     q = natural(got.q.cpu(), plan)
     q = torch.nn.functional.pad(q, (0, -plan.k_padded % plan.padded)).unflatten(1, (-1, plan.padded))
     real = q[:, :, : plan.block].flatten(1)[:, :k]
-    assert torch.equal(real[:m], wanted.q)
+    assert torch.equal(real, wanted.q)
     assert not q[:, :, plan.block :].any()
     assert not q[:, :, : plan.block].flatten(1)[:, k:].any()
     groups = wanted.scale.shape[1]
-    assert torch.equal(got.scale.cpu()[:groups, :m].T.nan_to_num(-1), wanted.scale.nan_to_num(-1))
-    sums = got.sums.cpu()[:, :m].T
+    assert torch.equal(got.scale.cpu()[:groups].T.nan_to_num(-1), wanted.scale.nan_to_num(-1))
+    sums = got.sums.cpu().T
     per_block = sums if plan.whole else torch.stack([part.sum(1) for part in sums.split(plan.padded // plan.granule, 1)], 1)
     wanted_sums = wanted.sums.sum(1, keepdim=True) if plan.whole else wanted.sums
     assert torch.equal(per_block[:, : wanted_sums.shape[1]], wanted_sums.float())
     if plan.with_offset:
         assert got.offset is not None
-        assert torch.equal(got.offset.cpu()[:groups, :m].T, wanted.offset)
-        assert torch.equal(real[m], torch.ones(k, dtype=torch.int8))
-        assert float(got.sums[:, m].sum()) == k
+        assert torch.equal(got.offset.cpu()[:groups].T, wanted.offset)
 
 
 @pytest.mark.parametrize("activation", WAYS)

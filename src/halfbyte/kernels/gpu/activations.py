@@ -1,8 +1,8 @@
 """x [M, K] -> int8 codes, scales, offsets and sums, as `reference.quantize_activation` makes them, bit for bit, in one pass.
 
     q [M, K padded] int8    the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
-    scale, offset           float32 [groups, rows]: a group is a block of the weight, or the whole row
-    sums                    float32 [granules or 1, rows], of the codes: exact integers
+    scale, offset           float32 [groups, M]: a group is a block of the weight, or the whole row
+    sums                    float32 [granules or 1, M], of the codes: exact integers
 
 A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are made for each
 granule where x or the weight has several blocks, else for the row.
@@ -14,8 +14,6 @@ that the operands of one integer mma agree (the words of a lane are khalf, rowha
                       position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
     32 and 64         bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together:
                       position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
-
-With an offset, row M of the codes is 1 where K has an element, else 0: multiplied by it, a weight gives the sums of its codes.
 
 Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. NaN and infinities are seen as
 bits: they are the greatest magnitudes.
@@ -66,10 +64,6 @@ class Plan:
     nibbles: bool
 
     @cached_property
-    def rows(self) -> int:
-        return self.m + self.with_offset
-
-    @cached_property
     def granules(self) -> int:
         return self.k_padded // self.granule
 
@@ -84,10 +78,10 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
-        at, found = _round_up(self.rows * self.k_padded), []
+        at, found = _round_up(self.m * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             found.append(at)
-            at += _round_up(4 * count * self.rows)
+            at += _round_up(4 * count * self.m)
         return found[0], found[1], found[2], at
 
     @cached_property
@@ -97,7 +91,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows: q int8 [rows, K padded], scale float32 [groups, rows], sums float32, offset float32 or None."""
+    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M], sums float32, offset float32 or None."""
 
     plan: Plan
     q: Tensor
@@ -122,9 +116,9 @@ def plan(problem: Problem) -> Plan:
         m=problem.m,
         k=problem.k,
         k_padded=geo.k_padded,
-        granule=min(padded, gpu_tiles.RECORD),
+        granule=gpu_tiles.RECORD if whole else min(padded, gpu_tiles.RECORD),
         block=block,
-        padded=padded,
+        padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
         with_offset=problem.activation in ("block_offset", "row_offset"),
@@ -143,10 +137,10 @@ def supports(problem: Problem) -> str | None:
 def views(plan: Plan, memory: Tensor) -> Quantized:
     """The parts of `memory`, uint8 [at least plan.nbytes]."""
     at_scale, at_sums, at_offset, end = plan.offsets
-    q = memory[: plan.rows * plan.k_padded].view(torch.int8).view(plan.rows, plan.k_padded)
-    scale = memory[at_scale:][: 4 * plan.groups * plan.rows].view(torch.float32).view(plan.groups, plan.rows)
-    sums = memory[at_sums:][: 4 * plan.sum_groups * plan.rows].view(torch.float32).view(plan.sum_groups, plan.rows)
-    offset = memory[at_offset:end][: 4 * plan.groups * plan.rows].view(torch.float32).view(plan.groups, plan.rows) if plan.with_offset else None
+    q = memory[: plan.m * plan.k_padded].view(torch.int8).view(plan.m, plan.k_padded)
+    scale = memory[at_scale:][: 4 * plan.groups * plan.m].view(torch.float32).view(plan.groups, plan.m)
+    sums = memory[at_sums:][: 4 * plan.sum_groups * plan.m].view(torch.float32).view(plan.sum_groups, plan.m)
+    offset = memory[at_offset:end][: 4 * plan.groups * plan.m].view(torch.float32).view(plan.groups, plan.m) if plan.with_offset else None
     return Quantized(plan, q, scale, sums, offset)
 
 
@@ -164,7 +158,7 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
         held, programs = min(most, triton.next_power_of_2(group)), plan.groups
     launch.run(
         _quantize,
-        (plan.rows, programs),
+        (plan.m, programs),
         x,
         out.q,
         out.scale,
@@ -258,24 +252,17 @@ def _extremes(v, real, WITH_OFFSET: tl.constexpr, AXIS: tl.constexpr):
     return most, low, high
 
 
-@triton.jit(do_not_specialize=["m", "programs"])
+@triton.jit(do_not_specialize=["m"])
 def _quantize(
     x, q, scale, sums, offset, m, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    rows = m + 1 if WITH_OFFSET else m
     first = tl.program_id(1) * group
     end = tl.minimum(first + group, granules)
     x += row * stride
     q += row * (granules * G)
-    if WITH_OFFSET:
-        if row == m:
-            for chunk in range(CHUNKS):
-                g = first + chunk * HELD + tl.arange(0, HELD)
-                _ones(q, scale, sums, offset, g, end, first, rows, k, block, padded, group, G, HELD, SINGLE, WHOLE, NIBBLES)
-            return
     g = first + tl.arange(0, HELD)
     v, real = _read(x, g, end, k, block, padded, G)
     most, low, high = _extremes(v, real, WITH_OFFSET, 1)
@@ -294,6 +281,9 @@ def _quantize(
             lo = tl.zeros_like(lo) + tl.min(lo, axis=0)
             hi = tl.zeros_like(hi) + tl.max(hi, axis=0)
     if WITH_OFFSET:
+        empty = lo > hi
+        lo = tl.where(empty, 0.0, lo)
+        hi = tl.where(empty, 0.0, hi)
         middle = (lo + hi) * 0.5
         reach = (hi - lo) * 0.5
     else:
@@ -306,11 +296,11 @@ def _quantize(
     middle = tl.where(good, middle, 0.0)
     inverse = tl.where(good & (inverse < float("inf")), inverse, 0.0)
     if SINGLE:
-        tl.store(scale + g * rows + row, step, mask=g < end)
+        tl.store(scale + g * m + row, step, mask=g < end)
         if WITH_OFFSET:
-            tl.store(offset + g * rows + row, middle, mask=g < end)
+            tl.store(offset + g * m + row, middle, mask=g < end)
     else:
-        here = tl.program_id(1) * rows + row + tl.zeros_like(g)
+        here = tl.program_id(1) * m + row + tl.zeros_like(g)
         tl.store(scale + here, step, mask=g == first)
         if WITH_OFFSET:
             tl.store(offset + here, middle, mask=g == first)
@@ -327,32 +317,11 @@ def _quantize(
         part = tl.sum(c, axis=1)
         total += part
         if not WHOLE:
-            tl.store(sums + gc * rows + row, part.to(tl.float32), mask=gc < end)
+            tl.store(sums + gc * m + row, part.to(tl.float32), mask=gc < end)
         at = gc[:, None] * G + tl.arange(0, G)[None, :]
         tl.store(q + at, ordered(c.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
     if WHOLE:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
-
-
-@triton.jit
-def _ones(
-    q, scale, sums, offset, g, end, first, rows, k, block, padded, group,
-    G: tl.constexpr, HELD: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
-):  # fmt: skip
-    """The last row: 1 for each element."""
-    within = (g * G % padded)[:, None] + tl.arange(0, G)[None, :]
-    at = (g * G // padded)[:, None] * block + within
-    real = (g < end)[:, None] & (within < block) & (at < k)
-    ones = real.to(tl.int32)
-    tl.store(q + g[:, None] * G + tl.arange(0, G)[None, :], ordered(ones.to(tl.int8), HELD, G, NIBBLES), mask=(g < end)[:, None])
-    if WHOLE:
-        tl.store(sums + rows - 1, k.to(tl.float32))
-    else:
-        tl.store(sums + g * rows + rows - 1, tl.sum(ones, axis=1).to(tl.float32), mask=g < end)
-    place = g if SINGLE else tl.zeros_like(g) + tl.program_id(1)
-    chosen = g < end if SINGLE else g == first
-    tl.store(scale + place * rows + rows - 1, tl.full([HELD], 1.0, tl.float32), mask=chosen)
-    tl.store(offset + place * rows + rows - 1, tl.zeros([HELD], tl.float32), mask=chosen)
 
 
 @triton.jit

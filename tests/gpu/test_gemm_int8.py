@@ -1,0 +1,110 @@
+"""Integer products on the GPU against the reference: every kind of format, of scaling of x, and of epilogue."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from samples import random_codes
+from torch import Tensor
+
+from halfbyte.formats import as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.gpu import gemm_int8
+from halfbyte.kernels.gpu.epilogue import Epilogue
+from halfbyte.kernels.problem import Activation, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+WAYS = ("block", "row", "block_offset", "row_offset")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Case:
+    """One product, run by a kernel's file with each of its configs, and compared."""
+
+    def __init__(self, name: str, m: int, n: int, k: int, dtype: torch.dtype, activation: Activation, device: torch.device, seed: int = 0):
+        rng = torch.Generator().manual_seed(seed + m + n + k)
+        self.codes = random_codes(as_format(name), (n, k), seed)
+        self.x = (torch.randn(m, k, generator=rng) * 3 ** torch.randn(m, k, generator=rng) + 0.3).to(dtype)
+        self.problem = Problem("linear", m, n, k, self.codes.format, dtype, "int8", activation)
+        self.device = device
+        self.bias = torch.randn(n, generator=rng)
+
+    def run(self, file: object, config: object, epilogue: Epilogue | None = None) -> Tensor:
+        problem, device = self.problem, self.device
+        packed = gpu_tiles.pack(self.codes)
+        views = gpu_tiles.views(packed.data.to(device), gpu_tiles.geometry(packed.format, packed.shape))
+        out = torch.full((problem.m, problem.n), torch.nan, dtype=problem.dtype, device=device)
+        file.launch(problem, config, self.x.to(device), *views, out, epilogue or Epilogue())
+        return out.cpu()
+
+    def check(self, y: Tensor, bias: Tensor | None = None, clamp: tuple[float, float] | None = None) -> None:
+        activation = self.problem.activation
+        wanted = reference.linear(self.x, self.codes, bias, "int8", activation, clamp)
+        error = reference.error_bound(self.x, self.codes, bias, "int8", activation)
+        right = reference.agrees(y, wanted, error)
+        worst = ((y.double() - wanted).abs() / error).nan_to_num(0).max()
+        assert right.all(), f"{int((~right).sum())} of {right.numel()} wrong, worst {worst:.3g} bounds, first at {(~right).nonzero()[0].tolist()}"
+
+
+@pytest.mark.parametrize("activation", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    ["q4_0", "q4_1", "q8_0", "int4_g20_zp", "int4_g64_zp", "int8_g33_offset", "int4_g128", "int8_g128_zp", "int4_g200_offset",
+     "int8_g256_f32", "int4_channel", "int8_channel_zp", "int4_tensor_offset", "int8_tensor"],
+)  # fmt: skip
+def test_formats(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
+    case = Case(name, 3, 70, 450, torch.float16, activation, device)
+    assert gemm_int8.supports(case.problem, gpu) is None
+    for config in gemm_int8.configs(case.problem, gpu)[:1]:
+        case.check(case.run(gemm_int8, config))
+
+
+@pytest.mark.parametrize("activation", ["block", "row_offset"])
+@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int4_g256", "int8_channel", "int4_channel_offset", "q8_0"])
+def test_split_k(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
+    """The parts of K are added in order: the same bits each time. A part may be empty."""
+    case = Case(name, 2, 65, 700, torch.float32, activation, device)
+    config = replace(gemm_int8.configs(case.problem, gpu)[0], split=4, records=1)
+    y = case.run(gemm_int8, config)
+    case.check(y)
+    assert torch.equal(y, case.run(gemm_int8, config))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 64, 128), (33, 130, 257), (130, 65, 40)])
+def test_shapes_and_epilogue(m: int, n: int, k: int, gpu: Gpu, device: torch.device) -> None:
+    for name in ("q4_0", "int4_g128", "int8_channel"):
+        case = Case(name, m, n, k, torch.float16, "block", device)
+        config = gemm_int8.configs(case.problem, gpu)[0]
+        residual = torch.randn(m, n).half()
+        y = case.run(gemm_int8, config, Epilogue(case.bias.to(device), None, -1.0, 6.0))
+        case.check(y, case.bias, (-1.0, 6.0))
+        y = case.run(gemm_int8, config, Epilogue(None, residual.to(device)))
+        wanted = reference.linear(case.x, case.codes, None, "int8") + residual.double()
+        error = reference.error_bound(case.x, case.codes, None, "int8") + 2**-23 * wanted.abs()
+        assert reference.agrees(y, wanted, error).all()
+
+
+def test_one_hot_rows_give_back_the_weight(gpu: Gpu, device: torch.device) -> None:
+    """x = 127 * identity has the scale 127/127 = 1 in each block."""
+    for name in ("int4_g128_zp", "q8_0", "int4_g64"):
+        case = Case(name, 200, 66, 200, torch.float32, "block", device)
+        case.x = torch.eye(200) * 127
+        y = case.run(gemm_int8, gemm_int8.configs(case.problem, gpu)[0])
+        scale = reference.quantize_activation(case.x[:1], 1, "row").scale.item()
+        assert torch.allclose(y.double(), case.codes.dequantize(torch.float64).T * 127 * scale, rtol=1e-6, atol=1e-6)
+
+
+def test_a_nan_stays_in_its_row(gpu: Gpu, device: torch.device) -> None:
+    for name, activation in (("int4_g128", "block"), ("int8_channel", "row"), ("q4_1", "block_offset")):
+        case = Case(name, 4, 20, 300, torch.float32, activation, device)
+        case.x[1, 200], case.x[2, 3] = torch.nan, torch.inf
+        y = case.run(gemm_int8, gemm_int8.configs(case.problem, gpu)[0])
+        assert torch.isnan(y).all(dim=1).tolist() == [False, True, True, False]
+        assert torch.isfinite(y[[0, 3]]).all()
