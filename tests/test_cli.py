@@ -353,6 +353,23 @@ def test_explain(run: Run) -> None:
     run("explain", "--n", 10**12).refuses("GB")
 
 
+def test_explain_for_a_gpu_that_is_not_here(run: Run) -> None:
+    found = run("explain", "--device", "sm_80", "--m", 3, "--n", 64, "--k", 64, "--format", "int4_g32", "--dtype", "float16", "--json").json
+    assert found["arch"] == "sm_80"
+    assert found["measured_seconds"] is None
+    assert found["kernel"] not in found["rejected"]
+    assert "compute='float' was asked for" in found["rejected"].values()
+    assert "predicted" in run("explain", "--device", "sm_90").out
+    run("explain", "--device", "abacus").refuses("'abacus'")
+    run("explain", "--device", "sm_90", "--compute", "guess").refuses("'guess'")
+    run("explain", "--device", "sm_90", "--m", 0).refuses("m=0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_tune_needs_a_gpu_and_shapes(run: Run) -> None:
+    run("tune", "--n", 64, "--k", 64).refuses("no device cuda:0")
+
+
 def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.cli import selftest
 

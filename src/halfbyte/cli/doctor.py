@@ -19,7 +19,7 @@ from halfbyte.errors import HalfbyteError
 if TYPE_CHECKING:
     from halfbyte.cli.selftest import Result
 
-_PACKAGES = ("torch", "llvmlite", "numpy", "safetensors", "transformers")
+_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers")
 
 
 def add(commands: Commands) -> None:
@@ -28,18 +28,26 @@ def add(commands: Commands) -> None:
         "doctor",
         run,
         "check the machine and the kernels",
-        "Show versions, CPU, instruction set, threads, cache and variables, and test every kernel against the float64 reference. "
+        "Show versions, CPU, GPUs, instruction set, threads, cache and variables, and test every kernel against the float64 reference. "
         "The exit code is 1 if anything is wrong.",
     )
     parser.add_argument("--no-test", action="store_true", help="leave the tests of the kernels out")
 
 
 def run(args: argparse.Namespace) -> int:
-    parts = {"versions": _versions, "cpu": _cpu, "isa": _isa, "threads": _threads, "cache": _cache, "variables": _variables}
+    parts = {
+        "versions": _versions,
+        "cpu": _cpu,
+        "isa": _isa,
+        "threads": _threads,
+        "gpus": _gpus,
+        "cache": _cache,
+        "variables": _variables,
+    }
     faults: list[str] = []
     found = {name: _find(part, faults) for name, part in parts.items()}
     tests = [] if args.no_test or faults else _test(args)
-    faults += [f"{test.op} {test.format}: {test.fault}" for test in tests if test.fault is not None]
+    faults += [f"{test.op} {test.format} on {test.device}: {test.fault}" for test in tests if test.fault is not None]
     if args.json:
         print_json({**found, "tests": [test.to_json() for test in tests], "faults": faults})
     else:
@@ -62,7 +70,7 @@ def _test(args: argparse.Namespace) -> list[Result]:
     checks = selftest.checks()
     with progress(args, "testing kernels") as advance:
         for i, check in enumerate(checks):
-            advance(i, len(checks), f"{check.op} {check.format}")
+            advance(i, len(checks), f"{check.op} {check.format} on {check.device}")
             results.append(check.run())
     return results
 
@@ -100,6 +108,23 @@ def _threads() -> dict[str, Any]:
     return {"count": runtime.threads(), "runtime": runtime.name()}
 
 
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    from halfbyte.dispatch import tune
+    from halfbyte.dispatch.explain_gpu import launcher
+    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.machine import gpu
+
+    devices = {}
+    for i in range(torch.cuda.device_count()):
+        found = gpu(i)
+        size = {"multiprocessors": found.sms, "memory": found.memory, "l2": found.l2}
+        tuned = tune.table_path(found).is_file()
+        devices[f"cuda:{i}"] = {"name": found.name, "arch": found.arch, **size, "launcher": launcher(i), "tuned": tuned}
+    return {"devices": devices, "trouble": triton_trouble() if devices else None}
+
+
 def _cache() -> dict[str, Any]:
     from halfbyte.kernels.cpu import jit
 
@@ -123,8 +148,8 @@ def _print(found: dict[str, dict[str, Any] | None], tests: list[Result], faults:
             print(f"{name:10} {line}")
             name = ""
     if tests:
-        rows = [(t.op, t.format, str(t.cases), f"{t.ms:.0f}", "PASS" if t.passed else "FAIL") for t in tests]
-        print_table(("kernel", "format", "cases", "ms", "result"), rows, left=2)
+        rows = [(t.op, t.format, t.device, str(t.cases), f"{t.ms:.0f}", "PASS" if t.passed else "FAIL") for t in tests]
+        print_table(("kernel", "format", "device", "cases", "ms", "result"), rows, left=3)
         print(f"{len(tests) - len(faults)} of {len(tests)} passed")
     for fault in faults:
         print(f"FAULT  {fault}")
@@ -134,6 +159,15 @@ def _lines_cpu(cpu: dict[str, Any]) -> list[str]:
     caches = ", ".join(f"{name.upper()} {level >> 10} KiB" for name, level in cpu["caches"].items() if level)
     memory = "" if cpu["memory"] is None else f", {cpu['memory'] / 1e9:.1f} GB of memory"
     return [f"{cpu['name']} ({cpu['arch']}, {cpu['llvm']}), {cpu['cores']} cores{memory}", caches or "caches unknown"]
+
+
+def _lines_gpus(gpus: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{device}: {found['name']} ({found['arch']}), {found['multiprocessors']} multiprocessors, {found['memory'] / 1e9:.1f} GB, "
+        f"{'tuned' if found['tuned'] else 'not tuned'}; launcher: {found['launcher']}"
+        for device, found in gpus["devices"].items()
+    ]
+    return [*lines, *filter(None, [gpus["trouble"]])] or ["none"]
 
 
 def _lines_cache(cache: dict[str, Any]) -> list[str]:
@@ -157,6 +191,7 @@ LINES: dict[str, Callable[[Any], list[str]]] = {
     "cpu": _lines_cpu,
     "isa": lambda part: [f"{part['chosen']} is used", *(f"{name}: {reason}" for name, reason in part["others"].items())],
     "threads": lambda part: [f"{part['count']}, {part['runtime']}"],
+    "gpus": _lines_gpus,
     "cache": _lines_cache,
     "variables": _lines_variables,
 }

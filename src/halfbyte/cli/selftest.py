@@ -35,6 +35,7 @@ Case = tuple[str, Tensor]
 class Result:
     """Of one operation on one format.
 
+    device "cpu", "cuda:0", …
     cases  how many calls were compared
     fault  the first that was wrong, and how; None if none was
     ms     all of it: compiling, where the cache was empty, running, and the reference
@@ -42,6 +43,7 @@ class Result:
 
     op: str
     format: str
+    device: str
     cases: int
     fault: str | None
     ms: float
@@ -60,75 +62,81 @@ class Check:
 
     op: str
     format: str
-    cases: Callable[[Codes], Iterator[Case]]
+    device: str
+    cases: Callable[[Codes, str], Iterator[Case]]
 
     def run(self) -> Result:
         start, count, fault = time.perf_counter(), 0, None
         try:
-            generator = torch.Generator().manual_seed(0)
-            for what, right in self.cases(ops.quantize(torch.randn(_N, _K, generator=generator), self.format)):
+            weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(0))
+            codes = absmax(weight, as_format(self.format))
+            for what, right in self.cases(codes, self.device):
                 count += 1
                 if fault is None and not bool(right.all()):
                     fault = f"{what}: {int((~right).sum())} of {right.numel()} elements are wrong"
         except (HalfbyteError, RuntimeError) as error:
             fault = f"{type(error).__name__}: {error}"
-        return Result(self.op, self.format, count, fault, (time.perf_counter() - start) * 1e3)
+        return Result(self.op, self.format, self.device, count, fault, (time.perf_counter() - start) * 1e3)
 
 
 def checks() -> list[Check]:
-    """All of them; `run()` takes from milliseconds to a second each, depending on what must be compiled."""
+    """All of them; `run()` takes from milliseconds to seconds each, depending on what must be compiled."""
     kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
-    found = [Check(op, name, cases) for (op, cases), name in itertools.product(kinds.items(), FORMATS)]
     channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
-    return found + [Check("qlinear", name, _qlinear) for name in channelwise]
+    pairs = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return [Check(op, name, device, cases) for device in devices for (op, cases), name in pairs]
 
 
-def _quantize(codes: Codes) -> Iterator[Case]:
+def _quantize(codes: Codes, device: str) -> Iterator[Case]:
     weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(3))
     for dtype in _FLOATS:
-        found, wanted = ops.quantize(weight.to(dtype), codes.format).tensors(), absmax(weight.to(dtype), codes.format).tensors()
+        found, wanted = ops.quantize(weight.to(device, dtype), codes.format).tensors(), absmax(weight.to(dtype), codes.format).tensors()
         for name, tensor in wanted.items():
-            yield f"{name} from {dtype}", found[name] == tensor
+            yield f"{name} from {dtype}", found[name].cpu() == tensor
 
 
-def _layout(codes: Codes) -> Iterator[Case]:
-    back = ops.unpack(ops.pack(codes)).tensors()
+def _layout(codes: Codes, device: str) -> Iterator[Case]:
+    back = ops.unpack(ops.pack(codes, device)).tensors()
     for name, tensor in codes.tensors().items():
-        yield f"{name} after pack and unpack", back[name] == tensor
+        yield f"{name} after pack and unpack", back[name].cpu() == tensor
 
 
-def _dequantize(codes: Codes) -> Iterator[Case]:
+def _dequantize(codes: Codes, device: str) -> Iterator[Case]:
     for dtype in _FLOATS:
-        yield str(dtype), ops.dequantize(ops.pack(codes), dtype) == reference.dequantize(codes).to(dtype)
+        yield str(dtype), ops.dequantize(ops.pack(codes, device), dtype).cpu() == reference.dequantize(codes).to(dtype)
 
 
-def _embedding(codes: Codes) -> Iterator[Case]:
+def _embedding(codes: Codes, device: str) -> Iterator[Case]:
     ids = torch.tensor([[_N - 1, 0, 3], [3, 31, 32]])
-    yield "6 rows", ops.embedding(ids, ops.pack(codes)) == reference.embedding(ids, codes).float()
+    yield "6 rows", ops.embedding(ids.to(device), ops.pack(codes, device)).cpu() == reference.embedding(ids, codes).float()
 
 
-def _linear(codes: Codes) -> Iterator[Case]:
-    packed, generator = ops.pack(codes), torch.Generator().manual_seed(1)
+def _linear(codes: Codes, device: str) -> Iterator[Case]:
+    packed, generator = ops.pack(codes, device), torch.Generator().manual_seed(1)
     bias = torch.randn(_N, generator=generator)
     ways = [("float", "block", torch.float32), ("int8", "block", torch.float32)]
     if str(codes.format) in _THOROUGH:
         ways += [("float", "block", dtype) for dtype in _FLOATS[1:]]
         ways += [("int8", activation, torch.float32) for activation in get_args(Activation)[1:]]
-    for m in (1, 7):
+    for m in (1, 7) if device == "cpu" else (1, 7, 130):
         rows = torch.randn(m, _K, generator=generator)
         for compute, activation, dtype in ways:
             x = rows.to(dtype)
-            y = ops.linear(x, packed, bias, compute=compute, activation=activation)
+            y = ops.linear(x.to(device), packed, bias.to(device), compute=compute, activation=activation).cpu()
             expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
             bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
+            if device != "cpu" and compute == "float" and dtype != torch.float32:
+                # A GPU's kernels round each weight to the activations' dtype, and its scale before.
+                bound += 2 * torch.finfo(dtype).eps * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
             yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
 
 
-def _qlinear(codes: Codes) -> Iterator[Case]:
-    packed, generator = ops.pack(codes), torch.Generator().manual_seed(2)
+def _qlinear(codes: Codes, device: str) -> Iterator[Case]:
+    packed, generator = ops.pack(codes, device), torch.Generator().manual_seed(2)
     bias = torch.randn(_N, generator=generator)
     for m in (1, 7):
         xq = torch.randint(-128, 128, (m, _K), dtype=torch.int8, generator=generator)
         scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
         expected = reference.qlinear(xq, codes, bias, **scales)  # type: ignore[arg-type]
-        yield f"M={m}", expected.agrees(ops.qlinear(xq, packed, bias, **scales))  # type: ignore[arg-type]
+        yield f"M={m}", expected.agrees(ops.qlinear(xq.to(device), packed, bias.to(device), **scales).cpu())  # type: ignore[arg-type]
