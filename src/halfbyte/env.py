@@ -11,8 +11,20 @@ from platformdirs import user_cache_path
 from halfbyte.errors import ArgumentError
 
 Isa = Literal[
-    "amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512", "avx2", "sve512", "neon_i8mm",
-    "sve256", "neon_dotprod", "neon", "rvv", "rv64gc", "generic",
+    "amx_int8",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512",
+    "avx2",
+    "sve512",
+    "neon_i8mm",
+    "sve256",
+    "neon_dotprod",
+    "neon",
+    "rvv",
+    "rv64gc",
+    "generic",
 ]
 ISAS: tuple[Isa, ...] = get_args(Isa)
 

@@ -81,6 +81,11 @@ LINEAR = Block(
         "out_stride",
         "out_bytes",
         "table_stride",  # qlinear alone: bytes between the rows of its table
+        # where panels are unpacked first: by what, bytes of a packed one, and where in `scratch` a thread's memory for a group lies
+        "unpack_function",
+        "packed_bytes",
+        "unpacked_at",
+        "unpacked_bytes",
     ),
     frozenset({"clamp"}),
 )

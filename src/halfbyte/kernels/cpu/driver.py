@@ -37,20 +37,28 @@ def _rows(f: Function) -> None:
 
 
 def _panels(f: Function) -> None:
-    args = f.parameters[0]
+    args, thread, _ = f.parameters
     group, counter = LINEAR.load(args, "group"), args + LINEAR.offset("counter")
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
     for drawn in f.draw(lambda: f.fetch_add(counter), groups):
         start = drawn * group
-        _group(f, args, start, f.umin(start + group, panels))
+        _group(f, args, thread, start, f.umin(start + group, panels))
 
 
-def _group(f: Function, args: Value, start: Value, stop: Value) -> None:
+def _group(f: Function, args: Value, thread: Value, start: Value, stop: Value) -> None:
     """All row tiles over the panels start … stop - 1."""
     tiles = f.value("i64", 0), LINEAR.load(args, "tiles") + LINEAR.load(args, "lesser_tiles")
     a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
-    multiply(f, args, tiles, (start, stop), a, out, weights, bias)
+    unpack = LINEAR.load(args, "unpack_function", "ptr")
+    read = f.variable(weights)
+    with f.when(f.emit("i1", f"icmp ne ptr {unpack.name}, null")):
+        panel_bytes = LINEAR.load(args, "panel_bytes")
+        mine = LINEAR.load(args, "unpacked_at") + thread * LINEAR.load(args, "unpacked_bytes")
+        read.value = a + (mine - start * panel_bytes)
+        for p in f.loop(stop, start):
+            f.call_pointer(unpack, args, weights + p * LINEAR.load(args, "packed_bytes"), read.value + p * panel_bytes)
+    multiply(f, args, tiles, (start, stop), a, out, read.value, bias)
 
 
 def multiply(

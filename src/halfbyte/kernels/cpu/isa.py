@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
 
 
@@ -48,6 +48,8 @@ class ISA:
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
+    matrix: ClassVar[ISA | None] = None  # takes over int8 compute from `matrix_rows` rows on
+    matrix_rows = 0
 
     @property
     def triple(self) -> str:
@@ -64,9 +66,16 @@ class ISA:
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
-        """Most rows of a tile and how many vectors of outputs it has side by side, for M rows of activations."""
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+        """Most rows of a tile and how many vectors of outputs it has side by side, for M rows of activations.
+
+        bits, block   of the weight's format: `block` elements are summed before a scale comes
+        """
         return (1, 8) if m == 1 else (2, 4)
+
+    def unit(self, geo: Geometry) -> int:
+        """Elements of K that a tile takes at a time."""
+        return geo.unit
 
     @property
     def floats(self) -> str:

@@ -20,7 +20,7 @@ class Neon(ISA):
     half_conversions = True
     register = "w"
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
             return m, 4
         return (4, 2) if compute == "int8" else (min(m, 4), 4)
@@ -68,10 +68,10 @@ class NeonDotprod(Neon):
     needs = Neon.needs | {"dotprod"}
     features = "+neon,+dotprod"
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if compute == "int8":
             return (1, 8) if m == 1 else (min(m, 5), 4)
-        return super().tile(m, compute)
+        return super().tile(m, compute, bits, block)
 
     def apart(self, bits: int) -> bool:
         return False
@@ -99,8 +99,8 @@ class NeonI8mm(NeonDotprod):
     features = "+neon,+dotprod,+i8mm"
     lane_products = 8
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
-        return (min(m, 8), 2) if compute == "int8" and m > 1 else super().tile(m, compute)
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+        return (min(m, 8), 2) if compute == "int8" and m > 1 else super().tile(m, compute, bits, block)
 
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         return f.call(self.ints, "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, a.bits(self.quads), weights)
@@ -162,7 +162,7 @@ class SVE(NeonDotprod):
     features = "+neon,+dotprod,+sve"
     register = ""  # inline assembly takes no fixed vectors of more than 128 bits
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         vectors = min(4, PANEL // self.lanes)
         return min(m, (20 if compute == "int8" else 16) // vectors), vectors
 

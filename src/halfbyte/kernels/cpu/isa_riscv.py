@@ -16,7 +16,7 @@ class RV64GC(ISA):
     features = "+m,+a,+f,+d,+c"
     code_model = "medium"  # relative to the program counter: the code may lie anywhere
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return 1, 1
 
 
@@ -30,7 +30,7 @@ class RVV(RV64GC):
     register_totals = 4
     register = "^vr"
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m == 1:
             return 1, 4 if compute == "int8" else 2
         return (2, 2) if compute == "int8" else (min(m, 4), 2)

@@ -25,7 +25,7 @@ class AVX2(ISA):
     register_totals = 4
     register = "v"
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
             return m, 4
         return (4, 2) if compute == "int8" else (6, 2)
@@ -78,7 +78,7 @@ class AVX512(AVX2):
     attributes = _WHOLE_REGISTERS
     register_totals = 12
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return min(m, 6), 2
 
     def _byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
@@ -107,7 +107,7 @@ class AVXVNNI(ISA):
     register_totals = 4
     register = "v"
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
             return m, 4
         return min(m, 5 if compute == "int8" else 6), 2
@@ -131,7 +131,7 @@ class AVX512VNNI(AVXVNNI):
     register = ""
     register_totals = 12
 
-    def tile(self, m: int, compute: str) -> tuple[int, int]:
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if compute == "int8":
             return (m if m <= 8 else 6), 2
         return min(m, 6), 2

@@ -7,12 +7,13 @@ import functools
 from halfbyte import env
 from halfbyte.errors import KernelError
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_amx import AMXInt8
 from halfbyte.kernels.cpu.isa_arm import SVE, Neon, NeonDotprod, NeonI8mm
 from halfbyte.kernels.cpu.isa_riscv import RV64GC, RVV
 from halfbyte.kernels.cpu.isa_x86 import AVX2, AVX512, AVX512BF16, AVX512VNNI, AVXVNNI
 
 ISAS: tuple[ISA, ...] = (
-    *(AVX512BF16(), AVX512VNNI(), AVXVNNI(), AVX512(), AVX2()),
+    *(AMXInt8(), AVX512BF16(), AVX512VNNI(), AVXVNNI(), AVX512(), AVX2()),
     *(SVE(512), NeonI8mm(), SVE(256), NeonDotprod(), Neon()),
     *(RVV(), RV64GC()),
     ISA(),

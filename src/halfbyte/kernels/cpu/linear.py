@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import activations, driver, jit, runtime, tile
+from halfbyte.kernels.cpu import activations, amx, driver, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.amx import UnpackSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
@@ -31,6 +33,7 @@ from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
+_UNPACKED_BYTES = 1 << 20  # the same for unpacked ones, read by a matrix unit
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 _ROWS_A_PASS = 4096
@@ -76,14 +79,25 @@ class LinearKernel:
     """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M.
 
     zeroed   rows of x have zeros behind them, up to whole units
+    isa      None for the one that is taken here
     """
 
     def __init__(
-        self, fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, zeroed: bool = False
+        self,
+        fmt: Format,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        inner: Inner,
+        activation: Activation,
+        *,
+        zeroed: bool = False,
+        isa: ISA | None = None,
     ) -> None:
-        self.isa, self.geometry = current(), Geometry(fmt, n, k)
+        self.isa, self.geometry = isa or current(), Geometry(fmt, n, k)
         geo, kind = self.geometry, KINDS[dtype]
-        single = geo.padded == 32 and geo.last_padded == 32 and geo.unit == 32
+        self.unit = self.isa.unit(geo)
+        single = geo.padded == geo.last_padded == self.unit and self.unit % 32 == 0
         shifted = inner == "int8" and activation.endswith("_offset")
         whole_row = inner == "int8" and activation.startswith("row")
         by_row = whole_row and not shifted
@@ -94,11 +108,10 @@ class LinearKernel:
         self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
         out = KINDS[self.out_dtype]
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
-        self.tile_spec = TileSpec(inner, *weight, geo.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
+        self.tile_spec = TileSpec(inner, *weight, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
-        row_spec = RowSpec(
-            kind, inner, geo.unit, single, whole_row, shifted, correction, sums, zeroed and (geo.blocks == 1 or geo.block % geo.unit == 0)
-        )
+        zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
+        row_spec = RowSpec(kind, inner, self.unit, single, whole_row, shifted, correction, sums, zeroed)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
@@ -106,6 +119,18 @@ class LinearKernel:
         element = self.tile_spec.activation_bytes
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
+        self.unpack_function, self.panel_bytes = 0, geo.panel_bytes
+        if isinstance(self.isa, AMXTiles):
+            unpack = UnpackSpec(fmt.bits, fmt.signed, self.unit, shifted, geo.tail_bytes)
+            self.unpack_function = jit.load(unpack.name, functools.partial(amx.build_unpack, unpack), self.isa)[unpack.name]
+            self.panel_bytes = amx.unpacked_bytes(geo, shifted)
+        self.compiled_for = fmt, n, k, dtype, inner, activation
+
+    @functools.cached_property
+    def matrix(self) -> LinearKernel | None:
+        """The same product on the CPU's unit for products of matrices, for many rows; None where it has none."""
+        unit = self.isa.matrix if self.tile_spec.inner == "int8" else None
+        return None if unit is None else LinearKernel(*self.compiled_for, isa=unit)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes. `residual` [M, N] is added before the clamp."""
@@ -146,13 +171,20 @@ class LinearKernel:
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
-        geo = self.geometry
+        geo, taken = self.geometry, (m >= self.isa.matrix_rows and self.matrix) or self
+        fields = taken.fields(m)
         threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
-        group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
+        most = (_UNPACKED_BYTES if taken.unpack_function else _GROUP_BYTES) // fields["panel_bytes"]
+        group = max(1, min(most, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
-        fields = self.fields(m) | {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
+        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
+        scratch_bytes = m * taken.row_bytes
+        if taken.unpack_function:
+            fields["unpacked_at"] = scratch_bytes + 63 & ~63
+            fields["unpacked_bytes"] = group * fields["panel_bytes"]
+            scratch_bytes = fields["unpacked_at"] + threads * fields["unpacked_bytes"]
         buffer = LINEAR.buffer(fields)
-        call = _Call(buffer, ctypes.addressof(buffer), m * self.row_bytes, threads)
+        call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
         if len(_thread.calls) >= _KEPT_CALLS:
             _thread.calls.clear()
         _thread.calls[self.number, m, available] = call
@@ -161,7 +193,7 @@ class LinearKernel:
     def fields(self, m: int) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need."""
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
-        most, vectors = self.isa.tile(m, spec.inner)
+        most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
         count = -(-m // most)
         rows, more = divmod(m, count)
         function = _tile_function(self.isa, spec, rows + (more > 0), vectors)
@@ -171,8 +203,8 @@ class LinearKernel:
             "blocks": geo.blocks,
             "block": geo.block,
             "last": geo.last,
-            "units": geo.padded // geo.unit,
-            "last_units": geo.last_padded // geo.unit,
+            "units": geo.padded // self.unit,
+            "last_units": geo.last_padded // self.unit,
             "m": m,
             "row_bytes": self.row_bytes,
             "row_function": self.row_function,
@@ -182,7 +214,9 @@ class LinearKernel:
             "tile_function": function,
             "lesser_tile_function": _tile_function(self.isa, spec, rows, vectors) if more else function,
             "n": geo.n,
-            "panel_bytes": geo.panel_bytes,
+            "panel_bytes": self.panel_bytes,
+            "packed_bytes": geo.panel_bytes,
+            "unpack_function": self.unpack_function,
             "zeros": _ZEROS.data_ptr(),
             "out_stride": geo.n * element,
             "out_bytes": element,
@@ -193,7 +227,8 @@ class LinearKernel:
 @functools.cache
 def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int) -> int:
     sized = replace(spec, rows=rows, vectors=vectors)
-    return jit.load(sized.name, functools.partial(tile.build, sized), isa)[sized.name]
+    build = amx.build if isinstance(isa, AMXTiles) else tile.build
+    return jit.load(sized.name, functools.partial(build, sized), isa)[sized.name]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,10 +14,12 @@ from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import PROBE
 from halfbyte.kernels.cpu.ir import Module, Value
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.machine import machine
 
 _CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
+_TILE_CHAINS = 4
 _AHEAD = 8192
 _PIECE = 1 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
@@ -27,7 +29,10 @@ def build(isa: ISA) -> Module:
     """A module with three phases: read, dots, fmas."""
     module = Module(isa.attributes)
     _build_read(module, isa)
-    _build_arithmetic(module, isa, "dots")
+    if isinstance(isa.matrix, AMXTiles):
+        _build_tile_products(module, isa.matrix)
+    else:
+        _build_arithmetic(module, isa, "dots")
     _build_arithmetic(module, isa, "fmas")
     return module
 
@@ -70,6 +75,16 @@ def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
     out.store(functools.reduce(Value.__add__, (s.value for s in sums)))
 
 
+def _build_tile_products(module: Module, isa: AMXTiles) -> None:
+    """`size` rounds of products of whole tiles, of zeros."""
+    f = module.function("dots", ["ptr", "i64", "i64"])
+    isa.configure(f, [Register(COLUMN_BYTES, ROWS)] * 8)
+    for _ in f.loop(PROBE.load(f.parameters[0], "size")):
+        for total in range(_TILE_CHAINS):
+            isa.tile_product(f, total, 6, 7)
+    isa.release(f)
+
+
 @functools.cache
 def _phases() -> dict[str, int]:
     return jit.load("probe", build, current())
@@ -107,6 +122,8 @@ def _rate(phase: str, threads: int, operations: int) -> float:
 
 def dot_peak(threads: int) -> float:
     """Operations a second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
+    if current().matrix is not None:
+        return _rate("dots", threads, _TILE_CHAINS * 2 * ROWS * COLUMN_BYTES * ROWS)
     return _rate("dots", threads, _CHAINS * 2 * current().lane_products * current().lanes)
 
 

@@ -98,7 +98,7 @@ class Tile:
         self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=spec.out == "i8")
         self.in_registers = self.count <= isa.register_totals
         size = isa.lanes * 4
-        self.scratch = f.alloca(isa.floats, max(self.count, 2 * spec.rows * 8), size)
+        self.scratch = f.alloca(isa.floats, self.count, size)
         self.totals: list[Variable] = []
         self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
 
@@ -116,18 +116,27 @@ class Tile:
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
-        spec, isa, f = self.spec, self.isa, self.f
-        if self.in_registers:
-            self.totals = [f.variable(f.value(isa.floats, 0.0)) for _ in range(self.count)]
-        for i in range(self.count):
-            self._set_total(i, self._initial(first, i % spec.vectors))
+        spec, f = self.spec, self.f
+        self._begin(first)
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         w, a = f.variable(self.weights), f.variable(self.activations)
         for b in f.loop(blocks):
             n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
             self._block(w, a, n, first)
+        self._end(first, a.value)
+
+    def _begin(self, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        if self.in_registers:
+            self.totals = [f.variable(f.value(isa.floats, 0.0)) for _ in range(self.count)]
+        for i in range(self.count):
+            self._set_total(i, self._initial(first, i % spec.vectors))
+
+    def _end(self, first: Value, behind: Value) -> None:
+        """`behind` the last record of activations."""
+        spec = self.spec
         if spec.by_row:  # every record holds the row's scale; the last one is nearest
-            fields = a.value + -(4 * FIELDS * spec.rows)
+            fields = behind + -(4 * FIELDS * spec.rows)
             for i, slot in enumerate(self.row_scale):
                 slot.store(fields.load("float", 4 * i, 4), align=4)
         self._write(first)
@@ -163,9 +172,7 @@ class Tile:
             totals = isa.turned(self.int8, totals)
         if apart:  # now, so that it takes no registers meanwhile; for the same reason scales and zeros come late
             totals = [total + s for total, s in zip(totals, self._start(fields, tail, first), strict=True)]
-        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
-        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
-        self._finish(totals, fields, scales, zeros, weight_sums, units)
+        self._scale(totals.__getitem__, fields, tail, first, weight_sums, units)
         w.value = tail + self.tail_bytes
         a.value = fields + 4 * FIELDS * spec.rows
 
@@ -239,18 +246,20 @@ class Tile:
                     out[i * spec.vectors + v] = isa.bf16_multiply(f, out[i * spec.vectors + v], code, pair)
         return out
 
-    def _finish(
-        self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value
+    def _scale(
+        self, total: Callable[[int], Value], fields: Value, tail: Value, first: Value, weight_sums: list[Value], units: Value
     ) -> None:
-        """Scale the block's accumulators and add them to the outputs."""
-        spec, f = self.spec, self.f
+        """Scale the block's sums, of which total(n) is the n-th, and add them to the outputs."""
+        spec, isa, f = self.spec, self.isa, self.f
+        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
+        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
         for i in range(spec.rows):
             scaled = spec.inner == "int8" and not spec.by_row
             scale = self._field(fields, 0, i, "float") if scaled else None
             total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
             for v in range(spec.vectors):
-                x, zero = totals[i * spec.vectors + v], zeros[v]
+                x, zero = total(i * spec.vectors + v), zeros[v]
                 if spec.inner == "int8":
                     x = x.to("float")
                     if spec.zero == "point" and zero is not None and total_x is not None:
@@ -354,11 +363,14 @@ class RequantizingTile(Tile):
         corrections = super()._start(fields, tail, first)
         return [self._total(n).bits(self.isa.ints) + c for n, c in enumerate(corrections)]
 
-    def _finish(
-        self, totals: list[Value], fields: Value, scales: list[Value], zeros: list[Value | None], weight_sums: list[Value], units: Value
+    def _scale(
+        self, total: Callable[[int], Value], fields: Value, tail: Value, first: Value, weight_sums: list[Value], units: Value
     ) -> None:
-        for n, total in enumerate(totals):
-            self._set_total(n, total.bits(self.isa.floats))
+        for n in range(self.count):
+            self._set_total(n, self._total_sum(n, total(n)).bits(self.isa.floats))
+
+    def _total_sum(self, n: int, block_sum: Value) -> Value:
+        return block_sum  # the block's accumulators began at the sum so far
 
     def _write(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f

@@ -1,0 +1,163 @@
+"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel of weights that is unpacked to int8.
+
+The arithmetic is that of `tile.py`; int32 sums of a block leave the unit through memory, are scaled there and added to the outputs.
+While the sums of one block are scaled, the unit already multiplies the next one.
+
+An unpacked panel has the panel's records, each with 8-bit data whatever the format (`isa_amx.AMXTiles`):
+
+    data, signed, for each 4 k 128 bytes as in `layouts/cpu_tiles.py` | where activations have an offset: 32 int32 sums of them
+    | scales, zeros and padding as they were
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, RequantizingTile, Tile, TileSpec
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+
+SUMS_BYTES = 4 * PANEL
+_FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackSpec:
+    """`unit`, `shifted` as in TileSpec; `tail_bytes` as in Geometry."""
+
+    bits: int
+    signed: bool
+    unit: int
+    shifted: bool
+    tail_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"unpack{self.bits}{'s' if self.signed else 'u'}_u{self.unit}{'_sums' if self.shifted else ''}_t{self.tail_bytes}"
+
+
+def unpacked_bytes(geo: Geometry, shifted: bool) -> int:
+    """Of a panel."""
+    return PANEL * ((geo.blocks - 1) * geo.padded + geo.last_padded) + geo.blocks * (geo.tail_bytes + shifted * SUMS_BYTES)
+
+
+def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
+    """A module with one function: spec.name(arguments, packed panel, unpacked panel)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr"] * 3)
+    args, packed, unpacked = f.parameters
+    blocks, units, last = (LINEAR.load(args, field) for field in ("blocks", "units", "last_units"))
+    source, to = f.variable(packed), f.variable(unpacked)
+    vectors = PANEL // isa.lanes
+    for b in f.loop(blocks):
+        n = (b + 1).equals(blocks).select(last, units)
+        sums = [f.variable(f.value(isa.ints, 0)) for _ in range(vectors if spec.shifted else 0)]
+        for _ in f.loop(n):
+            for _row in range(spec.unit * spec.bits // 32):
+                f.prefetch(source.value + PREFETCH_BYTES)
+                f.prefetch(source.value + (PREFETCH_BYTES + 64))
+                for v in range(vectors):
+                    stored = source.value.load(isa.quads, v * 64, 64)
+                    codes = isa.nibbles(f, stored, spec.signed) if spec.bits == 4 else [stored ^ 128]
+                    for i, code in enumerate(codes):
+                        to.value.store(code, (i * vectors + v) * 64, 64)
+                        if sums:
+                            sums[v].value = isa.byte_sums(f, sums[v].value, code)
+                source.value = source.value + 4 * PANEL
+                to.value = to.value + 4 * PANEL * (8 // spec.bits)
+        for v, total in enumerate(sums):
+            to.value.store(total.value, v * 64, 64)
+        to.value = to.value + len(sums) * 64
+        for at in range(0, spec.tail_bytes, 64):
+            to.value.store(source.value.load(isa.quads, at, 64), at, 64)
+        source.value, to.value = source.value + spec.tail_bytes, to.value + spec.tail_bytes
+    return module
+
+
+def build(spec: TileSpec, isa: AMXTiles) -> Module:
+    """As `tile.build`, for unpacked panels."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
+    tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
+    tile.configure()
+    for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
+        tile.emit(part * (isa.lanes * spec.vectors))
+    isa.release(f)
+    return module
+
+
+class MatrixTile(Tile):
+    isa: AMXTiles
+
+    def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        self.unit_bytes = PANEL * spec.unit
+        half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
+        self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
+        self.sums = f.alloca(isa.ints, 2 * self.count, 64)  # of the block that is scaled and of the one that is multiplied
+
+    def configure(self) -> None:
+        spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
+        for i, (_, rows) in enumerate(self.parts):
+            shapes[_FIRST_A + i] = Register(spec.unit, rows)
+            for v in range(spec.vectors):
+                shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, rows)
+        for v in range(spec.vectors):
+            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, spec.unit // 4)
+        self.isa.configure(self.f, shapes)
+
+    def emit(self, first: Value) -> None:
+        spec, f = self.spec, self.f
+        self._begin(first)
+        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        w, a = f.variable(self.weights), f.variable(self.activations)
+
+        def units_of(b: Value) -> Value:
+            return f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
+
+        self._multiply(w.value, a.value, units_of(f.value("i64", 0)), first, self.sums)
+        for b in f.loop(blocks):
+            n, size = units_of(b), 4 * self.isa.lanes * self.count
+            after = w.value + n * self.unit_bytes
+            tail = after + SUMS_BYTES if spec.shifted else after
+            fields = a.value + n * (spec.rows * spec.unit)
+            w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
+            parity = b & 1
+            with f.when((b + 1).equals(blocks).equals(0)):
+                self._multiply(w.value, a.value, units_of(b + 1), first, self.sums + (1 - parity) * size)
+            sums = self.sums + parity * size
+            weight_sums = [(after + first * 4).load(self.isa.ints, v * 64, 64) for v in range(spec.vectors if spec.shifted else 0)]
+            self._scale(functools.partial(self._sum, sums, fields), fields, tail, first, weight_sums, n)
+        self._end(first, a.value)
+
+    def _sum(self, sums: Value, fields: Value, n: int) -> Value:
+        total = sums.load(self.isa.ints, n * 64, 64)
+        corrected = self.isa.correction(self.spec.bits, self.spec.signed) != 0
+        return total + self._field(fields, 1, n // self.spec.vectors, "i32") if corrected else total
+
+    def _multiply(self, w: Value, a: Value, units: Value, first: Value, to: Value) -> None:
+        """The sums of one block."""
+        spec, isa, f = self.spec, self.isa, self.f
+        totals = [(i, v) for i in range(len(self.parts)) for v in range(spec.vectors)]
+        for n in range(len(totals)):
+            isa.tile_zero(f, n)
+        for u in f.loop(units):
+            rows = a + u * (spec.rows * spec.unit)
+            for v in range(spec.vectors):
+                isa.tile_load(f, _FIRST_W + v, w + u * self.unit_bytes + first * 4 + v * 64, 4 * PANEL)
+            for i, (start, _) in enumerate(self.parts):
+                isa.tile_load(f, _FIRST_A + i, rows + start * spec.unit, spec.unit)
+                for v in range(spec.vectors):
+                    isa.tile_product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
+        for n, (i, v) in enumerate(totals):
+            isa.tile_store(f, n, to + (self.parts[i][0] * spec.vectors + v) * 64, 64 * spec.vectors)
+
+
+class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
+    """Unit weights are the codes, so that there is nothing to correct."""
+
+    def _total_sum(self, n: int, block_sum: Value) -> Value:
+        return self._total(n).bits(self.isa.ints) + block_sum

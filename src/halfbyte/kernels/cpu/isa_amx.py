@@ -1,0 +1,128 @@
+"""x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, summed in int32, in one instruction (Intel, from Sapphire Rapids on).
+
+Few rows of activations, and all that is not `int8` compute, go as on AVX-512; `matrix` is the instruction set of the others, whose
+tiles are those of `amx.py`. Weights stay packed as they are: a panel's bytes are unpacked to int8 once for all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from halfbyte.kernels.cpu.ir import Function, Value
+from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
+from halfbyte.layouts.cpu_tiles import Geometry
+
+ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
+_FEATURES = "+amx-tile,+amx-int8,+gfni"
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux: arch_prctl(2), Documentation/arch/x86/xstate.rst
+
+
+class Register(NamedTuple):
+    """The shape that a tile register is given: bytes of a row, and rows."""
+
+    column_bytes: int
+    rows: int
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Why this process may not use tile registers; None if it may. Linux wants to be asked, once for all threads."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "this operating system is not known to save the tile registers of AMX"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
+        return f"the kernel does not let this process use the tile registers of AMX ({os.strerror(ctypes.get_errno())})"
+    return None
+
+
+class AMXTiles(AVX512BF16):
+    """What `amx.py` needs: the tile registers, by number, and unpacking. Codes are unpacked to signed bytes, u - 128 where that is needed."""
+
+    name = "amx_int8"
+    needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "gfni"}
+    features = _FEATURES
+    register_totals = ROWS
+
+    def missing(self) -> str | None:
+        return super().missing() or refusal()
+
+    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+        # Short blocks: the totals of 16 x 16 outputs stay in registers. Long ones: four products for four loads of tiles.
+        return (min(m, ROWS), 1) if block <= COLUMN_BYTES else (min(m, 2 * ROWS), 2)
+
+    def unit(self, geo: Geometry) -> int:
+        """Bytes of a row of activations in a tile register: the greatest power of two that divides every block."""
+        return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES)
+
+    def correction(self, bits: int, signed: bool) -> int:
+        return 0 if signed or bits == 4 else 128
+
+    def apart(self, bits: int) -> bool:
+        return False
+
+    # Unpacking
+
+    def nibbles(self, f: Function, stored: Value, signed: bool) -> list[Value]:
+        """Bytes with two codes -> the low codes and the high ones as bytes: u, or u - 8 if `signed`, by one affine map of bits each."""
+        out = []
+        for first in (0, 4):
+            # Bit i of the result is bit first + i; if signed, the inverse of the last one from there on.
+            rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
+            matrix = sum(row << 8 * (7 - i) for i, row in enumerate(rows))
+            table = f.constant("<8 x i64>", [matrix] * 8).bits(stored.type)
+            inverted = f.value("i8", -8 if signed else 0)
+            out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, inverted))
+        return out
+
+    def byte_sums(self, f: Function, acc: Value, signed: Value) -> Value:
+        """acc + the sum of the four signed bytes in each lane."""
+        return self.dot(f, acc, f.value(self.quads, 1), signed.bits(self.ints), 8)
+
+    # Tile registers
+
+    def configure(self, f: Function, registers: Sequence[Register]) -> None:
+        """Gives the registers 0, 1, … their shapes; all become zero."""
+        palette = bytearray(64)
+        palette[0] = 1
+        for i, register in enumerate(registers):
+            palette[16 + 2 * i : 18 + 2 * i] = register.column_bytes.to_bytes(2, "little")
+            palette[48 + i] = register.rows
+        memory = f.alloca("<64 x i8>", 1, 64)
+        memory.store(f.constant("<64 x i8>", list(palette)), align=64)
+        f.call("void", "llvm.x86.ldtilecfg", memory)
+
+    def release(self, f: Function) -> None:
+        f.call("void", "llvm.x86.tilerelease")
+
+    def tile_zero(self, f: Function, register: int) -> None:
+        f.call("void", "llvm.x86.tilezero", f.value("i8", register))
+
+    def tile_load(self, f: Function, register: int, at: Value, stride: int) -> None:
+        f.call("void", "llvm.x86.tileloadd64", f.value("i8", register), at, f.value("i64", stride))
+
+    def tile_store(self, f: Function, register: int, at: Value, stride: int) -> None:
+        f.call("void", "llvm.x86.tilestored64", f.value("i8", register), at, f.value("i64", stride))
+
+    def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """total += a · weights, both signed; four bytes along K lie side by side in each column of the weights."""
+        f.call("void", "llvm.x86.tdpbssd", *(f.value("i8", register) for register in (total, a, weights)))
+
+
+class AMXInt8(AVX512BF16):
+    """AVX-512, and AMX from `matrix_rows` rows on."""
+
+    name = "amx_int8"
+    needs = AMXTiles.needs
+    features = _FEATURES
+    matrix = AMXTiles()
+    matrix_rows = 5
+
+    def missing(self) -> str | None:
+        return super().missing() or refusal()
