@@ -27,6 +27,8 @@ def _integrate() -> None:
     try:
         import_module("halfbyte.integrations.transformers")
     except ImportError as error:
+        if not (error.name or "").startswith("transformers"):
+            raise
         warnings.warn(f"halfbyte is not registered with transformers, which has to be version 5 or newer: {error}", stacklevel=2)
 
 

@@ -279,7 +279,6 @@ class HalfbyteQuantizer(HfQuantizer):
         for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
         model.hf_quantizer = self
-        model.is_quantized, model.quantization_method = True, METHOD
         model.config.quantization_config = self.quantization_config
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -6,13 +6,14 @@ The weight is frozen. Gradients flow to the activations. In a state_dict it appe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
@@ -61,6 +62,17 @@ class WeightView(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.format})"
+
+
+# Weights that have moved to another device, by their bytes where they were: modules that share one share it there too.
+_moved: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
+
+
+def _repacked(packed: Packed, device: torch.device) -> Packed:
+    """The same weight, arranged for another device."""
+    if (there := _moved.get(packed.data)) is None or there.device != device:
+        there = _moved[packed.data] = ops.pack(ops.unpack(packed), device)
+    return there
 
 
 class QuantModule(nn.Module):
@@ -112,9 +124,7 @@ class QuantModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
         device = fn(torch.empty(0, dtype=torch.uint8, device=self._packed.device)).device
         if device != self._packed.device:
-            raise UnsupportedError(
-                f"a weight packed for {self._packed.device} does not move to {device}: save the model, then load it for that device"
-            )
+            self._set_packed(_repacked(self._packed, device))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._set_packed(replace(self._packed, data=self.packed_data))
         return self

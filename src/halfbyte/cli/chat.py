@@ -1,0 +1,57 @@
+"""`halfbyte chat`: a conversation with a language model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from halfbyte.cli.generate import add_model, in_words, measured, open_asked, show
+from halfbyte.cli.output import Commands, add_command
+from halfbyte.errors import UnsupportedError
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "chat",
+        run,
+        "talk with a language model",
+        "Read lines from stdin and print the model's answers, with the tokenizer's chat template. An empty line or the end ends it.",
+    )
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json:
+        raise UnsupportedError("chat has no --json, which is one document: use generate --json")
+    model, tokenizer, settings = open_asked(args)
+    if not tokenizer.chat_template:
+        raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")
+
+    from transformers import DynamicCache
+
+    from halfbyte.integrations.text import generate
+
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    cache, seen = DynamicCache(config=model.config), None
+    while line := _next_line():
+        messages.append({"role": "user", "content": line})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        ids = prompt["input_ids"][0]
+        if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
+            cache = DynamicCache(config=model.config)  # the template writes the past in another way: read it again
+        done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)
+        seen = done.tokens[:-1]  # the last token has been written, not read
+        messages.append({"role": "assistant", "content": done.text})
+        print()
+        if not args.quiet:
+            print(in_words(measured(done)), file=sys.stderr)
+    return 0
+
+
+def _next_line() -> str:
+    """What the user says next, "" at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()

@@ -1,0 +1,112 @@
+"""`halfbyte generate`: text from a language model, and how fast it came."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from halfbyte.cli.output import Commands, add_command, print_json
+from halfbyte.errors import ArgumentError
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "generate",
+        run,
+        "let a language model go on after a text",
+        "Print what the model writes as it comes, then to stderr the speed, the size of the weights and the peak memory.",
+    )
+    add_model(parser)
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on after")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model writes, and how."""
+    parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
+    parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to write at most (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
+
+
+def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer, settings of `generate`) that the arguments ask for."""
+    if args.max_new_tokens < 1:
+        raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
+    if not 0 <= args.temperature < float("inf"):
+        raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
+    import torch
+
+    try:
+        usable = torch.device(args.device).type == "cpu" or (torch.device(args.device).type == "cuda" and torch.cuda.is_available())
+    except RuntimeError:
+        usable = False
+    if not usable:
+        raise ArgumentError(f"--device is cpu{', or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}, got {args.device!r}")
+
+    from halfbyte.integrations.text import open_model
+    from halfbyte.nn.convert import Config
+
+    model, tokenizer = open_model(args.model, args.device, None if args.format is None else Config(args.format))
+    torch.manual_seed(args.seed)
+    drawn = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
+
+
+def run(args: argparse.Namespace) -> int:
+    model, tokenizer, settings = open_asked(args)
+
+    from halfbyte.integrations.text import generate
+
+    prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+    if not prompt["input_ids"].shape[1]:
+        raise ArgumentError(f"the prompt {args.prompt!r} has no tokens: write some text")
+    if not args.json:
+        show(args.prompt)
+    done = generate(model, tokenizer, prompt, (lambda text: None) if args.json else show, **settings)
+    facts = {**measured(done), **sizes(model, args.device)}
+    if args.json:
+        print_json({"model": str(args.model), "prompt": args.prompt, "text": done.text, **facts})
+        return 0
+    print()
+    if not args.quiet:
+        print(f"\n{in_words(facts)}", file=sys.stderr)
+    return 0
+
+
+def show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def measured(done: Any) -> dict[str, float]:
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "prompt_tokens_per_second": done.prompt_rate,
+        "new_tokens": done.new_tokens,
+        "decode_tokens_per_second": done.decode_rate,
+    }
+
+
+def sizes(model: Any, device: str) -> dict[str, int | None]:
+    from halfbyte.integrations.text import peak_memory, weight_bytes
+
+    return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": peak_memory(device)}
+
+
+def in_words(facts: dict[str, Any]) -> str:
+    """One line for people."""
+    from halfbyte.nn.report import size_text
+
+    parts = [
+        f"prompt {facts['prompt_tokens']} tokens, {facts['prompt_tokens_per_second']:.1f}/s",
+        f"{facts['new_tokens']} new, {facts['decode_tokens_per_second']:.1f}/s",
+    ]
+    if "weight_bytes" in facts:
+        parts.append(f"weights {size_text(facts['weight_bytes'])}")
+        parts += [f"peak memory {size_text(peak)}"] if (peak := facts["peak_memory_bytes"]) is not None else []
+    return "; ".join(parts)

@@ -1,0 +1,201 @@
+"""Language models of every kind that halfbyte reads, and text from them, timed as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.streamers import TextStreamer
+
+from halfbyte import checkpoint
+from halfbyte.checkpoint.manifest import CONFIG, SECTION
+from halfbyte.checkpoint.quantization_config import METHOD
+from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
+from halfbyte.integrations.transformers import HalfbyteConfig
+from halfbyte.io.safetensors import load_json
+from halfbyte.nn.convert import Config
+from halfbyte.nn.modules import QuantModule
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A text that a model has written.
+
+    tokens           of the prompt and of the answer, [t]
+    prompt_tokens    read, which are all of the prompt that were not in the cache
+    new_tokens       written
+    prompt_seconds   until the first token of the answer
+    decode_seconds   from the first to the last
+    """
+
+    text: str
+    tokens: Tensor
+    prompt_tokens: int
+    new_tokens: int
+    prompt_seconds: float
+    decode_seconds: float
+
+    @property
+    def prompt_rate(self) -> float:
+        """Tokens of the prompt a second, reading and choosing the first token of the answer included."""
+        return self.prompt_tokens / self.prompt_seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first; 0 where there is none."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
+
+
+def open_model(path: Path, device: str = "cpu", config: Config | None = None) -> tuple[Any, Any]:
+    """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
+
+    config  what to quantize of a float model as it loads
+
+    On a CPU what is not quantized computes in float32, whatever the files hold: few CPUs are fast in less. Nothing is looked up in
+    the network, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
+    """
+    if path.suffix == ".gguf":
+        from halfbyte.integrations.gguf import load_gguf
+
+        if config is not None:
+            raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
+        model, tokenizer = load_gguf(path, device)
+        return _ready(model, device), tokenizer
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+    described = load_json(path / CONFIG)
+    if SECTION in described or described.get("quantization_config"):
+        if config is not None:
+            raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
+        model = _open_quantized(path, described, device)
+    else:
+        model = _from_pretrained(path, device, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
+    if not callable(getattr(model, "generate", None)):
+        raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
+    with _clear_errors(path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return _ready(model, device), tokenizer
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Mapping[str, Tensor],
+    show: Callable[[str], object],
+    *,
+    compiled: bool = False,
+    cache: Any = None,
+    **settings: Any,
+) -> Generated:
+    """Lets the model go on after a prompt.
+
+    prompt    the tokenizer's output for one text: input_ids [1, t] and what else it gives
+    show      is given the text piece by piece, in whole words
+    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's share of each step
+    cache     what the model remembers of the prompt's beginning, one of transformers' caches; it is continued
+    settings  of transformers' `generate`: max_new_tokens, do_sample, …
+
+    Raises ArgumentError for tokens that the model does not have.
+    """
+    known_tokens: int = model.get_input_embeddings().weight.shape[0]
+    if (largest := int(prompt["input_ids"].max())) >= known_tokens:
+        raise ArgumentError(f"the prompt has token {largest}, the model {known_tokens} tokens: its tokenizer is another model's")
+    inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
+    count = inputs["input_ids"].shape[1]
+    known = 0
+    if cache is not None:
+        known, settings["past_key_values"] = cache.get_seq_length(), cache
+    if compiled:
+        compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
+        compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
+        settings |= {"cache_implementation": "static", "compile_config": compile_config}
+    if tokenizer.pad_token_id is None:
+        settings.setdefault("pad_token_id", tokenizer.eos_token_id)
+    clock = _Clock(tokenizer, show)
+    with torch.inference_mode():
+        if compiled:  # twice: a first decoding step compiles, a second replays
+            model.generate(
+                **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
+            )
+        answer: Tensor = model.generate(**inputs, streamer=clock, **settings)
+    text = tokenizer.decode(answer[0, count:], skip_special_tokens=True)
+    start, first, last = clock.times[0], clock.times[min(1, len(clock.times) - 1)], clock.times[-1]
+    return Generated(text, answer[0].cpu(), count - known, answer.shape[1] - count, first - start, last - first)
+
+
+class _Clock(TextStreamer):
+    """Passes text on as it comes, and remembers when: the prompt, then each token."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)  # type: ignore[no-untyped-call]
+        self.times.append(time.perf_counter())
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._show(text)
+
+
+def _open_quantized(path: Path, described: Mapping[str, Any], device: str) -> Any:
+    section = described.get("quantization_config")
+    if SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
+        return _from_pretrained(path, device)
+    return checkpoint.load(path, device)
+
+
+def _from_pretrained(path: Path, device: str, **settings: Any) -> Any:
+    settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32 if _is_cpu(device) else "auto"}
+    with _clear_errors(path):
+        # Only safetensors: other files may be pickles, which can run code.
+        return transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **settings)
+
+
+@contextmanager
+def _clear_errors(path: Path) -> Any:
+    """Turns what transformers raises for a bad folder into one line."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except HalfbyteError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
+
+
+def _ready(model: nn.Module, device: str) -> nn.Module:
+    """On the device, in evaluation mode, and on a CPU in float32."""
+    model = model.to(device)
+    return (model.to(torch.float32) if _is_cpu(device) else model).eval()  # transformers forbids .float() here
+
+
+def _is_cpu(device: str) -> bool:
+    return torch.device(device).type == "cpu"
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What the parameters and persistent buffers take, each counted once, packed weights as packed."""
+    tensors = {t.data_ptr(): t.nbytes for t in model.parameters()}
+    tensors |= {m.packed.data.data_ptr(): m.packed.nbytes for m in model.modules() if isinstance(m, QuantModule)}
+    return sum(tensors.values())
+
+
+def peak_memory(device: str) -> int | None:
+    """The most memory that was in use: of the GPU, or of this process; None where the system does not tell."""
+    if not _is_cpu(device):
+        return torch.cuda.max_memory_allocated()
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), None)
