@@ -14,6 +14,9 @@ from halfbyte.machine import gpu as this_gpu
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     pytest.importorskip("triton", reason="Triton is not installed", exc_type=ImportError)
+    from interpreter import mend
+
+    mend()
 
 
 @pytest.fixture(scope="session")

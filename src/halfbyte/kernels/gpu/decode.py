@@ -12,8 +12,9 @@ A float whose mantissa's low bits are a code is a constant plus the code: 0x6400
 `minus` takes the constant and the point off with one fused multiply-add for two elements, which also divides by 16. All of it is
 exact, for points too: integers of at most 8 bits are numbers of all three types.
 
-The functions take ASM: inline PTX where it is true, plain Triton (the interpreter, AMD) where not; the bits are the same. Integers become
-bfloat16 by way of float32, as the interpreter knows no other way.
+The functions take ASM: inline PTX where it is true, plain Triton (the interpreter, AMD) where not; the bits are the same. Integers
+become bfloat16 by way of float32, as the interpreter knows no other way. What differs from plane to plane are operands, not
+instructions: planes are in different registers of a lane, so that each of them is a constant of its instruction.
 """
 
 from __future__ import annotations
@@ -21,35 +22,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOP3 = "lop3.b32 {0}, {1}, {2}, {3}, 0xea;"  # ({1} & {2}) | {3}
-
-
-def _planes(magic: str, shifts: bool) -> str:
-    """Four planes $0 … $3 of the nibbles in $4: with a shift for each, or with one, the odd planes 16 times as large."""
-    text = ".reg .b32 t;"
-    for plane in range(4):
-        source, mask = "$4", "0x000f000f"
-        if shifts and plane:
-            text += f"shr.b32 t, $4, {4 * plane};"
-        elif plane == 2:
-            text += "shr.b32 t, $4, 8;"
-        if plane and (shifts or plane >= 2):
-            source = "t"
-        if not shifts and plane % 2:
-            mask = "0x00f000f0"
-        text += _LOP3.format(f"${plane}", source, mask, magic)
-    return "{" + text + "}"
-
-
-_NIBBLES_F16 = tl.constexpr(_planes("0x64006400", shifts=False))
-_NIBBLES_BF16 = tl.constexpr(_planes("0x43004300", shifts=True))
+_NIBBLES_F16 = tl.constexpr(
+    "{.reg .b32 s, t; and.b32 s, $2, 255; shr.b32 t, $1, s; lop3.b32 $0, t, $3, 0x64006400, 0xea;}"  # (w >> s & mask) | magic
+)
+_NIBBLES_BF16 = tl.constexpr("{.reg .b32 s, t; and.b32 s, $2, 255; shr.b32 t, $1, s; lop3.b32 $0, t, $3, 0x43004300, 0xea;}")
 _BYTES_F16 = tl.constexpr(
     "{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0x64646464, 0x4140; prmt.b32 $1, t, 0x64646464, 0x4342;}"
 )
 _BYTES_BF16 = tl.constexpr(
-    "{.reg .b32 t, m, s;"
+    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80;"  # -1
     + "".join(
-        f"prmt.b32 t, $2, 0x43434343, {order}; and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 ${i}, s, 0xbf80bf80, m;"
+        f"prmt.b32 t, $2, 0x43434343, {order}; and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 ${i}, s, n, m;"
         for i, order in enumerate(("0x4140", "0x4342"))
     )
     + "}"
@@ -73,28 +56,26 @@ def fma(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def nibbles(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> their four planes in DTYPE, each still with the constant that `minus` takes off."""
-    if not ASM:
-        biased = words.to(tl.int32)
-        if DTYPE == tl.float16:
-            p0 = (1024 + (biased & 15)).to(tl.float32).to(DTYPE)
-            p1 = (1024 + (biased & 0xF0)).to(tl.float32).to(DTYPE)
-            p2 = (1024 + (biased >> 8 & 15)).to(tl.float32).to(DTYPE)
-            p3 = (1024 + (biased >> 8 & 0xF0)).to(tl.float32).to(DTYPE)
-        else:
-            p0 = (128 + (biased & 15)).to(tl.float32).to(DTYPE)
-            p1 = (128 + (biased >> 4 & 15)).to(tl.float32).to(DTYPE)
-            p2 = (128 + (biased >> 8 & 15)).to(tl.float32).to(DTYPE)
-            p3 = (128 + (biased >> 12 & 15)).to(tl.float32).to(DTYPE)
-        return p0, p1, p2, p3
-    elif DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(
-            _NIBBLES_F16, "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-        )
+    """int16 words [rows, 1, columns] -> their planes [rows, 4, columns] in DTYPE, still with the constant that `minus` takes off."""
+    SHAPE: tl.constexpr = (words.shape[0], 4, words.shape[2])
+    words = tl.broadcast_to(words, SHAPE)
+    plane = tl.arange(0, 4)[None, :, None]
+    if DTYPE == tl.float16:
+        shift = plane // 2 * 8
+        mask = tl.where(plane % 2 == 0, 0x000F, 0x00F0)
     else:
-        return tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
+        shift = plane * 4
+        mask = plane * 0 + 0x000F
+    if not ASM:
+        code = words.to(tl.int32) >> shift & mask
+        return ((1024 if DTYPE == tl.float16 else 128) + code).to(tl.float32).to(DTYPE)
+    else:
+        shift = tl.broadcast_to(shift.to(tl.int16), SHAPE)
+        mask = tl.broadcast_to(mask.to(tl.int16), SHAPE)
+        if DTYPE == tl.float16:
+            return tl.inline_asm_elementwise(_NIBBLES_F16, "=r,r,r,r", [words, shift, mask], dtype=tl.float16, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(_NIBBLES_BF16, "=r,r,r,r", [words, shift, mask], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -112,28 +93,28 @@ def int8_values(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def minus(values, point, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """What `nibbles` (its plane PLANE) or `int8_values` gave -> u - point, exactly.
+def minus(values, point, BITS: tl.constexpr, ASM: tl.constexpr):
+    """What `nibbles` ([rows, 4, columns]) or `int8_values` gave -> u - point, exactly.
 
     point  integers in the range of u, which broadcast to `values`; None for signed codes
     """
     DTYPE: tl.constexpr = values.dtype
+    SHAPE: tl.constexpr = (1, 4, 1) if BITS == 4 else (1,) * len(values.shape)
     if point is None:
-        point = tl.full(values.shape, 1 << (BITS - 1), tl.int16)
-    else:
-        point = tl.broadcast_to(point.to(tl.int16), values.shape)
-    factor = tl.full(values.shape, 1.0, tl.float32).to(DTYPE)
+        point = tl.full(SHAPE, 1 << (BITS - 1), tl.int16)
+    point = point.to(tl.int16)
+    factor = tl.full(SHAPE, 1.0, tl.float32)
     if DTYPE == tl.float16:
-        if BITS == 4 and PLANE % 2 == 1:
-            factor = tl.full(values.shape, 0.0625, tl.float32).to(DTYPE)
-            constant = _negative(point, 64, 0x5400, 4, DTYPE, ASM)
-        else:
-            constant = _negative(point, 1024, 0x6400, 0, DTYPE, ASM)
+        constant = _negative(point, 1024, 0x6400, 0, DTYPE, ASM)
+        if BITS == 4:
+            odd = tl.arange(0, 4)[None, :, None] % 2 == 1
+            constant = tl.where(odd, _negative(point, 64, 0x5400, 4, DTYPE, ASM), constant)
+            factor = tl.where(odd, 0.0625, factor)
     elif BITS == 4:
         constant = _negative(point, 128, 0x4300, 0, DTYPE, ASM)
     else:
         constant = (128 - point).to(tl.float32).to(DTYPE)
-    return fma(values, factor, constant, ASM)
+    return fma(values, factor.to(DTYPE), constant, ASM)
 
 
 @triton.jit

@@ -1,0 +1,428 @@
+"""y [M, N] = x [M, K] · Wᵀ with few rows M (1 … 128): as fast as the weight can be read.
+
+Weight: `layouts/gpu_tiles.py`, 4 or 8 bits, any zero. Yᵀ = W · Xᵀ: weights become the matrix units' A operand in the registers that
+they were loaded to, x is the B operand, and the columns of the result are the rows of x.
+
+A block of threads computes `bands` * 16 rows of the weight by `columns` rows of x. Where x has few rows, the 8 columns that a matrix
+instruction has at least are filled with `slices` of K: tile row (band, slice, row) reads its own slice of the weight, tile column
+(slice, column) holds that slice of x, and of the product the parts where both slices are the same are summed at the end, inside the
+block. `split` blocks share K besides: their sums meet in a workspace, and the last to arrive adds them in a fixed order, so that
+results are the same bits from run to run.
+
+Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
+
+    sums      the matrix unit sums (q - point) * x of a block in float32, and the sum is multiplied by the block's scale in float32
+    weights   the weight is made in x's type, from a scale (and offset) rounded to it: one multiplication, or fused multiply-add
+    exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
+              pieces that hold all of their bits, and the six products of pieces that matter are summed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import decode
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.epilogue import Epilogue, write
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+BAND = 16  # rows of the weight that one matrix instruction takes
+LARGEST_M = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """bands, columns, slices, split: see this file's text. A thread block has `warps` warps and reads `records` of each slice at a time,
+    `stages` - 1 steps ahead (1: as they are needed)."""
+
+    bands: int
+    columns: int
+    slices: int
+    records: int
+    stages: int
+    warps: int
+    split: int
+    scale_sums: bool
+    prefetch: int
+    ptx: bool
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What the kernel is compiled for."""
+
+    bands: int
+    columns: int
+    slices: int
+    records: int
+    stages: int
+    split: bool
+    mode: str  # "sums", "weights", or "exact": see the text of this file
+    prefetch: int
+    ptx: bool
+    pdl: bool
+    bits: int
+    zero: str
+    padded: int  # elements of a block with its padding
+    block: int  # without; 0 where padded k is k
+    whole: bool  # one block along K
+    even: bool  # nothing of K is missing in any step
+    clamp: bool
+
+    @property
+    def groups(self) -> int:
+        """Blocks in a record."""
+        return max(1, 128 // self.padded)
+
+    @property
+    def rows(self) -> int:
+        """Of the tile."""
+        return self.bands * self.slices * BAND
+
+    @property
+    def outputs(self) -> int:
+        return self.bands * BAND
+
+    @property
+    def width(self) -> int:
+        return self.columns * self.slices
+
+    @property
+    def codes_step(self) -> int:
+        """Distance of records in the codes: words of 16 bits, or bytes."""
+        return 2048 if self.bits == 4 else 128
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if problem.op != "linear" or problem.compute != "float":
+        return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
+    if problem.m > LARGEST_M:
+        return f"it is for up to {LARGEST_M} rows of x"
+    return None
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
+    pdl = ptx and gpu.capability >= (9, 0)
+    least = 8 if gpu.backend == "cuda" else 16
+    columns = max(1, triton.next_power_of_2(problem.m))
+    slices = max(1, least // columns)
+    bands = 4 if slices == 1 else max(1, 8 // slices)
+    config = Config(bands, columns, slices, 1, 3, max(4, slices), 1, True, 0, ptx, pdl)
+    return (config,)
+
+
+def launch(
+    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
+) -> None:
+    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    chunks = config.split * config.slices
+    per = -(-geo.records // chunks)
+    per = -(-per // config.records) * config.records
+    static = _Static(
+        bands=config.bands,
+        columns=config.columns,
+        slices=config.slices,
+        records=config.records,
+        stages=config.stages,
+        split=config.split > 1,
+        mode=mode(problem, config),
+        prefetch=config.prefetch,
+        ptx=config.ptx,
+        pdl=config.pdl,
+        bits=geo.format.bits,
+        zero=geo.format.zero,
+        padded=geo.padded,
+        block=0 if geo.contiguous else geo.block,
+        whole=geo.block_rows == 1,
+        even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
+        clamp=epilogue.clamps,
+    )
+    tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
+    scratch: tuple[Tensor, Tensor] | None = None
+    if config.split > 1:
+        nbytes = 4 * config.split * tiles * static.outputs * config.columns
+        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, tiles)
+    options = {"launch_pdl": True} if config.pdl else {}
+    launcher.run(
+        _skinny,
+        (tiles, config.split),
+        x,
+        (codes, scale, zero),
+        out,
+        (epilogue.bias, epilogue.residual),
+        scratch,
+        problem.m,
+        problem.n,
+        problem.k,
+        (x.stride(0), geo.records, per, config.split),
+        (epilogue.low, epilogue.high),
+        static,
+        num_warps=config.warps,
+        **options,
+    )
+
+
+def mode(problem: Problem, config: Config) -> str:
+    """Where the scale goes ("sums", "weights" or "exact"), which a config can't decide where only one way is right."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    if problem.dtype == torch.float32:
+        return "exact"
+    if config.scale_sums and geo.padded % gpu_tiles.RECORD == 0 and geo.format.zero != "offset":
+        return "sums"
+    # A scale of larger range than float16's is multiplied in float32.
+    return "exact" if problem.dtype == torch.float16 and geo.format.scale != torch.float16 else "weights"
+
+
+# The kernel. `S` is a _Static; a tile's rows are (band, slice, row of 16), its columns (slice, row of x).
+
+
+@triton.jit(do_not_specialize=["M"])
+def _skinny(x, weight, out, added, scratch, M, N, K, sizes, bounds, S: tl.constexpr):
+    SLICES: tl.constexpr = S.slices
+    COLUMNS: tl.constexpr = S.columns
+    OUTPUTS: tl.constexpr = S.outputs
+    if S.pdl:
+        gdc_launch_dependents()
+    stride, records, per, split = sizes
+    m_tiles = tl.cdiv(M, COLUMNS)
+    pn = tl.program_id(0) // m_tiles
+    pm = tl.program_id(0) % m_tiles
+    first = tl.program_id(1) * SLICES * per  # record of the first slice
+    rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
+    rm = pm * COLUMNS + tl.arange(0, COLUMNS)
+    total = _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S)
+    if SLICES > 1:
+        total = _same_slices(total, S)
+    if S.split:
+        tiles = tl.num_programs(0)
+        local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        part = scratch[0] + tl.program_id(0).to(tl.int64) * (OUTPUTS * COLUMNS) + local
+        step = tiles.to(tl.int64) * (OUTPUTS * COLUMNS)
+        tl.store(part + tl.program_id(1) * step, total)
+        tl.debug_barrier()  # what this block wrote comes before its arrival
+        lock = scratch[1] + tl.program_id(0)
+        if tl.atomic_add(lock, 1, sem="acq_rel") == split - 1:
+            total = tl.zeros_like(total)
+            for i in range(split):
+                total += tl.load(part + i * step, cache_modifier=".cg")
+            write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
+            tl.store(lock, 0)
+    else:
+        write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
+
+
+@triton.jit
+def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constexpr):
+    """float32 [rows, width] of the tile, over `per` records of each slice."""
+    ROWS: tl.constexpr = S.rows
+    WIDTH: tl.constexpr = S.width
+    RECORDS: tl.constexpr = S.records
+    AHEAD: tl.constexpr = S.prefetch
+    row = tl.arange(0, ROWS)
+    row_record = first + row // 16 % S.slices * per
+    n_padded = tl.cdiv(N, 64) * 64
+    row_n = tl.minimum(pn * S.outputs + row // (16 * S.slices) * 16 + row % 16, n_padded - 1)
+    column = tl.arange(0, WIDTH)
+    column_record = first + column // S.columns * per
+    xp = x + tl.minimum(pm * S.columns + column % S.columns, M - 1).to(tl.int64)[None, :] * stride
+    if S.bits == 4:
+        codes, codes_record = _words_at(weight[0], pn, n_padded, records, per, first, S)
+    else:
+        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes_record = row_record[:, None]
+    if AHEAD > 0:
+        for t in tl.static_range(AHEAD):
+            if t < per:
+                _prefetch(codes + t * S.codes_step)
+    if S.pdl:
+        gdc_wait()
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
+    for t in tl.range(0, per, RECORDS, num_stages=S.stages):
+        scales_now, zeros_now = scales, zeros
+        loaded = ()
+        for r in tl.static_range(RECORDS):
+            w = _masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S)
+            loaded += ((w, _load_x(xp, column_record + t + r, records, K, S)),)
+        scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
+        for r in tl.static_range(RECORDS):
+            tails = (scales_now[r * S.groups : (r + 1) * S.groups], zeros_now[r * S.groups : (r + 1) * S.groups])
+            total = _record(loaded[r][0], loaded[r][1], tails[0], tails[1], total, S)
+    if S.mode == "sums" and S.whole:
+        total *= tl.load(weight[1] + row_n).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
+    """Pointers to the words of the tile's first records [slices, bands, kt 2, 256], and the record of each slice.
+
+    Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
+    """
+    SLICES: tl.constexpr = S.slices
+    BANDS: tl.constexpr = S.bands
+    band = pn * BANDS % 4 + tl.arange(0, BANDS)
+    if BANDS > 4:
+        band = tl.minimum(band, n_padded // 16 - 1 - pn * BANDS // 4 * 4)  # the last tile may reach over the last panel
+    band = band[None, :, None, None]
+    kt = tl.arange(0, 2)[None, None, :, None]
+    word = tl.arange(0, 256)[None, None, None, :]
+    record = first + tl.arange(0, SLICES)[:, None, None, None] * per
+    base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
+    return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
+
+
+@triton.jit
+def _prefetch(pointers):
+    """What the pointers point to into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
+    """Scales and zeros of the groups of the next records: two tuples of [rows]. What nothing reads is the number 0."""
+    RECORDS: tl.constexpr = S.records
+    GROUPS: tl.constexpr = S.groups
+    scales, zeros = (), ()
+    for r in tl.static_range(RECORDS):
+        at = tl.minimum(record + r, records - 1)
+        for g in tl.static_range(GROUPS):
+            block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS + g
+            offset = block_row.to(tl.int64) * n_padded + row_n
+            scales += (tl.load(weight[1] + offset) if S.mode != "sums" or not S.whole else 0,)
+            zeros += (tl.load(weight[2] + offset) if S.zero != "none" else 0,)
+    return scales, zeros
+
+
+@triton.jit
+def _masked(pointers, mask, S: tl.constexpr):
+    if S.even:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _load_x(xp, record, records, K, S: tl.constexpr):
+    """x [128, width] of a record of each slice."""
+    at = record[None, :] * 128 + tl.arange(0, 128)[:, None]
+    if S.even:
+        return tl.load(xp + at)
+    else:
+        inside = (record < records)[None, :]
+        if S.block > 0:
+            within = at % S.padded
+            inside &= within < S.block
+            at = at // S.padded * S.block + within
+        return tl.load(xp + at, mask=inside & (at < K), other=0.0)
+
+
+@triton.jit
+def _record(codes, x, scales, zeros, total, S: tl.constexpr):
+    """total + the products of one record."""
+    ROWS: tl.constexpr = S.rows
+    BANDS: tl.constexpr = S.bands
+    SLICES: tl.constexpr = S.slices
+    DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
+    if S.bits == 4:
+        codes = tl.reshape(codes, (SLICES, BANDS, 2, 8, 4, 2, 2, 2))  # slice, band, kt, row, k4, khalf, rowhalf, k
+        codes = tl.reshape(tl.permute(codes, (1, 0, 6, 3, 2, 5, 4, 7)), (ROWS, 1, 32))
+        values = decode.nibbles(codes, DTYPE, S.ptx)
+    else:
+        values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ROWS, 4, 32))
+    if S.zero == "point":
+        values = decode.minus(values, _spread(zeros, S), S.bits, S.ptx)
+    elif S.zero == "offset":
+        values = decode.minus(values, tl.full((1, 1, 1), 0, tl.int16), S.bits, S.ptx)
+    elif S.bits == 4 or DTYPE == tl.float16:
+        values = decode.minus(values, None, S.bits, S.ptx)
+    if S.mode == "sums":
+        w = tl.reshape(values, (ROWS, 128))
+        if S.whole:
+            return _dot(w, x, total)
+        else:
+            return total + _dot(w, x, tl.zeros_like(total)) * scales[0].to(tl.float32)[:, None]
+    elif S.mode == "weights":
+        offset = tl.full((1, 1, 1), -0.0, tl.float32).to(DTYPE)
+        if S.zero == "offset":
+            offset = _spread(zeros, S).to(DTYPE)
+        return _dot(tl.reshape(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), (ROWS, 128)), x, total)
+    else:
+        w = values.to(tl.float32) * _spread(scales, S).to(tl.float32)
+        if S.zero == "offset":
+            w += _spread(zeros, S).to(tl.float32)
+        w = tl.reshape(w, (ROWS, 128))
+        if x.dtype == tl.float32:
+            return _dot_pieces(w, x, total)
+        else:
+            return _dot(w.to(DTYPE), x, total)
+
+
+@triton.jit
+def _spread(values, S: tl.constexpr):
+    """What each group has, [rows] -> [rows, 4 or 1, 1], for the four planes of a record."""
+    plane = tl.arange(0, 4)[None, :, None]
+    if S.groups == 4:
+        odd = plane % 2 == 1
+        low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
+        high = tl.where(odd, values[3][:, None, None], values[2][:, None, None])
+        return tl.where(plane >= 2, high, low)
+    elif S.groups == 2:
+        return tl.where(plane >= 2, values[1][:, None, None], values[0][:, None, None])
+    else:
+        return values[0][:, None, None]
+
+
+@triton.jit
+def _dot_pieces(a, b, total):
+    """total + a · b of float32, by the six products of bfloat16 pieces that matter, the least first."""
+    a0 = a.to(tl.bfloat16)
+    a1 = (a - a0.to(tl.float32)).to(tl.bfloat16)
+    a2 = (a - a0.to(tl.float32) - a1.to(tl.float32)).to(tl.bfloat16)
+    b0 = b.to(tl.bfloat16)
+    b1 = (b - b0.to(tl.float32)).to(tl.bfloat16)
+    b2 = (b - b0.to(tl.float32) - b1.to(tl.float32)).to(tl.bfloat16)
+    small = _dot(a2, b0, _dot(a1, b1, _dot(a0, b2, tl.zeros_like(total))))
+    small = _dot(a1, b0, _dot(a0, b1, small))
+    return total + _dot(a0, b0, small)
+
+
+@triton.jit
+def _dot(a, b, total):
+    if INTERPRETED:  # which multiplies bfloat16 wrongly
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def _same_slices(total, S: tl.constexpr):
+    """[rows, width] -> [outputs, columns]: the sum over slices where the slices of row and column are the same."""
+    ROWS: tl.constexpr = S.rows
+    WIDTH: tl.constexpr = S.width
+    BANDS: tl.constexpr = S.bands
+    SLICES: tl.constexpr = S.slices
+    COLUMNS: tl.constexpr = S.columns
+    OUTPUTS: tl.constexpr = S.outputs
+    row_slice = tl.arange(0, ROWS) // 16 % SLICES
+    column_slice = tl.arange(0, WIDTH) // COLUMNS
+    total = tl.where(row_slice[:, None] == column_slice[None, :], total, 0.0)
+    total = tl.sum(tl.reshape(total, (ROWS, SLICES, COLUMNS)), axis=1)
+    total = tl.sum(tl.reshape(total, (BANDS, SLICES, 16, COLUMNS)), axis=1)
+    return tl.reshape(total, (OUTPUTS, COLUMNS))

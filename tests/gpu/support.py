@@ -1,0 +1,76 @@
+"""What tests of the floating-point linear kernels share: run one on a problem, and compare with the reference."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from samples import random_codes
+
+from halfbyte.formats import as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.gpu.epilogue import Epilogue
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
+
+
+def check_linear(
+    module: ModuleType,
+    config: Any,
+    problem: Problem,
+    device: torch.device,
+    *,
+    interpreted: bool,
+    epilogue: bool = False,
+    weight_rounded: bool = False,
+    x_offset: int = 0,
+) -> None:
+    """Launch twice on NaN-poisoned memory: the bits are the same, and near the reference.
+
+    How near: `reference.error_bound` is that of float32 sums, twice because matrix units align products before they add and cut what is
+    below (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); where the kernel rounds the weight to x's type, two
+    roundings (the scale, the product) of each weight besides. The interpreter cuts float32 to bfloat16, where a GPU rounds.
+    """
+    fmt, dtype = as_format(problem.format), problem.dtype
+    codes = random_codes(fmt, (problem.n, problem.k))
+    views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(fmt, codes.shape))
+    x = torch.randn(problem.m, problem.k + x_offset).to(dtype)[:, x_offset:]
+    bias = torch.randn(problem.n) if epilogue else None
+    residual = torch.randn(problem.m, problem.n).to(dtype) if epilogue else None
+    low, high = (-1.5, 2.5) if epilogue else (-torch.inf, torch.inf)
+    found = []
+    for _ in range(2):
+        out = torch.full((problem.m, problem.n), torch.nan, dtype=dtype, device=device)
+        ends = Epilogue(*(None if t is None else t.to(device) for t in (bias, residual)), low, high)
+        padded = torch.full((problem.m, problem.k + x_offset), torch.nan, dtype=dtype, device=device)
+        padded[:, x_offset:] = x.to(device)
+        module.launch(problem, config, padded[:, x_offset:], *views, out, ends)
+        found.append(out.cpu())
+    y, again = found
+    assert torch.equal(y.view(torch.uint8), again.view(torch.uint8)), "the second run gave other bits"
+    expected, error = reference.linear(x, codes, bias), 2 * reference.error_bound(x, codes, bias)
+    if residual is not None:
+        expected = expected + residual.double()
+        error = error + 2.0**-22 * (expected.abs() + residual.double().abs())
+    if weight_rounded:
+        error = error + 2 * UNIT[dtype] * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
+    if interpreted and dtype == torch.bfloat16:
+        error = (
+            error
+            + UNIT[dtype] * (expected.abs() + error)
+            + (2 * UNIT[dtype] * (x.double().abs() @ _terms(codes).T) if weight_rounded else 0)
+        )
+    expected = expected.clamp(*torch.tensor([low, high]).double().tolist())
+    wrong = ~reference.agrees(y, expected, error)
+    worst = float(((y.double() - expected).abs() / error).nan_to_num(nan=torch.inf).max())
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are off by up to {worst:.2f} times the bound"
+
+
+def _terms(codes: Any) -> torch.Tensor:
+    """|scale * u| + |offset| of each weight: what the interpreter's cut products are relative to."""
+    q = codes.values().double() - codes.format.q_min
+    offset = 0 if codes.zero is None else codes.spread(codes.zero.double()).abs()
+    return q * codes.spread(codes.scale.double()) + offset
