@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import gemm_int8
+from halfbyte.kernels.gpu import gemm_int8, gemm_int8_hopper
 from halfbyte.kernels.gpu.epilogue import Epilogue
 from halfbyte.kernels.problem import Activation, Problem
 from halfbyte.layouts import gpu_tiles
@@ -108,3 +108,17 @@ def test_a_nan_stays_in_its_row(gpu: Gpu, device: torch.device) -> None:
         y = case.run(gemm_int8, gemm_int8.configs(case.problem, gpu)[0])
         assert torch.isnan(y).all(dim=1).tolist() == [False, True, True, False]
         assert torch.isfinite(y[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("activation", ["block", "row"])
+@pytest.mark.parametrize(
+    "name", ["int4_channel", "int8_channel_zp", "int4_tensor_offset", "int4_g128", "int4_g128_zp", "int8_g128_offset", "int8_g128", "int4_g100"]
+)
+def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
+    case = Case(name, 300, 200, 450, torch.bfloat16, activation, device)
+    if device.type != "cuda" or gemm_int8_hopper.supports(case.problem, gpu):
+        pytest.skip("no Hopper GPU here")
+    for config in gemm_int8_hopper.configs(case.problem, gpu):
+        case.check(case.run(gemm_int8_hopper, config))
+        y = case.run(gemm_int8_hopper, config, Epilogue(case.bias.to(device), None, -1.0, 6.0))
+        case.check(y, case.bias, (-1.0, 6.0))
