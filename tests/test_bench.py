@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from halfbyte.bench import cpu, own, torch_peers, worker
 from halfbyte.bench.contenders import PEERS, contender, select
+from halfbyte.bench.plot import line_plot
 from halfbyte.bench.process import Worker, WorkerError, cores
-from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, rank, summarize, text
+from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
 from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.machine import machine
@@ -228,3 +230,35 @@ def test_tables() -> None:
     assert len({len(line) for line in plain[5:9]}) == 1
     assert "| halfbyte | 4.00 | 10000 ms ×1.50 64% | 12000 ms 53% |" in piped
     assert "reads 0 (0-0) GB/s" in plain[3]
+
+
+def labels(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_plot_names_what_it_shows() -> None:
+    shown = labels(plot(report()))
+    for label in {one.label for one in report().measurements} | {"GFLOP/s", "M, rows of activations"}:
+        assert label in shown
+    assert any(label.startswith("ceiling: ") for label in shown)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_points_lie_inside_the_axes_in_order(log: bool) -> None:
+    points = [(1.0, 20.0), (7.0, 300.0), (512.0, 1800.0)]
+    lines = {"<ceiling> & more": [(1.0, 2000.0), (512.0, 2000.0)]}
+    svg = line_plot({"a": points}, title="t", x_label="x", y_label="y", log_x=log, log_y=log, lines=lines)
+    circles = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}circle"))
+    at = [(float(circle.get("cx")), float(circle.get("cy"))) for circle in circles]
+    assert [x for x, _ in at] == sorted(x for x, _ in at)
+    assert [y for _, y in at] == sorted((y for _, y in at), reverse=True)
+    assert all(0 < x < 860 and 0 < y < 480 for x, y in at)
+    assert "<ceiling> & more" in labels(svg)
+
+
+@pytest.mark.parametrize(
+    ("points", "complaint"), [([], "at least one point"), ([(0.0, 1.0)], "positive, got 0"), ([(1.0, float("nan"))], "got nan")]
+)
+def test_what_cannot_be_plotted_is_refused(points: list[tuple[float, float]], complaint: str) -> None:
+    with pytest.raises(HalfbyteError, match=complaint):
+        line_plot({"a": points}, title="", x_label="", y_label="", log_x=True)

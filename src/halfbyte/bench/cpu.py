@@ -23,7 +23,7 @@ from typing import Any
 import halfbyte
 from halfbyte.bench.contenders import PEERS, Contender, contender, select
 from halfbyte.bench.process import Worker, WorkerError
-from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, markdown, rank, summarize, text
+from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.machine import machine
@@ -251,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-time", type=float, default=usual.min_time, help="seconds of a visit (default: %(default)s)")
     parser.add_argument("--memory", type=int, default=usual.memory_bytes >> 20, help="MiB for a contender's weights (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
+    parser.add_argument("--plot", type=Path, help="also draw operations a second against M, and the ceilings, to this file (SVG)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args(argv)
     try:
@@ -265,4 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(markdown(report) if args.markdown else text(report))
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    if args.plot is not None and report.measurements:
+        args.plot.write_text(plot(report))
     return 0

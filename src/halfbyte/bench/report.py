@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from halfbyte.bench.plot import line_plot
+
 SCHEMA = 1
 _CEILINGS = (("read_bandwidth", "reads", "GB/s"), ("dot_peak", "int8 dot", "GOP/s"), ("fma_peak", "float32 FMA", "GFLOP/s"))
 # A host that gives less than this part of its best dot-product rate is busy with something else.
@@ -157,6 +159,29 @@ def markdown(report: Report) -> str:
     """The whole report for a README."""
     lines = [*_header(report), "", *_body(report, _piped), *_legend(report)]
     return "\n".join(line + "  " if line and not line.startswith("|") else line for line in lines)
+
+
+def plot(report: Report) -> str:
+    """An SVG plot of GFLOP/s against M, for the first shape of the run with the most threads, with the ceilings probed beside."""
+    threads = max(one.threads for one in report.measurements)
+    n, k = next((one.n, one.k) for one in report.measurements if one.threads == threads)
+    group = sorted((one for one in report.measurements if (one.n, one.k, one.threads) == (n, k, threads)), key=lambda one: one.m)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for one in group:
+        series.setdefault(one.label, []).append((one.m, one.operations_per_second / 1e9))
+    first, last = group[0].m, group[-1].m
+    lines: dict[str, list[tuple[float, float]]] = {}
+    probes = [s.ceilings for one in group for s in one.samples if s.ceilings is not None]
+    if probes:
+        for name, label in (("dot_peak", "int8 dot products"), ("fma_peak", "float32 FMA")):
+            rate = median(getattr(probe, name) for probe in probes) / 1e9
+            lines[f"ceiling: {label}"] = [(first, rate), (last, rate)]
+        highest = max(y for points in (*series.values(), *lines.values()) for _, y in points)
+        least = min(group, key=lambda one: one.copy_bytes)
+        rate = 2 * n * k * median(probe.read_bandwidth for probe in probes) / least.copy_bytes / 1e9  # for each row of M
+        lines[f"ceiling: reading {least.label}"] = [(m, rate * m) for m in (first, max(first, min(last, highest / rate)))]
+    title = f"{report.machine.get('cpu', 'CPU')}, {threads} thread{'s' if threads > 1 else ''}: x [M, {k}] · W [{n}, {k}]ᵀ"
+    return line_plot(series, title=title, x_label="M, rows of activations", y_label="GFLOP/s", log_x=True, log_y=True, lines=lines)
 
 
 def _header(report: Report) -> list[str]:

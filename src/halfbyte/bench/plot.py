@@ -1,0 +1,102 @@
+"""Line plots as SVG text, so that a benchmark needs no plotting library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from halfbyte.errors import ArgumentError
+
+Points = Sequence[tuple[float, float]]
+
+_WIDTH, _HEIGHT = 860, 480
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 44, 54  # margins; the legend is on the right
+# Okabe and Ito's colours, told apart by the colour-blind too.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31", "#7f3c8d")
+_GREY = "#777777"
+_DASHES = ("7 4", "2 3", "10 3 2 3")
+
+
+def line_plot(
+    series: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    lines: Mapping[str, Points] | None = None,
+) -> str:
+    """An SVG image of labelled lines through points (x, y).
+
+    lines  drawn dashed and without marks: ceilings, a horizontal one by two points
+
+    Raises ArgumentError where there is no point, a number is not finite, or one that is not positive lies on a logarithmic axis.
+    """
+    dashed = lines or {}
+    points = [point for some in (*series.values(), *dashed.values()) for point in some]
+    if not any(series.values()):
+        raise ArgumentError("a plot takes at least one point")
+    for axis, values, logarithmic in (("x", [x for x, _ in points], log_x), ("y", [y for _, y in points], log_y)):
+        if bad := [v for v in values if not math.isfinite(v) or (logarithmic and v <= 0)]:
+            raise ArgumentError(f"{axis} values of a plot are finite{' and positive' if logarithmic else ''}, got {bad[0]}")
+    xs = sorted({x for some in series.values() for x, _ in some})
+    x_ticks = xs if log_x and len(xs) <= 14 else _ticks([x for x, _ in points], log_x)
+    y_ticks = _ticks([y for _, y in points] + ([] if log_y else [0.0]), log_y)
+    to_x = _scale([x for x, _ in points] + x_ticks, log_x, _LEFT, _WIDTH - _RIGHT)
+    to_y = _scale([y for _, y in points] + y_ticks, log_y, _HEIGHT - _BOTTOM, _TOP)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT, 24, title, 'font-size="15"'),
+        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, x_label, 'text-anchor="middle"'),
+        _text(0, 0, y_label, f'text-anchor="middle" transform="translate(18 {(_TOP + _HEIGHT - _BOTTOM) / 2:.0f}) rotate(-90)"'),
+    ]
+    for y in y_ticks:
+        out.append(f'<path d="M{_LEFT} {to_y(y):.1f}H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
+        out.append(_text(_LEFT - 8, to_y(y) + 4, f"{y:g}", 'text-anchor="end"'))
+    for x in x_ticks:
+        out.append(f'<path d="M{to_x(x):.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#eeeeee"/>')
+        out.append(_text(to_x(x), _HEIGHT - _BOTTOM + 18, f"{x:g}", 'text-anchor="middle"'))
+    styles = [(name, some, _COLOURS[i % len(_COLOURS)], "") for i, (name, some) in enumerate(series.items())]
+    for i, (name, some) in enumerate(dashed.items()):
+        styles.append((name, some, _GREY, f' stroke-dasharray="{_DASHES[i % len(_DASHES)]}"'))
+    for row, (name, some, colour, dash) in enumerate(styles):
+        path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in sorted(some))
+        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        if not dash:
+            out += [f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="3" fill="{colour}"/>' for x, y in some]
+        at, left = _TOP + 8 + 20 * row, _WIDTH - _RIGHT + 14
+        out.append(f'<path d="M{left} {at}h26" stroke="{colour}" stroke-width="2"{dash}/>')
+        out.append(_text(left + 32, at + 4, name, ""))
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, attributes: str) -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" {attributes}>{escape(text)}</text>'
+
+
+def _scale(values: Sequence[float], logarithmic: bool, start: float, stop: float) -> Callable[[float], float]:
+    """From numbers to places between start and stop."""
+
+    def linear(v: float) -> float:
+        return math.log(v) if logarithmic else v
+
+    low, high = linear(min(values)), linear(max(values))
+    span = high - low or 1.0
+    return lambda v: start + (linear(v) - low) / span * (stop - start)
+
+
+def _ticks(values: Sequence[float], logarithmic: bool) -> list[float]:
+    """Round numbers that cover the values: 1, 2 and 5 of each decade, or steps of 1, 2 or 5 of one."""
+    low, high = min(values), max(values)
+    if logarithmic:
+        decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+        all_ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)] + [10.0 ** (decades[-1] + 1)]
+        first = max(t for t in all_ticks if t <= low * (1 + 1e-9))
+        last = min(t for t in all_ticks if t >= high * (1 - 1e-9))
+        return [t for t in all_ticks if first <= t <= last]
+    step = 10.0 ** math.floor(math.log10((high - low or abs(high) or 1.0) / 5))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
+    return [i * step for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
