@@ -1,4 +1,4 @@
-"""`halfbyte eval`: how close a quantized model stays to its original on the lines of a text."""
+"""`halfbyte eval`: how good a quantized model still is, on a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from torch import nn
 
-    from halfbyte.evaluate import EmbeddingQuality, OutputQuality
+    from halfbyte.evaluate import EmbeddingQuality, LanguageQuality, OutputQuality
 
 
 def add(commands: Commands) -> None:
@@ -20,22 +20,140 @@ def add(commands: Commands) -> None:
         commands,
         "eval",
         run,
-        "measure how close a quantized model stays to its original",
-        "Run both models on each line of a text. Encoders are compared by their sentence embeddings (mean of the last hidden states): "
-        "cosine, and whether a search finds the same lines. Others are compared by their logits or last hidden states.",
+        "measure what quantization costs in quality",
+        "Of a model that writes text: perplexity, and with --format or --against the divergence (Kullback-Leibler, in nats) of its "
+        "predictions from the original's and how often both find the same token likeliest. The text is read in windows of --context "
+        "tokens that start every --stride; each token is scored once. Of other models, with --against: sentence embeddings (mean of the "
+        "last hidden states) of each line, or the outputs for it.",
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of the quantized model")
-    parser.add_argument("--against", metavar="SRC", type=Path, required=True, help="folder of the original model, with its tokenizer")
-    parser.add_argument("--text", metavar="FILE", type=Path, required=True, help="UTF-8 text, one passage a line; empty lines are skipped")
-    parser.add_argument("--batch", type=int, default=32, help="lines at once (default: %(default)s)")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of a line that count (default: %(default)s)")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
+    parser.add_argument("--against", metavar="SRC", type=Path, help="the original model, with its tokenizer")
+    parser.add_argument("--format", nargs="+", default=[], help="quantize MODEL to each of these, and compare them with it")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text; for models that write none, one passage a line")
+    text.add_argument(
+        "--lambada-like", metavar="FILE", type=Path, help="one passage a line: the share of lines whose last word the model would write"
+    )
+    parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or what the model has)")
+    parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and truer)")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a picture of perplexity against size, as SVG")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="lines at once, for models that write no text (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens of a line that count for them (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("batch", "max_length"):
+    for name in ("batch", "max_length", "context"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"--{name.replace('_', '-')} is 1 or more, got {getattr(args, name)}")
-    lines = _lines(args.text)
+    source = args.model if args.against is None else args.against
+    text = _read(args.lambada_like or args.text)
+    if source.suffix == ".gguf" or _writes_text(source):
+        return _language(args, text)
+    if args.against is None or args.format or args.lambada_like or args.plot:
+        raise ArgumentError(f"{source} writes no text: compare a quantized model with it, eval QUANTIZED --against {source} --text FILE")
+    return _lines(args, text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+
+
+def _passages(text: str, path: Path, least: int) -> list[str]:
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    if len(lines) < least:
+        raise ArgumentError(f"{path} has {len(lines)} lines of text, this takes {least} or more")
+    return lines
+
+
+def _writes_text(folder: Path) -> bool:
+    from halfbyte.io.safetensors import load_json
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(folder / "config.json").get("architectures") or ())
+
+
+# Models that write text
+
+
+def _language(args: argparse.Namespace, text: str) -> int:
+    from halfbyte.evaluate import last_word_accuracy
+    from halfbyte.integrations.text import open_model, weight_bytes
+    from halfbyte.nn.convert import Config
+
+    if args.format and args.against:
+        raise ArgumentError("--format quantizes MODEL, --against compares it as it is: give one of the two")
+    if args.plot and (args.lambada_like or args.plot.suffix != ".svg"):
+        raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
+    reference, tokenizer = open_model(args.against or args.model, args.device)
+    candidates: dict[str, Any] = {}
+    if args.against is not None:
+        candidates[args.model.name] = open_model(args.model, args.device)[0]
+    for name in args.format:
+        candidates[name] = open_model(args.model, args.device, Config(name))[0]
+    named = {"original" if candidates else args.model.name: reference, **candidates}
+    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": weight_bytes(model)} for name, model in named.items()]
+    with progress(args, "evaluating") as advance:
+        if args.lambada_like:
+            passages = _passages(text, args.lambada_like, 1)
+            for i, (row, model) in enumerate(zip(rows, named.values(), strict=True)):
+                row["last_word_accuracy"] = last_word_accuracy(model, tokenizer, passages)
+                advance(i + 1, len(rows))
+        else:
+            for row, quality in zip(rows, _qualities(args, reference, candidates, tokenizer, text, advance), strict=True):
+                row |= quality.to_json()
+    if args.plot:
+        _plot(args, rows)
+    if args.json:
+        print_json({"kind": "language", "text": str(args.lambada_like or args.text), "models": rows})
+    elif args.lambada_like:
+        print_table(("model", "MB", "last word"), [(r["model"], _mb(r), f"{r['last_word_accuracy']:.2%}") for r in rows])
+    else:
+        columns = ("model", "MB", "tokens", "perplexity", "± error", "increase", "divergence", "same top token")
+        print_table(columns, [_row(row, rows[0]["perplexity"]) for row in rows])
+    return 0
+
+
+def _qualities(
+    args: argparse.Namespace, reference: Any, candidates: dict[str, Any], tokenizer: Any, text: str, advance: Advance
+) -> list[LanguageQuality]:
+    import torch
+
+    from halfbyte.evaluate import evaluate_language
+
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    context = min(args.context, getattr(reference.config.get_text_config(), "max_position_embeddings", None) or args.context)
+    ours, theirs = evaluate_language(reference, candidates, ids, context=context, stride=args.stride, progress=advance)
+    return [ours, *theirs.values()]
+
+
+def _row(row: dict[str, Any], original: float) -> tuple[str, ...]:
+    shown = (row["model"], _mb(row), str(row["tokens"]), f"{row['perplexity']:.4f}", f"{row['perplexity_error']:.4f}")
+    if row["divergence"] is None:
+        return (*shown, "", "", "")
+    return (*shown, f"{row['perplexity'] / original - 1:+.3%}", f"{row['divergence']:.6f}", f"{row['top1']:.2%}")
+
+
+def _mb(row: dict[str, Any]) -> str:
+    return f"{row['weight_bytes'] / 1e6:.1f}"
+
+
+def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    from halfbyte.evaluate import Point, scatter
+
+    points = [Point(row["model"], row["weight_bytes"] / 1e6, row["perplexity"]) for row in rows]
+    args.plot.write_text(scatter(points, "weights, MB", "perplexity"), encoding="utf-8")
+
+
+# Models that do not
+
+
+def _lines(args: argparse.Namespace, text: str) -> int:
+    lines = _passages(text, args.text, 2)
     original, tokenizer, is_encoder = _load_original(args.against)
 
     from halfbyte.checkpoint import load
@@ -66,17 +184,6 @@ MEANING = {
     "max_relative": "largest difference, over the original's largest value",
     "same_argmax": "rows whose largest entry is the same: for logits, the same next token",
 }
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-    lines = [line for line in lines if line]
-    if len(lines) < 2:
-        raise ArgumentError(f"{path} has {len(lines)} lines of text, a comparison takes 2 or more")
-    return lines
 
 
 def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:

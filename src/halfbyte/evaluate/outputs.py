@@ -1,4 +1,4 @@
-"""How close a quantized model stays to its original, measured on what the two compute from the same text.
+"""How close a quantized model stays to its original, measured on what the two compute from the same lines.
 
 Embeddings are compared by direction (cosine) and by what a search finds with them (top-1 and top-10 agreement); hidden states and
 logits by direction, by their largest difference, and logits by the entry that is largest. The error of the weights themselves is
