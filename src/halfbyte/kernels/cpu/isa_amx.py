@@ -43,7 +43,7 @@ def refusal() -> str | None:
 
 
 class AMXTiles(AVX512BF16):
-    """What `amx.py` needs: the tile registers, by number, and unpacking. Codes are unpacked to signed bytes, u - 128 where that is needed."""
+    """What `amx.py` needs: tile registers, by number, and unpacking, to signed bytes: q, u of 4 bits, or u - 128."""
 
     name = "amx_int8"
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "gfni"}

@@ -1,0 +1,74 @@
+"""AMX without AMX: the tile registers are memory, and what acts on them is written out, so that `kernels/cpu/amx.py` runs on any x86."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from halfbyte.kernels.cpu.ir import Function, Value
+from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.isa_x86 import AVX2
+
+
+class EmulatedTiles(AMXTiles):
+    name, cpu, features, attributes, needs = "amx_emulated", "haswell", "", "", AVX2.needs
+
+    def __init__(self) -> None:
+        self._registers: WeakKeyDictionary[Function, list[tuple[Register, Value]]] = WeakKeyDictionary()
+
+    def missing(self) -> str | None:
+        return AVX2().missing()
+
+    def nibbles(self, f: Function, stored: Value, signed: bool) -> list[Value]:
+        codes = [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
+        return [code - 8 for code in codes] if signed else codes
+
+    def byte_sums(self, f: Function, acc: Value, signed: Value) -> Value:
+        for shift in (24, 16, 8, 0):
+            acc = acc + (signed.bits(self.ints) << shift).shift_signed(24)
+        return acc
+
+    def configure(self, f: Function, registers: Sequence[Register]) -> None:
+        assert len(registers) == 8
+        assert all(0 < r.rows <= ROWS and 0 < r.column_bytes <= COLUMN_BYTES for r in registers)
+        self._registers[f] = [(register, f.alloca("i8", ROWS * COLUMN_BYTES, 64)) for register in registers]
+
+    def release(self, f: Function) -> None:
+        pass
+
+    def tile_zero(self, f: Function, register: int) -> None:
+        for row in f.loop(ROWS):
+            (self._registers[f][register][1] + row * COLUMN_BYTES).store(f.value("<64 x i8>", 0))
+
+    def tile_load(self, f: Function, register: int, at: Value, stride: int) -> None:
+        shape, memory = self._registers[f][register]
+        self._copy(f, shape, at, stride, memory, COLUMN_BYTES)
+
+    def tile_store(self, f: Function, register: int, at: Value, stride: int) -> None:
+        shape, memory = self._registers[f][register]
+        self._copy(f, shape, memory, COLUMN_BYTES, at, stride)
+
+    def _copy(self, f: Function, shape: Register, source: Value, source_stride: int, to: Value, stride: int) -> None:
+        for row in f.loop(shape.rows):
+            for column in f.loop(shape.column_bytes):
+                (to + row * stride + column).store((source + row * source_stride + column).load("i8"))
+
+    def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        (total_shape, sums), (a_shape, left), (w_shape, right) = (self._registers[f][n] for n in (total, a, weights))
+        assert a_shape.column_bytes == 4 * w_shape.rows  # or the CPU raises an exception
+        assert total_shape == Register(w_shape.column_bytes, a_shape.rows)
+        for row in f.loop(a_shape.rows):
+            for quad in f.loop(w_shape.rows):
+                four = (left + row * COLUMN_BYTES + quad * 4).load("<4 x i8>").to("i32")
+                for column in f.loop(w_shape.column_bytes // 4):
+                    at = sums + row * COLUMN_BYTES + column * 4
+                    others = (right + quad * COLUMN_BYTES + column * 4).load("<4 x i8>").to("i32")
+                    at.store(at.load("i32") + (four * others).reduce("add"))
+
+
+class EmulatedAMX(AVX2):
+    """AVX2 for few rows, emulated tiles from `matrix_rows` rows on."""
+
+    name = "avx2_and_amx_emulated"
+    matrix = EmulatedTiles()
+    matrix_rows = 3

@@ -1,0 +1,160 @@
+"""Tiles of AMX, whose registers are emulated where the CPU has none; a CPU that has them runs all other tests with them too."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from emulated.amx import EmulatedAMX, EmulatedTiles
+from samples import random_codes
+from support import activations, pairwise, run_linear
+
+from halfbyte import ops
+from halfbyte.formats import Codes, Format, as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.cpu import amx, isa_amx, jit, linear, runtime
+from halfbyte.kernels.cpu.amx import UnpackSpec
+from halfbyte.kernels.cpu.isa_amx import AMXInt8, AMXTiles
+from halfbyte.kernels.cpu.isas import ISAS
+from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.problem import Activation
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, pack
+
+runs = pytest.mark.skipif(EmulatedTiles().missing() is not None, reason=str(EmulatedTiles().missing()))
+
+KINDS = list(itertools.product((4, 8), ("none", "point", "offset")))
+WAYS = ("block", "row", "block_offset", "row_offset")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = pairwise(KINDS, WAYS, (32, 128, 33, "channel"), DTYPES)
+MS, NS, KS = (17, 3, 16, 33, 40, 9), (45, 32, 1, 70, 31), (333, 70, 64, 601, 1)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(runtime, "threads", lambda: 2)
+
+
+def kernel_of(fmt: Format, n: int, k: int, dtype: torch.dtype, activation: Activation = "block") -> LinearKernel:
+    return LinearKernel(fmt, n, k, dtype, "int8", activation, isa=EmulatedAMX())
+
+
+@runs
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i])))
+def test_products_are_those_of_the_reference(number: int) -> None:
+    (bits, zero), way, block, dtype = CASES[number]
+    fmt = Format(bits, block, zero, (torch.float16, torch.bfloat16, torch.float32)[number % 3])
+    m, n, k = MS[number % len(MS)], NS[number % len(NS)], KS[number % len(KS)]
+    codes, x, bias, residual = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, 3), torch.randn(n), torch.randn(m, n)
+    residual = residual.to(dtype)
+    y = run_linear(kernel_of(fmt, n, k, dtype, way), x, pack(codes), bias, (-50.0, torch.inf), residual)
+    wanted = reference.linear(x, codes, bias, "int8", way, (-50.0, torch.inf), residual)
+    assert bool(reference.agrees(y, wanted, reference.error_bound(x, codes, bias, "int8", way, residual)).all())
+
+
+@runs
+@pytest.mark.parametrize(("name", "way"), [("q4_0", "block"), ("int8_g128_zp", "row_offset"), ("int4_channel_offset", "block_offset")])
+def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k, fmt = 75, 192, as_format(name)
+    kernel, packed, x = kernel_of(fmt, n, k, torch.float32, way), pack(random_codes(fmt, (n, k))), torch.randn(40, k)
+    x[7, 5] = torch.nan
+    whole = run_linear(kernel, x, packed)
+    assert whole[7].isnan().all()
+    for m in (1, 2, 3, 17, 33):  # the first two without the unit
+        assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
+    monkeypatch.setattr(linear, "_UNPACKED_BYTES", 1)
+    again = kernel_of(fmt, n, k, torch.float32, way)
+    assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
+
+
+@runs
+@pytest.mark.parametrize(("bits", "zero"), [(4, "none"), (8, "none"), (8, "point")])
+def test_the_largest_sums_do_not_overflow(bits: int, zero: str) -> None:
+    n, k = 3, LONGEST_BLOCK + 40
+    fmt = Format(bits, "channel", zero, torch.float32)
+    values = torch.full((n, k), fmt.q_max)
+    values[1] = fmt.q_min
+    values[2, ::2] = fmt.q_min
+    point = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8) if zero == "point" else None
+    codes = Codes.from_values(fmt, values, torch.full((n, 1), 0.01), point)
+    x = torch.ones(4, k)
+    x[1] = -1
+    x[2, ::2] = -1
+    y, error = run_linear(kernel_of(fmt, n, k, torch.float32), x, pack(codes)), reference.error_bound(x, codes, None, "int8", "block")
+    assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())
+
+
+@runs
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_in_integers_out(bits: int) -> None:
+    for scope, m, n, k in (("channel", 7, 45, 97), ("tensor", 33, 33, 200), ("channel", 17, 64, LONGEST_BLOCK + 40)):
+        codes = random_codes(Format(bits, scope, "none", torch.float32), (n, k))
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+        x[0] = -128
+        scales = {"in_scale": 0.02, "in_zero": -3, "out_scale": 0.003 * k**0.5 * 2**bits, "out_zero": 5}
+        bias, packed = torch.randn(n) * 10, pack(codes)
+        kernel = LinearKernel(codes.format, n, k, torch.int8, "int8", "block", isa=EmulatedAMX())
+        y = run_linear(kernel, x, packed, ops.requantization_table(packed, bias, **scales), (-100, 127))
+        assert bool(reference.qlinear(x, codes, bias, **scales, clamp=(-100, 127)).agrees(y).all())
+
+
+# The machine code, for any CPU
+
+
+def assembly(spec: TileSpec) -> list[str]:
+    return jit.compile_assembly(amx.build(spec, AMXTiles()), AMXTiles()).splitlines()
+
+
+def count(lines: list[str], instruction: str) -> int:
+    return sum(line.startswith(f"\t{instruction}\t") for line in lines)
+
+
+def test_totals_of_short_blocks_stay_in_registers() -> None:
+    lines = assembly(TileSpec("int8", 4, "f16", "none", 32, True, False, False, 16, 1, "f32"))
+    assert count(lines, "tdpbssd") == 2  # of the first block and of the next one
+    assert count(lines, "tileloadd") == 4
+    first = next(i for i, line in enumerate(lines) if "vcvtdq2ps" in line)
+    last = max(i for i, line in enumerate(lines) if "vfmadd" in line)
+    scaling = [line for line in lines[first : last + 1] if line.startswith("\tv")]
+    assert [line.split()[0] for line in scaling] == ["vcvtdq2ps", "vmulps", "vfmadd231ps"] * 16  # and loads none of which stands alone
+
+
+def test_long_blocks_are_four_products_for_four_loads() -> None:
+    lines = assembly(TileSpec("int8", 4, "f16", "none", 64, False, False, False, 32, 2, "f32"))
+    assert count(lines, "tdpbssd") == count(lines, "tileloadd") == count(lines, "tilestored") == 2 * 4
+    assert count(lines, "ldtilecfg") == 1
+    assert sum("tilerelease" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_nibbles_are_unpacked_by_one_instruction_each(signed: bool) -> None:
+    spec = UnpackSpec(4, signed, 32, False, 64)
+    lines = jit.compile_assembly(amx.build_unpack(spec, AMXTiles()), AMXTiles()).splitlines()
+    assert count(lines, "vgf2p8affineqb") == 2 * 2 * 4  # low and high, two vectors, four rows of eight k
+    assert not any(re.match(r"\tv(pand|psr|psub|pxor)", line) for line in lines)
+
+
+def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(ISAS[0], AMXInt8)
+    monkeypatch.setattr(isa_amx.sys, "platform", "plan9")
+    isa_amx.refusal.cache_clear()
+    monkeypatch.setattr(isa_amx.AVX512BF16, "missing", lambda self: None)
+    for isa in (AMXInt8(), AMXTiles()):
+        assert isa.missing() == "this operating system is not known to save the tile registers of AMX"
+    isa_amx.refusal.cache_clear()
+
+
+class _Refusing:
+    def syscall(self, *_: int) -> int:
+        isa_amx.ctypes.set_errno(95)
+        return -1
+
+
+def test_a_kernel_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa_amx.sys, "platform", "linux")
+    monkeypatch.setattr(isa_amx.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa_amx.ctypes, "CDLL", lambda *_, **__: _Refusing())
+    isa_amx.refusal.cache_clear()
+    assert isa_amx.refusal() == "the kernel does not let this process use the tile registers of AMX (Operation not supported)"
+    isa_amx.refusal.cache_clear()
