@@ -225,6 +225,38 @@ def test_two_processes_fill_one_cache_at_once(folder: Path) -> None:
     assert sorted(path.suffix for path in folder.iterdir()) == [".o"] * 8
 
 
+_HARDENED = """
+import ctypes
+import torch
+from halfbyte import ops
+from halfbyte.errors import KernelError
+
+weight = torch.randn(33, 64)
+PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 65, 1
+if ctypes.CDLL(None).prctl(PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0):
+    raise SystemExit(77)
+for _ in range(2):
+    try:
+        ops.quantize(weight, "q4_0")
+    except KernelError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_host_that_forbids_to_execute_written_memory_is_named(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _HARDENED], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("this kernel has no PR_SET_MDWE (Linux 6.3)")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "can't be loaded: the system forbids to execute memory that was written (Permission denied); allow it" in line
+    # What was compiled meanwhile is whole, and good for a process that may run it.
+    assert [path.suffix for path in folder.iterdir()] == [".o"]
+
+
 def test_threads_that_load_at_once_get_the_same_function() -> None:
     results, start = [], threading.Barrier(4)
 

@@ -7,7 +7,9 @@ the SHA-256 of the object itself, so a damaged file is seen and made anew. The f
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import os
 import stat
 import tempfile
@@ -142,10 +144,30 @@ def _dump(name: str, text: str, module: Module, isa: ISA) -> None:
         (folder / f"{name}.{isa.name}.s").write_text(compile_assembly(module, isa))
 
 
+def _why_not_linked(name: str, error: RuntimeError) -> str:
+    if refusal := _executable_memory_refused():
+        allow = "allow it for this process (systemd: MemoryDenyWriteExecute=no; SELinux: execmem)"
+        return f"kernel {name} can't be loaded: the system forbids to execute memory that was written ({refusal}); {allow}"
+    return f"kernel {name} can't be loaded: {error}"
+
+
+def _executable_memory_refused() -> str | None:
+    """Why a page of this process can't be written and then executed, which is what compiling at run time takes; None if it can."""
+    if os.name != "posix":
+        return None
+    page = mmap.mmap(-1, mmap.PAGESIZE)  # readable and writable
+    anchor = ctypes.c_char.from_buffer(page)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    failed = libc.mprotect(ctypes.addressof(anchor), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)
+    return os.strerror(ctypes.get_errno()) if failed else None
+
+
 def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     """Addresses of the functions of the module that `build(isa)` makes; `name` is for people (dumps, libraries).
 
-    KernelError where this process's CPU lacks what `isa` needs: such code would abort the process.
+    KernelError where this process's CPU lacks what `isa` needs, which would abort the process, and where the system lets no
+    process execute what it has written.
     """
     global _linker  # noqa: PLW0603
     if reason := isa.missing():
@@ -171,7 +193,10 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
         builder = llvm.JITLibraryBuilder().add_object_img(body).add_current_process()
         for function in module.functions:
             builder.export_symbol(function.name)
-        library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
+        try:
+            library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
+        except RuntimeError as error:
+            raise KernelError(_why_not_linked(name, error)) from error
         _libraries.append(library)
         _loaded[key] = {function.name: int(library[function.name]) for function in module.functions}
         return _loaded[key]
