@@ -12,7 +12,18 @@ from halfbyte.kernels.problem import Activation, Problem
 
 WAYS = ("block", "row", "block_offset", "row_offset")
 # Granules of 32, 64 and 128; blocks of several; padded in the middle; one for the row; nibbles and bytes.
-FORMATS = ("q4_0", "q8_0", "int4_g20", "int4_g64_zp", "int8_g33_offset", "int4_g128", "int8_g200", "int4_g384_zp", "int4_channel", "int8_tensor")
+FORMATS = (
+    "q4_0",
+    "q8_0",
+    "int4_g20",
+    "int4_g64_zp",
+    "int8_g33_offset",
+    "int4_g128",
+    "int8_g200",
+    "int4_g384_zp",
+    "int4_channel",
+    "int8_tensor",
+)
 
 
 @pytest.fixture(autouse=True)

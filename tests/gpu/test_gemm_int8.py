@@ -50,7 +50,9 @@ class Case:
         error = reference.error_bound(self.x, self.codes, bias, "int8", activation)
         right = reference.agrees(y, wanted, error)
         worst = ((y.double() - wanted).abs() / error).nan_to_num(0).max()
-        assert right.all(), f"{int((~right).sum())} of {right.numel()} wrong, worst {worst:.3g} bounds, first at {(~right).nonzero()[0].tolist()}"
+        assert right.all(), (
+            f"{int((~right).sum())} of {right.numel()} wrong, worst {worst:.3g} bounds, first at {(~right).nonzero()[0].tolist()}"
+        )
 
 
 @pytest.mark.parametrize("activation", WAYS)
@@ -112,7 +114,21 @@ def test_a_nan_stays_in_its_row(gpu: Gpu, device: torch.device) -> None:
 
 @pytest.mark.parametrize("activation", ["block", "row"])
 @pytest.mark.parametrize(
-    "name", ["int4_channel", "int8_channel_zp", "int4_tensor_offset", "int4_g128", "int4_g128_zp", "int8_g128_offset", "int8_g128", "int4_g100"]
+    "name",
+    [
+        "int4_channel",
+        "int8_channel_zp",
+        "int4_tensor_offset",
+        "int4_g128",
+        "int4_g128_zp",
+        "int8_g128_offset",
+        "int8_g128",
+        "int4_g100",
+        "q4_0",
+        "q8_0",
+        "int4_g64_zp",
+        "int8_g50",
+    ],
 )
 def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
     case = Case(name, 300, 200, 450, torch.bfloat16, activation, device)

@@ -188,7 +188,9 @@ def multiply(
     )
 
 
-_HALVES = tl.constexpr("{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}")
+_HALVES = tl.constexpr(
+    "{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}"
+)
 # The registers of a lane: khalf 0 of rowhalf 0 and 1, khalf 1 of both. Out: planes 0 to 3 of rowhalf 0 and 1 each.
 _PLANES = tl.constexpr(
     "{.reg .b32 e, o, t;"
@@ -315,7 +317,9 @@ def _fetch_record(w, x, t, w_every, a_every, NP, M, rn, rm, PIECES: tl.constexpr
 
 
 @triton.jit
-def _product(acc, wp, xp, t, PIECE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, ASM: tl.constexpr):
+def _product(
+    acc, wp, xp, t, PIECE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, ASM: tl.constexpr
+):
     """acc + the integers of records t and after of 4 bits, or of piece PIECE of record t of 8 bits."""
     if BITS == 4:
         w0, w1 = halves(tl.load(wp + t * 4096), BN, RECORDS, ASM)

@@ -71,7 +71,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     plan = activations.plan(problem)
-    block_m = 256 if plan.whole and problem.m > 1024 else 128
+    block_m = 256 if plan.whole and problem.m > 1024 else 128 if plan.granule == 128 else 64
     weight = 128 * 128 * problem.format.bits // 8
     stages = min(8, (gpu.shared - (4 << 10)) // (block_m * 128 + weight))
     tiles = -(-problem.m // block_m) * -(-problem.n // 128)
@@ -171,7 +171,9 @@ def _produce(xd, wd, xs, ws, full, empty, M, N, R, BITS: gl.constexpr, BM: gl.co
             if BITS == 4:
                 panel = pn * 2
                 tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], full.index(stage), ws.index(stage).slice(0, 32, dim=0))
-                tma.async_copy_global_to_shared(wd, [((panel + 1) * R + r) * 32, 0], full.index(stage), ws.index(stage).slice(32, 32, dim=0))
+                tma.async_copy_global_to_shared(
+                    wd, [((panel + 1) * R + r) * 32, 0], full.index(stage), ws.index(stage).slice(32, 32, dim=0)
+                )
             else:
                 tma.async_copy_global_to_shared(wd, [pn * 128, r * 128], full.index(stage), ws.index(stage))
             step += 1
@@ -188,95 +190,189 @@ def _halves(ws, HALF: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _fold(acc, p, s, z, sa, sm, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
-    """`gemm_int8.fold` of integers that start at the bits of 1.5 * 2^23."""
-    v = p.to(gl.float32, bitcast=True) - _MAGIC
-    if ZERO != 0:
-        point = (z.to(gl.float32) - 8) * 16 if BITS == 4 else z.to(gl.float32) - 128
-        if ZERO == 2:
-            point = gl.full_like(point, -128)
-        v -= gl.expand_dims(point, 1) * gl.expand_dims(sm, 0)
-    v *= gl.expand_dims(s.to(gl.float32), 1)
-    if ZERO == 2:
-        v += gl.expand_dims(z.to(gl.float32) * (16 if BITS == 4 else 1), 1) * gl.expand_dims(sm, 0)
-    if ROW:
-        return acc + v
+def _planes(ws, HALF: gl.constexpr, OPERAND: gl.constexpr):
+    """A record of a panel -> 16 * (u - 8) of its four planes of 32 k, [64, 32] each."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    words = ws.slice(HALF * 32, 32, dim=0).load(LANES)
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        _PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8
+    )
+    return _operand(p0, OPERAND), _operand(p1, OPERAND), _operand(p2, OPERAND), _operand(p3, OPERAND)
+
+
+@gluon.jit
+def _operand(plane, OPERAND: gl.constexpr):
+    p = plane.reshape([2, 4, 8, 4, 2, 4]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 32])
+    return gl.convert_layout(p, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _fold(total, p, f, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
+    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23; f is what `_fetch` gave."""
+    v = p.to(gl.float32, bitcast=True)
+    s = f[0].to(gl.float32)
+    if ZERO == 0 and f[0].dtype != gl.float32:
+        # 1.5 * 2^23 times a scale of 11 bits is exact, and so is the subtraction in front of the rounding.
+        v = gl.fma(v, gl.expand_dims(s, 1), gl.expand_dims(s * -_MAGIC, 1))
     else:
-        return acc + v * gl.expand_dims(sa, 0)
+        v -= _MAGIC
+        v = _scaled(v, s, f[1], f[3], BITS, ZERO)
+    if ROW:
+        return total + v
+    else:
+        return total + v * gl.expand_dims(f[2], 0)
+
+
+@gluon.jit
+def _scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
+    """Sums v of 16 * (u - 8) or u - 128 times the codes of x, as floats, times the weight's scale, and its zero's term."""
+    if ZERO != 0:
+        point = gl.full_like(s, 0) if ZERO == 2 else z.to(gl.float32)
+        point = (point - 8) * 16 if BITS == 4 else point - 128
+        v -= gl.expand_dims(point, 1) * gl.expand_dims(m, 0)
+    v *= gl.expand_dims(s, 1)
+    if ZERO == 2:
+        v += gl.expand_dims(z.to(gl.float32) * (16 if BITS == 4 else 1), 1) * gl.expand_dims(m, 0)
+    return v
+
+
+@gluon.jit
+def _fetch(scales, i, rn, rm, NP, M, ZERO: gl.constexpr, ROW: gl.constexpr):
+    """Of granule i: scale and zero of the weight, scale and sums of x; where there is none, another."""
+    s = gl.load(scales[0] + i * NP + rn)
+    z = s
+    if ZERO != 0:
+        z = gl.load(scales[1] + i * NP + rn)
+    a = s
+    if not ROW:
+        a = gl.load(scales[2] + i * M + rm)
+    m = a
+    if ZERO != 0:
+        m = gl.load(scales[3] + i * M + rm)
+    return s, z, a, m
+
+
+@gluon.jit
+def _sum_whole(xs, ws, full, empty, step, R, start, HALF: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr):
+    """Integers of all of K."""
+    acc = start
+    for _ in range(R):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        acc = _record(xs.index(stage), ws.index(stage), acc, HALF, BITS, OPERAND)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return acc
+
+
+@gluon.jit
+def _record(xt, wt, acc, HALF: gl.constexpr, BITS: gl.constexpr, OPERAND: gl.constexpr):
+    """Starts acc + the integers of a record."""
+    if BITS == 4:
+        w0, w1 = _halves(wt, HALF, OPERAND)
+        acc = warpgroup_mma(w0, xt.slice(0, 64, dim=1).permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma(w1, xt.slice(64, 64, dim=1).permute([1, 0]), acc, is_async=True)
+    else:
+        return warpgroup_mma(wt.slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def _sum_records(
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M,
+    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Scaled sums of blocks of a record each."""
+    total = gl.zeros_like(start).to(gl.float32)
+    for r in range(R):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        p = _record(xs.index(stage), ws.index(stage), start, HALF, BITS, OPERAND)
+        f = _fetch(scales, r, rn, rm, NP, M, ZERO, ROW)
+        p = warpgroup_mma_wait(0, deps=[p])
+        mbarrier.arrive(empty.index(stage), count=1)
+        total = _fold(total, p, f, BITS, ZERO, ROW)
+        step += 1
+    return total
+
+
+@gluon.jit
+def _piece(xt, wt, q, start, J: gl.constexpr, HALF: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr):
+    """Starts the integers of granule J of a record; q are its planes."""
+    if BITS == 8:
+        return warpgroup_mma(
+            wt.slice(HALF * 64, 64, dim=0).slice(J * G, G, dim=1), xt.slice(J * G, G, dim=1).permute([1, 0]), start, is_async=True
+        )
+    elif G == 64:
+        p = warpgroup_mma(q[2 * J], xt.slice(64 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
+        return warpgroup_mma(q[2 * J + 1], xt.slice(64 * J + 32, 32, dim=1).permute([1, 0]), p, is_async=True)
+    else:
+        return warpgroup_mma(q[J], xt.slice(32 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
+
+
+@gluon.jit
+def _sum_pieces(
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M,
+    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
+    STAGES: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Scaled sums of blocks of 32 or 64: while one is scaled, the next is multiplied."""
+    PIECES: gl.constexpr = 128 // G
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    total = gl.zeros_like(start).to(gl.float32)
+    for r in range(R):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        xt = xs.index(stage)
+        wt = ws.index(stage)
+        q = (start,)
+        if BITS == 4:
+            q = _planes(wt._reinterpret(gl.int16, [64, 64], WORDS), HALF, OPERAND)
+        p = _piece(xt, wt, q, start, 0, HALF, BITS, G)
+        for j in gl.static_range(PIECES):
+            f = _fetch(scales, r * PIECES + j, rn, rm, NP, M, ZERO, ROW)
+            if j + 1 < PIECES:
+                following = _piece(xt, wt, q, start, j + 1, HALF, BITS, G)
+                p = warpgroup_mma_wait(1 if BITS == 8 else G // 32, deps=[p])
+                total = _fold(total, p, f, BITS, ZERO, ROW)
+                p = following
+            else:
+                p = warpgroup_mma_wait(0, deps=[p])
+                mbarrier.arrive(empty.index(stage), count=1)
+                total = _fold(total, p, f, BITS, ZERO, ROW)
+        step += 1
+    return total
 
 
 @gluon.jit
 def _consume(
-    xs, ws, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
+    xs, ws, full, empty, scales, out, bias, residual, low, high, M, N, NP, R,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM if BM < 128 else 128, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     tiles = gl.cdiv(N, 128) * gl.cdiv(M, BM)
     start = gl.full([64, BM], 0 if WHOLE else _MAGIC_BITS, gl.int32, layout=MMA)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = _tile(tile, M, N, BM, GROUP)
         first_n = pn * 128 + HALF * 64
-        rn = gl.minimum(first_n + gl.arange(0, 64, layout=ROWS), NP - 1)
-        rm = gl.minimum(pm * BM + gl.arange(0, BM, layout=COLUMNS), M - 1)
-        acc = start
-        if not WHOLE:
-            total = gl.zeros([64, BM], gl.float32, layout=MMA)
-            s = gl.load(scale + rn)
-            z = s
-            if ZERO != 0:
-                z = gl.load(zero + rn)
-        for r in range(R):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            xt = xs.index(stage)
-            before = acc if WHOLE else start
-            if BITS == 4:
-                w0, w1 = _halves(ws.index(stage), HALF, OPERAND)
-                p = warpgroup_mma(w0, xt.slice(0, 64, dim=1).permute([1, 0]), before, is_async=True)
-                p = warpgroup_mma(w1, xt.slice(64, 64, dim=1).permute([1, 0]), p, is_async=True)
-            else:
-                p = warpgroup_mma(ws.index(stage).slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), before, is_async=True)
-            if not WHOLE:
-                # The scales of x are needed after the wgmma, those of the weight one record later.
-                a = s
-                if not ROW:
-                    a = gl.load(sa + r * M + rm)
-                m = a
-                if ZERO != 0:
-                    m = gl.load(sums + r * M + rm)
-                following = gl.minimum(r + 1, R - 1) * NP
-                next_s = gl.load(scale + following + rn)
-                next_z = next_s
-                if ZERO != 0:
-                    next_z = gl.load(zero + following + rn)
-            acc = warpgroup_mma_wait(0, deps=[p])
-            mbarrier.arrive(empty.index(stage), count=1)
-            if not WHOLE:
-                total = _fold(total, acc, s, z, a, m, BITS, ZERO, ROW)
-                s = next_s
-                z = next_z
-            step += 1
+        rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
+        rm = gl.minimum(pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA)), M - 1)
         if WHOLE:
-            total = acc.to(gl.float32)
-            if ZERO != 0:
-                z = gl.load(zero + rn).to(gl.float32)
-                point = (z - 8) * 16 if BITS == 4 else z - 128
-                if ZERO == 2:
-                    point = gl.full_like(point, -128)
-                m = gl.load(sums + rm)
-                total -= gl.expand_dims(point, 1) * gl.expand_dims(m, 0)
-            total *= gl.expand_dims(gl.load(scale + rn).to(gl.float32), 1)
-            if ZERO == 2:
-                total += gl.expand_dims(z * (16 if BITS == 4 else 1), 1) * gl.expand_dims(m, 0)
+            acc = _sum_whole(xs, ws, full, empty, step, R, start, HALF, BITS, STAGES, OPERAND)
+            f = _fetch(scales, 0, rn, rm, NP, M, ZERO, True)
+            total = _scaled(acc.to(gl.float32), f[0].to(gl.float32), f[1], f[3], BITS, ZERO)
+        elif G == 128:
+            total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
+        else:
+            total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
+        step += R
         if BITS == 4:
             total *= 0.0625
         if ROW:
-            total *= gl.expand_dims(gl.load(sa + rm), 0)
+            total *= gl.expand_dims(gl.load(scales[2] + rm), 0)
         _write(total, out, bias, residual, first_n, pm * BM, M, N, low, high, BM, CLAMP)
 
 
@@ -311,9 +407,9 @@ def _gemm(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
+            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, N, NP, R,
                         0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
-            (_consume, (xs, ws, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
+            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, N, NP, R,
                         1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
             (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
         ],
