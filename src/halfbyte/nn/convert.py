@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,27 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
+from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate
 from halfbyte.nn.modules import QuantModule, check_compute, kind_of, quantized_form
 from halfbyte.nn.report import Report, Row
-from halfbyte.quantizers import METHODS
+from halfbyte.nn.sensitivity import measure_losses
+from halfbyte.quantizers import CALIBRATED, METHODS
+from halfbyte.quantizers.mixed import allocate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear and Embedding are quantized"
-_CHUNK = 1 << 17  # elements that are compared at a time: what stays in a core's cache
-_CONFIG = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
+STACKED = "its weights are stacked experts, [experts, outputs, inputs]: only Linear and Embedding are quantized"
+_ROWS = 128  # of a weight, from which its error is estimated: reading all takes longer than quantizing
+CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
+_NOTES = "_halfbyte_notes"  # and what else is worth saying about it
+
+# What takes the place of a method for weights that calibration does not reach: embeddings above all.
+UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
+# What Config.auto chooses from.
+AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")
+
+# Told of each model that has been quantized or loaded: other packages want to know (see integrations).
+finished: list[Callable[[nn.Module], None]] = []
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Config:
 
     format      of every Linear
     embedding   of every Embedding; None: the same as `format`
-    method      "absmax" or "mse": how scales are chosen
+    method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
     compute, activation   see QuantLinear
@@ -55,9 +69,48 @@ class Config:
             as_format(name)
         if isinstance(self.skip, str):
             raise ArgumentError(f"skip is a list of patterns, got a string: write skip=[{self.skip!r}]")
-        if self.method not in METHODS:
-            raise ArgumentError(f"method is one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.method not in (*METHODS, *CALIBRATED):
+            raise ArgumentError(f"method is one of {', '.join((*METHODS, *CALIBRATED))}, got {self.method!r}")
         check_compute(self.compute, self.activation)
+
+    @classmethod
+    def auto(
+        cls,
+        model: nn.Module,
+        bits: float,
+        calibration: Calibration | Tensor,
+        *,
+        formats: Sequence[str | Format] = AUTO_FORMATS,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Config:
+        """A Config with a format for each Linear of a language model, so that all together take at most `bits` a weight.
+
+        bits      scales and zeros included; embeddings, and a head that is tied to one, are not counted
+        formats   to choose from
+        progress  called with (linear layers measured, all of them, name)
+        settings  other fields of the Config: method, skip, embedding, …
+
+        How much a layer suffers is measured: the divergence (Kullback-Leibler) of the model's predictions when that layer alone has
+        the format of the fewest bits, and for the other formats in proportion to their squared error. Then the sum is minimised under
+        the budget. Raises ArgumentError where no choice fits it.
+        """
+        choices = [as_format(fmt) for fmt in formats]
+        plain = cls(str(choices[0]), **settings)
+        found = candidates(model)
+        check_patterns(plain, [candidate.name for candidate in found])
+        decisions = decide(found, plain)
+        names = list(_calibrated_names(model, decisions))
+        if not names:
+            raise ArgumentError(f"{type(model).__name__} has no Linear to choose a format for that no skip pattern keeps")
+        weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
+        sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
+        losses = measure_losses(model, weights, choices, _as_calibration(calibration), progress)
+        budget = int(bits * sum(weight.numel() for weight in weights.values()) / 8)
+        chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
+        most = max(range(len(choices)), key=list(chosen.values()).count)
+        overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}
+        return cls(str(choices[most]), overrides=overrides, **settings)
 
     def default_for(self, kind: str) -> Format:
         """The format of a module of this kind that no override names."""
@@ -78,18 +131,36 @@ class Candidate:
     reason: str | None = None
 
 
-def quantize_(model: nn.Module, config: Config | Format | str) -> nn.Module:
+def quantize_(
+    model: nn.Module,
+    config: Config | Format | str,
+    calibration: Calibration | Tensor | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
     """Replaces every nn.Linear and nn.Embedding of `model` by its quantized form, in place, and returns `model`.
 
+    calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need, and what "mse" weighs its errors by if
+                 it has it. The model is then one that goes through a list of decoder layers
+    progress     called with (decoder layers done, all of them, name) while calibrating
+
     What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. Raises ArgumentError (a
-    pattern that matches nothing, a NaN in a weight) or FormatError, and then nothing has changed.
+    pattern that matches nothing, a NaN in a weight, a method without its calibration) or FormatError, and then nothing has changed.
     """
     config = config if isinstance(config, Config) else Config(config)
+    check_calibration(config.method, calibration is not None)
     if isinstance(model, nn.Linear | nn.Embedding):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
     decisions = decide(found, config)
+    results: dict[str, Result] = {}
+    notes: list[str] = []
+    if calibration is not None:
+        formats = _calibrated_names(model, decisions)
+        results = {r.name: r for r in calibrate(model, formats, config.method, _as_calibration(calibration), progress=progress)}
+        missed = sorted(name for name in formats if f"{name}.weight" not in results)
+        notes = [f"no calibration token reaches {name}: mse without calibration is used" for name in missed]
+    method = UNCALIBRATED.get(config.method, config.method)
     by_weight: dict[int, QuantModule] = {}
     by_module: dict[int, QuantModule] = {}  # a module that has several names stays one module
     replacements: list[tuple[str, QuantModule]] = []
@@ -100,8 +171,10 @@ def quantize_(model: nn.Module, config: Config | Format | str) -> nn.Module:
             weight = module.get_parameter("weight")
             if (tied := by_weight.get(id(weight))) is not None:
                 packed, error = tied.packed, tied.error
+            elif (result := results.get(f"{name}.weight")) is not None and isinstance(result.value, Codes):
+                packed, error = ops.pack(result.value), result.error
             else:
-                codes = ops.quantize(weight, fmt, config.method, name=f"{name}.weight")
+                codes = ops.quantize(weight, fmt, method, name=f"{name}.weight")
                 packed, error = ops.pack(codes), relative_error(weight, codes)
             made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
@@ -109,20 +182,28 @@ def quantize_(model: nn.Module, config: Config | Format | str) -> nn.Module:
         replacements.append((name, by_module[id(module)]))
     for name, replacement in replacements:
         model.set_submodule(name, replacement)
-    setattr(model, _CONFIG, config)
+    with torch.no_grad():
+        for name, result in results.items():
+            if isinstance(result.value, Tensor):
+                model.get_parameter(name).copy_(result.value)
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    setattr(model, _NOTES, (*getattr(model, _NOTES, ()), *notes))
+    for tell in finished:
+        tell(model)
     return model
 
 
 def report(model: nn.Module) -> Report:
     """What of `model` is quantized and what is not, with the reasons and the bytes. One row for each module with parameters."""
-    config: Config | None = getattr(model, _CONFIG, None)
+    config: Config | None = getattr(model, CONFIG_ATTRIBUTE, None)
     found = candidates(model)
     reasons: dict[str, str] = {}
     for name, decision in (decide(found, config) if config else {c.name: c.reason for c in found}).items():
         reasons[name] = decision if isinstance(decision, str) else "not quantized yet"
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
-    return Report(tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule)))
+    rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
+    return Report(rows, getattr(model, _NOTES, ()))
 
 
 def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidate]:
@@ -141,7 +222,10 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
                 reason = f"its weight is also {other}, which is no Linear or Embedding"
             found.append(Candidate(name, kind_of(module), id(module.weight), reason))
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
-            found.append(Candidate(name, type(module).__name__, id(module), NOT_A_KIND))
+            stacked = any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module)) and not isinstance(
+                module, nn.modules.conv._ConvNd
+            )
+            found.append(Candidate(name, type(module).__name__, id(module), STACKED if stacked else NOT_A_KIND))
     return found
 
 
@@ -172,19 +256,47 @@ def check_patterns(config: Config, names: Sequence[str]) -> None:
                 raise ArgumentError(f"the {setting} pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
 
 
+def check_calibration(method: str, given: bool) -> None:
+    """Raises ArgumentError for a method that needs calibration and has none, or the other way round."""
+    if method in CALIBRATED and not given:
+        raise ArgumentError(
+            f"{method} needs calibration, which was not given: pass quantize_(…, calibration=calibration_tokens(tokenizer, text)), "
+            f"or use one of {', '.join(METHODS)}"
+        )
+    if given and method not in (*CALIBRATED, "mse"):
+        raise ArgumentError(f"{method} has no use for calibration, which {', '.join(CALIBRATED)} and mse have: leave one of the two out")
+
+
 def relative_error(weight: Tensor, codes: Codes) -> float:
-    """||weight - codes|| / ||weight|| (Frobenius) of a weight [N, K], a few rows at a time; 0 for a weight of zeros."""
+    """||weight - codes|| / ||weight|| (Frobenius) of a weight [N, K]; 0 for a weight of zeros.
+
+    Of more than 128 rows it is an estimate from 128 of them, evenly spread.
+    """
     n, k = codes.shape
-    step = max(1, _CHUNK // max(1, k))
-    total = missed = 0.0
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        w = weight.detach()[rows].float()
-        tensors = {name: t if len(t) < n else t[rows] for name, t in codes.tensors().items()}  # one scale for a tensor stays
-        missing = (w - Codes.from_tensors(codes.format, (len(w), k), tensors).dequantize()).flatten()
-        total += float(torch.dot(w.flatten(), w.flatten()))
-        missed += float(torch.dot(missing, missing))
-    return (missed / total) ** 0.5 if total else 0.0
+    rows = torch.arange(n, device=weight.device) if n <= _ROWS else torch.linspace(0, n - 1, _ROWS, device=weight.device).round().long()
+    w = weight.detach()[rows].float()
+    tensors = {name: t if len(t) < n else t[rows.to(t.device)] for name, t in codes.tensors().items()}  # one scale for a tensor stays
+    rounded = Codes.from_tensors(codes.format, (len(w), k), tensors).dequantize().to(w.device)
+    norm = float(w.norm())
+    return float((w - rounded).norm()) / norm if norm else 0.0
+
+
+def _calibrated_names(model: nn.Module, decisions: Mapping[str, Format | str]) -> dict[str, Format]:
+    """The Linears that are to be quantized and share their weight with no other module, with their formats."""
+    owners: dict[int, set[int]] = defaultdict(set)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for module in modules.values():
+        owners[id(module.weight)].add(id(module))
+    alone = {name for name, m in modules.items() if isinstance(m, nn.Linear) and len(owners[id(m.weight)]) == 1}
+    return {name: fmt for name, fmt in decisions.items() if name in alone and isinstance(fmt, Format)}
+
+
+def _as_calibration(calibration: Calibration | Tensor) -> Calibration:
+    return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+
+
+def _stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
+    return sum(torch.Size(size).numel() * dtype.itemsize for dtype, size in stored_tensors(fmt, shape).values())
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -232,6 +344,6 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
     before = after = 0
     if owner == name:
         before = module.weight.nbytes
-        after = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size in stored_tensors(fmt, shape).values())
+        after = _stored_bytes(fmt, tuple(shape))
     tied_to = None if owner == name else owner
     return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to)

@@ -9,7 +9,7 @@ each input channel and alpha = 0, 1/20, …, 1, this chooses the one that minimi
 and brings its extremes to one over each other. Who divides the input by s, for free, is found in `nn/folding.py`.
 
 Source: Lin et al.: AWQ, Activation-aware Weight Quantization (arXiv:2306.00978, 2023), equations 4 and 5. Its search for
-clipped ranges is `mse` with the importance of `clipping_importance`.
+clipped ranges is `mse` with these moments.
 """
 
 from __future__ import annotations
@@ -76,4 +76,4 @@ def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor) ->
 
 def awq(weight: Tensor, fmt: Format, moments: Tensor, options: AWQ, name: str = "weight") -> Codes:
     """Quantizes a weight [N, K] whose columns are scaled already; `moments` are those of the inputs that are divided already."""
-    return mse(weight, fmt, name, moments.diagonal()) if options.clip else absmax(weight, fmt, name)
+    return mse(weight, fmt, name, moments) if options.clip else absmax(weight, fmt, name)

@@ -43,7 +43,7 @@ class GPTQ:
     static_groups  scales and zeros come from the weights as they were before any column was rounded
     damping        part of the mean of diag(H) that is added to it
     columns        of a block
-    grid           how scales are found: "mse" (weighted by diag(H)) or "absmax" (the paper's)
+    grid           how scales are found: "mse" (with H) or "absmax" (the paper's)
     """
 
     act_order: bool = True
@@ -80,12 +80,14 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
         raise ArgumentError(f"GPTQ takes a weight [N, K] and moments [K, K], got {name} {list(weight.shape)} and {list(moments.shape)}")
     check_finite(weight, name)
     check_finite(moments, f"the input moments of {name}")
-    energy = moments.diagonal().float()
+    energy = moments.diagonal().float().clone()
     n, k = weight.shape
     if not weight.numel() or not bool((energy > 0).any()):
         return _grid(weight, fmt, energy, options, name)
     order = energy.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
     upper = inverse_factor(moments[order][:, order], options.damping, name)
+    # How much an error of each column costs once all later columns have made up for it as far as they can.
+    energy[order] = upper.diagonal().square().reciprocal().float()
     static = _grid(weight, fmt, energy, options, name) if options.static_groups or not isinstance(fmt.block, int) else None
     parts = []
     for rows in torch.arange(n, device=weight.device).split(max(1, _CHUNK // k)):

@@ -5,15 +5,16 @@ other weights. Of each block this tries, in order,
 
     1. the grid of `absmax`;
     2. grids whose ends are drawn in: by common factors of both ends, and, for formats with a zero, then of either end alone,
-       from the best of the former; q4_0, whose codes reach from -8 to 7, with both signs of the scale;
+       from the best of the former; symmetric 4-bit codes, which reach from -8 to 7, with both signs of the scale;
     3. a few refits: with the codes of the best grid so far held fixed, the scale (and offset) of least squares, then new
        codes; each such step can only lower the error but for the rounding of the scale.
 
 Each grid is judged with its scale and zero as they will be stored, and the best is kept. Last, what was found is compared
 with `absmax` in float64, so that no block comes out worse than that.
 
-With an `importance` h of each column the error is sum(h * (dequantize(q) - x)^2). Where h is the mean square of the inputs
-that a column is multiplied by, that is the squared error of the outputs but for the correlations between the inputs.
+With the moments H = sum(a a^T) of the inputs a that the weight is multiplied by, the error of a block is d H d^T instead,
+d = dequantize(q) - x: the squared error of the outputs, but for the correlations between blocks. (For blocks of more than 512
+columns it is sum(diag(H) * d^2).)
 
 Sources: the drawn-in ends are the clipping search of "Optimal clipping and magnitude-aware differentiation" (OCTAV, Sakr et
 al., ICML 2022) done by enumeration; factors and refits follow ggml's make_qx_quants and make_qkx2_quants (ggml-quants.c).
@@ -21,7 +22,8 @@ al., ICML 2022) done by enumeration; factors and refits follow ggml's make_qx_qu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,33 +32,34 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, steps, stored_grid
+from halfbyte.quantizers.check import check_finite
 from halfbyte.quantizers.walk import Builder, Grid, as_blocks
 
-_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
+_FACTORS = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
 _CUTS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4)  # parts of a range taken off one end or each
 _REFITS = 3
+_LARGEST = 512  # columns of a block whose correlations count: the work grows with them
 
 
 @torch.no_grad()
-def mse(weight: Tensor, fmt: Format, name: str = "weight", importance: Tensor | None = None) -> Codes:
+def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | None = None) -> Codes:
     """Quantizes `weight` to `fmt` with the least squared error that the search above finds.
 
-    importance  float [K], 0 or more: how much an error of each column counts; None: all count the same
+    moments  float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights
 
-    Takes, returns and raises what `absmax` does, and ArgumentError for an importance that does not fit; about thirty times
-    its work. Memory beyond the result: a few MB.
+    Takes, returns and raises what `absmax` does, and ArgumentError for moments that do not fit; about thirty times its work, with
+    moments a hundred and more. Memory beyond the result: a few MB.
     """
-    if importance is not None and (tuple(importance.shape) != weight.shape[-1:] or not bool((importance >= 0).all())):
-        raise ArgumentError(
-            f"the importance of {name} {list(weight.shape)} is one number of 0 or more for each of its columns, "
-            f"got {list(importance.shape)}{'' if tuple(importance.shape) != weight.shape[-1:] else ' with negative ones or NaN'}"
-        )
+    if moments is not None:
+        k = weight.shape[-1] if weight.dim() else 0
+        if tuple(moments.shape) not in ((k, k), (k,)):
+            raise ArgumentError(f"the input moments of {name} {list(weight.shape)} are [{k}, {k}] or [{k}], got {list(moments.shape)}")
+        check_finite(moments, f"the input moments of {name}")
     builder = Builder(weight, fmt, name)
-    if importance is not None:
-        importance = importance.to(builder.rows.device, torch.float32)
+    metric = None if moments is None or not builder.rows.numel() else _metric(moments.to(builder.rows.device), fmt)
     for group in builder:
         plain = absmax_grid(builder, group)
-        blocks = Blocks(fmt, group, importance)
+        blocks = Blocks(fmt, group, metric)
         found = _search(blocks, plain)
         better = squared_error(blocks, found, torch.float64) < squared_error(blocks, plain, torch.float64)
         grid = found.where(better, plain)
@@ -64,36 +67,61 @@ def mse(weight: Tensor, fmt: Format, name: str = "weight", importance: Tensor | 
     return builder.codes()
 
 
+def _metric(moments: Tensor, fmt: Format) -> Tensor:
+    """The diagonal blocks of the moments, float32 [nb, B, B], a short last one filled up with 0; [K] where blocks are too long."""
+    k = len(moments)
+    size = fmt.block_size(k)
+    if moments.dim() == 1 or size > _LARGEST or fmt.block == "tensor":
+        return (moments if moments.dim() == 1 else moments.diagonal()).float()
+    metric = torch.zeros(-(-k // size), size, size, device=moments.device)
+    for block, start in zip(metric, range(0, k, size), strict=True):
+        part = moments[start : start + size, start : start + size]
+        block[: len(part), : len(part)] = part
+    return metric
+
+
 class Blocks:
-    """A group of row slices as blocks, and how much each of their elements counts."""
+    """A group of row slices as blocks, and the metric M by which their errors d are measured, d M d^T.
 
-    def __init__(self, fmt: Format, group: Sequence[Tensor], importance: Tensor | None = None) -> None:
-        self.fmt, self.group, self.importance = fmt, group, importance
+    metric  [nb, B, B]: M of each block;  [K]: its diagonal;  None: 1
+    """
 
-    def encoded(self, grid: Grid) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Piece by piece: weights x, their codes q, both float32 [r, nb, B], and what each element counts, [1, nb, B] or [1, nb, 1].
+    def __init__(self, fmt: Format, group: Sequence[Tensor], metric: Tensor | None = None) -> None:
+        self.fmt, self.group, self.metric = fmt, group, metric
 
-        The filling of a short last block counts 0.
-        """
+    def encoded(self, grid: Grid) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
+        """Piece by piece: weights x, their codes q, both float32 [r, nb, B], and the product with M of something of that shape."""
         for rows in self.group:
             x = as_blocks(rows, self.fmt)
-            yield x, encode(self.fmt, x, grid), self._counts(rows, x)
+            yield x, encode(self.fmt, x, grid), partial(_times, self._counts(rows, x))
 
-    def _counts(self, rows: Tensor, x: Tensor) -> Tensor:
+    def _counts(self, rows: Tensor, x: Tensor) -> Tensor | None:
+        """M for a piece: [nb, B, B], its diagonal [1, nb, B], or None for 1. The filling of a short last block counts 0."""
         short = 0 if self.fmt.block == "tensor" else x.shape[1] * x.shape[2] - rows.shape[-1]
-        if self.importance is None and not short:
-            return x.new_ones(1, x.shape[1], 1)
-        counts = x.new_ones(rows.shape[-1]) if self.importance is None else self.importance
+        if self.metric is None and not short:
+            return None
+        if self.metric is not None and self.metric.dim() == 3:
+            return self.metric
+        counts = x.new_ones(rows.shape[-1]) if self.metric is None else self.metric
         if self.fmt.block == "tensor":
             return counts.repeat(len(rows)).reshape(1, 1, -1)
         return torch.nn.functional.pad(counts, (0, short)).reshape(1, *x.shape[1:])
 
 
+def _times(metric: Tensor | None, v: Tensor) -> Tensor:
+    if metric is None:
+        return v
+    if metric.shape[0] == 1 and metric.shape[1:] == v.shape[1:]:
+        return v * metric.to(v.dtype)
+    return (v.transpose(0, 1) @ metric.to(v.dtype)).transpose(0, 1)
+
+
 def squared_error(blocks: Blocks, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """sum(h * (dequantize(q) - x)^2) of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
+    """d M d^T, d = dequantize(q) - x, of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
     total = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
-    for x, q, counts in blocks.encoded(grid):
-        total += (decode(blocks.fmt, q, grid, dtype).sub_(x).square_() * counts).sum(dim=-1).double()
+    for x, q, times in blocks.encoded(grid):
+        d = decode(blocks.fmt, q, grid, dtype).sub_(x)
+        total += (times(d) * d).sum(dim=-1).double()
     return total
 
 
@@ -118,7 +146,7 @@ def _search(blocks: Blocks, plain: Grid) -> Grid:
     lo, hi = limits(fmt, blocks.group)
     if fmt.zero == "none":
         amax = torch.maximum(lo.abs(), hi.abs())
-        signs = (1, -1) if fmt.family == "ggml" and fmt.bits == 4 else (1,)
+        signs = (1, -1) if fmt.bits == 4 else (1,)  # of 8 bits one more code at an end is nothing
         for factor in _FACTORS:
             for sign in signs:
                 best.offer(amax * (sign * factor / fmt.q_max), None)
@@ -144,25 +172,27 @@ def _draw_in(best: _Best, lo: Tensor, hi: Tensor, ends: tuple[int, int]) -> tupl
     return best_lo, best_hi
 
 
-def refit(encoded: Iterator[tuple[Tensor, Tensor, Tensor]], grid: Grid) -> tuple[Tensor, Tensor | None]:
-    """The scale and lower end of weighted least squares for targets x and their codes, as `Blocks.encoded` gives them, float32 [r, nb].
+def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], grid: Grid) -> tuple[Tensor, Tensor | None]:
+    """The scale and lower end of least squares for targets x and their codes, as `Blocks.encoded` gives them, float32 [r, nb].
 
-    x ~ s * u, u = q or q - point:   s = sum(h*x*u) / sum(h*u^2)
-    x ~ s * q + o:                   s = sum(h*y*v) / sum(h*v^2), o = mean(x) - s * mean(q), of y and v less their (weighted) means
+    With (a, b) = sum(a * (b M)):
+    x ~ s * u, u = q or q - point:   s = (x, u) / (u, u)
+    x ~ s * q + o:                   s and o from (x - s * q - o, q) = 0 = (x - s * q - o, 1)
     """
     xu = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
     n, sx, su, uu = torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu)
     start = None if grid.start is None else grid.start.unsqueeze(-1)
-    for x, q, counts in encoded:
+    for x, q, times in encoded:
         u = steps(q, grid)
         y = x if start is None else x - start  # near the offset: the sums then cancel little
-        hu = u * counts
-        xu += (y * hu).sum(dim=-1).double()
-        uu += (u * hu).sum(dim=-1).double()
+        mu = times(u)
+        xu += (y * mu).sum(dim=-1).double()
+        uu += (u * mu).sum(dim=-1).double()
         if start is not None:
-            n += counts.expand(1, *x.shape[1:]).sum(dim=-1)
-            sx += (y * counts).sum(dim=-1).double()
-            su += hu.sum(dim=-1).double()
+            ones = times(torch.ones_like(x[:1]))
+            n += ones.sum(dim=-1).double()
+            sx += (y * ones).sum(dim=-1).double()
+            su += mu.sum(dim=-1).double()
     if grid.start is not None:
         scale = (xu - sx * su / n) / (uu - su * su / n)
         return scale.float(), ((sx - scale * su) / n + grid.start.double()).float()

@@ -1,0 +1,161 @@
+"""Who can divide the input channels of a linear layer by a scale, so that its weight may be multiplied by it at no cost.
+
+Two kinds of module can: a norm whose output the layer reads, by its weight and bias; and a linear layer whose outputs reach this one
+channel by channel, by rows of its weight (up_proj before down_proj, v_proj before o_proj, also where several heads share one v).
+
+No names are looked at. The layer is run and watched: what reads the output of a norm, and which linear layers came before within
+the same module. Each possible fold is then tried on a copy with random scales, and kept if the outputs of the layer and of all its
+linear layers stay as they were. So a fold that is used is right, whatever the architecture is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCE = 1e-3  # relative, of outputs in float32; a wrong fold by factors of e^±0.5 changes them by tenths
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fold:
+    """One way to divide the input of the linear layers `consumers`, which read the same tensor of K channels.
+
+    producer  the module that divides
+    kind      "norm": y = n * w + b;  "shifted": y = n * (1 + w) + b;  "linear": its last C rows
+    channel   int64 [K] in [0, C): which output of the producer each channel comes from
+    """
+
+    producer: str
+    kind: Literal["norm", "shifted", "linear"]
+    channel: Tensor
+    consumers: tuple[str, ...]
+
+    def apply(self, block: nn.Module, scale: Tensor, dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Divides in the float32 module `block`, and multiplies the weights of the consumers.
+
+        scale   float32 [K], above 0, equal for columns of the same channel
+        dtypes  of the producer's parameters in the model, by name, to which their new values are rounded
+
+        Returns the scale that was used, and the new values of parameters that stay in floating point, by name. Norms are divided by
+        a scale that is changed a little, so that the rounding of their weights is made up for exactly.
+        """
+        producer = block.get_submodule(self.producer)
+        weight, bias = producer.get_parameter("weight"), producer._parameters.get("bias")
+        by = torch.ones(int(self.channel.max()) + 1, device=scale.device).index_copy_(0, self.channel, scale)
+        changed: dict[str, Tensor] = {}
+        if self.kind == "linear":
+            rows = slice(len(weight) - len(by), None)
+            weight.data[rows] /= by.unsqueeze(-1)
+        else:
+            rows, one = slice(None), float(self.kind == "shifted")
+            key = f"{self.producer}.weight"
+            changed[key] = ((weight.data + one) / by - one).to(dtypes[key])
+            old, new = weight.data + one, changed[key].float() + one
+            by = torch.where((new == 0) | (old == 0), 1.0, old / new)
+            weight.data.copy_(torch.where(by == 1, weight.data, changed[key].float()))
+            changed[key] = weight.data.to(dtypes[key])
+            scale = by[self.channel]
+        if bias is not None:
+            key = f"{self.producer}.bias"
+            divided = bias.data.clone()
+            divided[rows] /= by
+            changed[key] = divided.to(dtypes[key])
+            bias.data.copy_(changed[key])
+        for name in self.consumers:
+            block.get_submodule(name).get_parameter("weight").data.mul_(scale)
+        return scale, changed
+
+
+def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Module], Tensor]) -> list[Fold]:
+    """The folds of a decoder layer, in the order in which it runs; at most one for each tensor that its linear layers read.
+
+    block    the layer, in float32
+    targets  the linear layers that are going to be quantized: no others are scaled or divide
+    run      runs a copy of the layer on some input
+    """
+    trace = _Trace(block)
+    with trace:
+        reference = run(block)
+    folds, generator = [], torch.Generator().manual_seed(0)
+    for consumers, x in trace.readers(targets):
+        for fold in _candidates(block, trace, targets, consumers, x):
+            trial = deepcopy(block)
+            size = int(fold.channel.max()) + 1
+            scale = torch.randn(size, generator=generator).mul(0.5).exp().to(x.device)[fold.channel]
+            fold.apply(trial, scale, {name: torch.float32 for name, _ in block.named_parameters()})
+            with _Trace(trial) as again:
+                output = run(trial)
+            linears = {name for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+            others = linears & trace.outputs.keys() - {fold.producer}
+            if _same(output, reference) and all(
+                _same(again.outputs[name], trace.outputs[name]) for name in others if name in trace.outputs
+            ):
+                folds.append(fold)
+                break
+    return folds
+
+
+class _Trace:
+    """Inside, the first tensor that each module is called with and what it returns are kept, in the order of the calls."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+
+    def __enter__(self) -> _Trace:
+        self._hooks = [module.register_forward_hook(self._hook(name)) for name, module in self.block.named_modules() if name]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                self.inputs[name], self.outputs[name] = args[0], output
+
+        return hook
+
+    def readers(self, targets: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """The targets that read the same tensor, and that tensor."""
+        groups: dict[int, list[str]] = {}
+        for name, x in self.inputs.items():
+            if name in targets:
+                groups.setdefault(id(x), []).append(name)
+        yield from ((tuple(names), self.inputs[names[0]]) for names in groups.values())
+
+
+def _candidates(block: nn.Module, trace: _Trace, targets: Sequence[str], consumers: tuple[str, ...], x: Tensor) -> Iterator[Fold]:
+    k = x.shape[-1]
+    for name, output in trace.outputs.items():
+        weight = block.get_submodule(name)._parameters.get("weight")
+        if output is x and weight is not None and tuple(weight.shape) == (k,):
+            for kind in ("norm", "shifted"):
+                yield Fold(name, kind, torch.arange(k, device=x.device), consumers)
+    parent = consumers[0].rpartition(".")[0]
+    before = list(trace.inputs)[: list(trace.inputs).index(consumers[0])]
+    for name in reversed(before):
+        if name in targets and name.rpartition(".")[0] == parent:
+            out = len(block.get_submodule(name).get_parameter("weight"))
+            for channel in _channels(block.get_submodule(parent), k):
+                if int(channel.max()) < out:
+                    yield Fold(name, "linear", channel.to(x.device), consumers)
+
+
+def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
+    """How K channels may come from fewer: each from its own, or those of the query heads from the key-value heads that they share."""
+    yield torch.arange(k)
+    groups, head = getattr(parent, "num_key_value_groups", 1), getattr(parent, "head_dim", None)
+    if isinstance(groups, int) and isinstance(head, int) and groups > 1 and k % (groups * head) == 0:
+        yield torch.arange(k // groups).reshape(-1, 1, head).expand(-1, groups, -1).flatten()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and float((a - b).norm()) <= _TOLERANCE * float(b.norm())

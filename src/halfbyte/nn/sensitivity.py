@@ -1,0 +1,68 @@
+"""How much a language model's predictions suffer when one of its weights is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.nn.calibrate import Calibration, Progress
+from halfbyte.quantizers.mse import mse
+
+
+@torch.no_grad()
+def measure_losses(
+    model: nn.Module, weights: Mapping[str, Tensor], formats: Sequence[Format], calibration: Calibration, progress: Progress | None = None
+) -> list[list[float]]:
+    """For each weight and each format the divergence that quantizing that weight alone brings, estimated.
+
+    weights  parameters [N, K] of `model`, by name; changed while this runs, and restored
+
+    With the format of the largest error the mean over all tokens of KL(original || quantized) in nats is measured. To first order
+    in the divergence it grows with the square of the weight's error, so that for the others it is scaled by that.
+    """
+    original = [_log_probabilities(model, tokens) for tokens in calibration.tokens.split(calibration.batch)]
+    losses = []
+    for done, (name, weight) in enumerate(weights.items()):
+        kept = weight.detach().clone()
+        rounded = [mse(kept, fmt, name) for fmt in formats]
+        errors = [_squared_error(kept, codes) for codes in rounded]
+        worst = max(range(len(formats)), key=errors.__getitem__)
+        try:
+            weight.copy_(rounded[worst].dequantize(weight.dtype))
+            divergence = _divergence(model, original, calibration)
+        finally:
+            weight.copy_(kept)
+        losses.append([divergence * error / errors[worst] if errors[worst] else 0.0 for error in errors])
+        if progress is not None:
+            progress(done + 1, len(weights), name)
+    return losses
+
+
+def _squared_error(weight: Tensor, codes: Codes) -> float:
+    return float((weight.float() - codes.dequantize()).square().sum(dtype=torch.float64))
+
+
+def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of each next token, float32 [passages, tokens, vocabulary]."""
+    training, device = model.training, next(model.parameters()).device
+    try:
+        answer = model.eval()(tokens.to(device))
+    finally:
+        model.train(training)
+    logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise UnsupportedError(f"{type(model).__name__} answers with no logits, by which weights are judged: name the formats yourself")
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _divergence(model: nn.Module, original: Sequence[Tensor], calibration: Calibration) -> float:
+    total = 0.0
+    for tokens, before in zip(calibration.tokens.split(calibration.batch), original, strict=True):
+        after = _log_probabilities(model, tokens)
+        total += float((before.exp() * (before - after)).sum(dtype=torch.float64))
+    return max(0.0, total / calibration.tokens.numel())
