@@ -14,23 +14,45 @@ def add(commands: Commands) -> None:
         run,
         "time a linear layer beside torch",
         "Time y = x W^T for x [M, K] and W [N, K]. All contenders take turns, each in a process of its own, and rotate over copies of the "
-        "weight that no cache holds, so that weights come from memory, as in a whole model. Results are checked first.",
+        "weight that no cache holds, so that weights come from memory, as in a whole model. Results are checked first. On a GPU contenders "
+        "take turns in one process, by replays of CUDA graphs.",
     )
     parser.add_argument("--m", type=int, nargs="+", default=[1, 128], help="rows of the activations (default: 1 128)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
     parser.add_argument("--format", nargs="+", default=["q4_0"], help="formats of the weight (default: q4_0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="threads (default: as many as torch takes)")
     parser.add_argument("--rounds", type=int, default=5, help="turns that each contender takes (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
+    check_fits(args.n, args.k)
+    return _cpu(args) if args.device == "cpu" else _cuda(args)
+
+
+def _cuda(args: argparse.Namespace) -> int:
+    from halfbyte.bench import gpu
+    from halfbyte.bench.gpu_report import text
+
+    plan = gpu.GpuPlan(
+        shapes=((args.n, args.k),), ms=tuple(args.m), formats=tuple(args.format), peers=("cublas", "tinygemm"), rounds=3 * args.rounds
+    )
+    with progress(args, "measuring") as advance:
+        report = gpu.run(plan, lambda doing: advance(0, 1, doing))
+    if args.json:
+        print_json(report.to_json())
+    else:
+        print(text(report))
+    return 0
+
+
+def _cpu(args: argparse.Namespace) -> int:
     import torch
 
     from halfbyte.bench import cpu
     from halfbyte.bench.report import text
 
-    check_fits(args.n, args.k)
     plan = cpu.Plan(
         shapes=((args.n, args.k),),
         ms=tuple(args.m),

@@ -105,6 +105,8 @@ def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
             rejected.append((candidate, reason))
         else:
             options += _options(candidate, problem, gpu)
+    if not options and problem.compute == "float":
+        return GpuChoice(None, (), tuple(rejected))
     if not options:
         reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected)
         raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")

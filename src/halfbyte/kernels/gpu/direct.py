@@ -46,8 +46,8 @@ class _Step(NamedTuple):
 def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch.device) -> Replay | str:
     """A function that makes `calls` again for the addresses of other operands (0 for None), or the reason why there is none.
 
-    Operands must not overlap. What else the kernels are given is frozen: other tensors too, which the caller keeps alive.
-    The current device must be `device` at every call.
+    Operands must not overlap. Other tensors than they and the scratch memory of `launch` are not for kernels that are made again;
+    numbers are frozen. The current device must be `device` at every call.
     """
     ranges = [(0, 0) if operand is None else _range(operand) for operand in operands]
     buffers = [(launch.WORKSPACES, torch.uint8), (launch.LOCKS, torch.int32)]
@@ -61,7 +61,7 @@ def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch
     used = {slot.operand for step in steps for slot in _slots(step)}
     first = len(operands)
     workspace, locks = sizes[0] if first in used else 0, sizes[1] if first + 1 in used else 0
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index or 0
 
     def replay(addresses: Addresses) -> None:
         if workspace:
@@ -110,7 +110,7 @@ def _argument(value: Any, ranges: list[tuple[int, int]]) -> Any:
         for operand, (start, end) in enumerate(ranges):
             if start <= address < end:
                 return _Slot(operand, address - start)
-        return address
+        raise _Unbindable("a kernel was given a tensor of its own")
     if isinstance(value, tuple):
         return tuple(_argument(member, ranges) for member in value)
     if hasattr(value, "base"):

@@ -1,0 +1,202 @@
+"""The GPU benchmark: halfbyte and its peers on linear layers, interleaved in one process by replays of CUDA graphs.
+
+Each contender's weights rotate over more memory than the caches hold; medians of rounds are quoted. The floor is what the GPU takes
+at the least: to read the same bytes, measured here by a kernel that only reads, or to do the arithmetic at the best rate
+that a large product of cuBLAS reached here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import halfbyte
+from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
+from halfbyte.bench.gpu_plot import svg
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, text
+from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
+from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.gpu.clock import copies, graph_times
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu, gpu
+
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672))
+MS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """What to measure. vllm: a folder with vLLM's libraries, where it is not installed."""
+
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    ms: tuple[int, ...] = MS
+    formats: tuple[str, ...] = ("int4_g128",)
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    computes: tuple[str, ...] = ("float",)
+    activation: str = "row"
+    peers: tuple[str, ...] = tuple(peer.name for peer in GPU_PEERS)
+    rounds: int = 15
+    vllm: str | None = None
+
+
+def run(plan: GpuPlan, progress: Callable[[str], None] = lambda doing: None) -> GpuReport:
+    """Measures everything in the plan on the current GPU."""
+    names = {peer.name: peer for peer in GPU_PEERS}
+    if unknown := set(plan.peers) - names.keys():
+        raise ArgumentError(f"there is no peer {min(unknown)!r}: use some of {', '.join(names)}")
+    if min((*plan.ms, plan.rounds, *(side for shape in plan.shapes for side in shape)), default=0) < 1:
+        raise ArgumentError("shapes, M and rounds of a benchmark are whole numbers from 1 on")
+    here = gpu(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    report = GpuReport(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        gpu=asdict(here),
+        versions={"halfbyte": halfbyte.__version__, "torch": torch.__version__, "triton": __import__("triton").__version__},
+        settings=asdict(plan),
+        ceilings=_ceilings(here),
+    )
+    contenders = [HALFBYTE, *(names[name] for name in plan.peers)]
+    for n, k in plan.shapes:
+        for fmt in plan.formats:
+            for dtype in plan.dtypes:
+                for compute in plan.computes:
+                    work = GpuWork(here, n, k, as_format(fmt), getattr(torch, dtype), compute, plan.activation)
+                    progress(f"{n}x{k} {fmt} {dtype} {compute}")
+                    report.measurements += _shape(plan, work, contenders, report)
+                    torch.cuda.empty_cache()
+    return report
+
+
+def _shape(plan: GpuPlan, work: GpuWork, contenders: Sequence[GpuContender], report: GpuReport) -> list[GpuMeasurement]:
+    binds: dict[GpuContender, Bind] = {}
+    for contender in contenders:
+        try:
+            binds[contender] = contender.bind(work, plan.vllm)
+        except Absent as reason:
+            _absent(report, work, contender, str(reason))
+    geo = gpu_tiles.geometry(work.format, (work.n, work.k))
+    reading = _read_seconds(geo.nbytes, work.gpu)
+    found = []
+    for m in plan.ms:
+        rate = report.ceilings["integer" if work.compute == "int8" else "half"]
+        other_bytes = work.dtype.itemsize * m * (work.k + work.n)
+        floor = max(reading + other_bytes / report.ceilings["read"], 2 * m * work.n * work.k / rate)
+        found += _rank(_rows(plan, work, binds, m, floor, report))
+    return found
+
+
+def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int, floor: float, report: GpuReport) -> list[GpuMeasurement]:
+    x = torch.randn(m, work.k, generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(work.dtype)
+    launches, errors = {}, {}
+    for contender, bind in binds.items():
+        try:
+            launches[contender.name] = bind(x)
+            y = launches[contender.name][-1]()
+        except (Absent, HalfbyteError, RuntimeError) as reason:
+            launches.pop(contender.name, None)
+            _absent(report, work, contender, f"M={m}: {' '.join(str(reason).split())[:200]}")
+            continue
+        errors[contender.name] = None if y.dtype == torch.int32 else _error(y, x, work)
+    times = graph_times(launches, rounds=plan.rounds)
+    problem = Problem("linear", m, work.n, work.k, work.format, work.dtype, compute_of(work.compute), work.activation)  # type: ignore[arg-type]
+    taken = choose_gpu_linear(problem, work.gpu).taken
+    kernel = "torch" if taken is None else f"{taken.candidate.name} {taken.config}"
+    return [
+        GpuMeasurement(
+            contender=contender.name,
+            label=contender.label,
+            peer=contender.peer,
+            n=work.n,
+            k=work.k,
+            m=m,
+            format=str(work.format),
+            dtype=str(work.dtype).removeprefix("torch."),
+            compute=work.compute,
+            kernel="" if contender.peer else kernel,
+            error=errors[contender.name],
+            seconds=times[contender.name].median,
+            spread=(times[contender.name].min, times[contender.name].max),
+            floor=floor,
+        )
+        for contender in binds
+        if contender.name in times
+    ]
+
+
+def _absent(report: GpuReport, work: GpuWork, contender: GpuContender, reason: str) -> None:
+    line = f"{contender.label}, {work.n}x{work.k} {work.format} {work.compute}: {reason}"
+    if line not in report.absences:
+        report.absences.append(line)
+
+
+def _rank(measurements: list[GpuMeasurement]) -> list[GpuMeasurement]:
+    peers = [one for one in measurements if one.peer]
+    if not peers:
+        return measurements
+    best = min(peers, key=lambda one: one.seconds)
+    return [replace(one, best_peer=best.seconds / one.seconds, best_peer_name=best.label) for one in measurements]
+
+
+def _error(y: torch.Tensor, x: torch.Tensor, work: GpuWork) -> float:
+    """Of up to 64 rows, against the dequantized weight in float64."""
+    rows = x[:64].double()
+    reference = torch.cat([rows @ part.double().T for part in work.weight.split(4096)], dim=1)
+    return float((y[:64].double() - reference).norm() / reference.norm())
+
+
+def _ceilings(here: Gpu) -> dict[str, float]:
+    """Operations a second that cuBLAS reached on large products, and bytes a second that a kernel read."""
+    side = 8192
+    a, b = (torch.randn(side, side, device="cuda").to(torch.bfloat16) for _ in range(2))
+    qa, qb = (torch.randint(-127, 128, (side, side), dtype=torch.int8, device="cuda") for _ in range(2))
+    times = graph_times({"half": [partial(torch.mm, a, b.t())], "integer": [partial(torch._int_mm, qa, qb.t())]}, rounds=5)
+    return {**{name: 2 * side**3 / time.median for name, time in times.items()}, "read": (1 << 31) / _read_seconds(1 << 31, here)}
+
+
+def _read_seconds(nbytes: int, here: Gpu) -> float:
+    """The least seconds that a kernel takes to read so many bytes that no cache holds."""
+    from halfbyte.kernels.gpu.probe import read_launches
+
+    data = [torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_() for _ in range(copies(nbytes, here.l2))]
+    return min(time.median for time in graph_times(read_launches(data, here), rounds=7).values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="NxK (default: %(default)s)")
+    parser.add_argument("--m", type=int, nargs="+", default=list(MS), help="rows of the activations (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", default=["int4_g128"], help="of the weights (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=("float16", "bfloat16", "float32"), help="of the activations")
+    parser.add_argument("--computes", nargs="+", default=["float"], choices=("float", "int8"), help="default: %(default)s")
+    parser.add_argument("--activation", default="row", help="scales of int8 activations (default: %(default)s)")
+    parser.add_argument("--peers", nargs="*", default=[peer.name for peer in GPU_PEERS], help="default: all")
+    parser.add_argument("--rounds", type=int, default=15, help="turns that each contender takes (default: %(default)s)")
+    parser.add_argument("--vllm", help="a folder with vLLM's libraries, where it is not installed")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--plot", type=Path, help="write the times against M to this SVG file")
+    args = parser.parse_args(argv)
+    try:
+        shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes))
+        plan = GpuPlan(
+            shapes, tuple(args.m), tuple(args.formats), tuple(args.dtypes), tuple(args.computes), args.activation, tuple(args.peers),
+            args.rounds, args.vllm,
+        )  # fmt: skip
+        report = run(plan, lambda doing: print(doing, file=sys.stderr))
+    except (HalfbyteError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        args.json.write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
+    if args.plot:
+        args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
+    print(text(report))
+    return 0

@@ -1,0 +1,261 @@
+"""Who takes part on a GPU: halfbyte, torch's own products, and the kernels of gemlite and vLLM where they are installed.
+
+A contender puts copies of one weight in memory, as many as exceed the caches, and gives for x [M, K] the launches of y = x W^T, one
+for each copy. What it cannot do it says with Absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.formats.codes import Codes, pack_nibbles
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.gpu.clock import copies
+from halfbyte.machine import Gpu
+
+Launches = list[Callable[[], Tensor]]
+Bind = Callable[[Tensor], Launches]
+
+
+class Absent(Exception):
+    """Why a contender does not take part."""
+
+
+@dataclass(frozen=True)
+class GpuWork:
+    """One weight [n, k] in `format`; activations in `dtype`; how halfbyte computes."""
+
+    gpu: Gpu
+    n: int
+    k: int
+    format: Format
+    dtype: torch.dtype
+    compute: str
+    activation: str
+
+    @cached_property
+    def codes(self) -> Codes:
+        generator = torch.Generator("cuda").manual_seed(0)
+        return ops.quantize(torch.randn(self.n, self.k, generator=generator, device="cuda") * 0.02, self.format)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """Dequantized, float32 [n, k]."""
+        return self.codes.dequantize()
+
+    def rotate(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """Copies of a weight's tensors at different addresses, together larger than the caches."""
+        return [tuple(t.clone() for t in tensors) for _ in range(copies(sum(t.nbytes for t in tensors), self.gpu.l2))]
+
+    @property
+    def group(self) -> int:
+        return self.format.block_size(self.k)
+
+    def needs(self, sound: bool, what: str) -> None:
+        if not sound:
+            raise Absent(f"takes {what}")
+
+
+def halfbyte(work: GpuWork) -> Bind:
+    packed = ops.pack(work.codes, "cuda")
+    weights = [type(packed)(packed.format, packed.shape, packed.layout, data) for (data,) in work.rotate(packed.data)]
+
+    def bind(x: Tensor) -> Launches:
+        return [partial(ops.linear, x, weight, compute=work.compute, activation=work.activation) for weight in weights]
+
+    return bind
+
+
+def cublas(work: GpuWork) -> Bind:
+    work.needs(work.dtype != torch.float32, "activations of 16 bits")
+    weights = work.rotate(work.weight.to(work.dtype))
+    return lambda x: [partial(torch.nn.functional.linear, x, w) for (w,) in weights]
+
+
+def tinygemm(work: GpuWork) -> Bind:
+    """torch's int4 kernel: w = scale * (u - 8) + zero in bfloat16."""
+    fmt = work.format
+    work.needs(work.dtype == torch.bfloat16, "bfloat16 activations")
+    work.needs(fmt.bits == 4 and work.group in (32, 64, 128, 256) and work.k % work.group == 0, "4 bits in blocks of 32 to 256 that fill K")
+    work.needs(work.n % 8 == 0 and work.k % 128 == 0, "N % 8 = 0 and K % 128 = 0")
+    work.needs(fmt.zero != "offset", "points")
+    u = (work.codes.values() - fmt.q_min).to(torch.uint8)
+    scale = work.codes.scale.float()
+    zero = torch.zeros_like(scale) if work.codes.zero is None else scale * (8 - work.codes.zero.float())
+    nibbles = pack_nibbles(u.view(work.n, -1, 2).flip(-1).view(work.n, -1))
+    packed = torch.ops.aten._convert_weight_to_int4pack(nibbles, 8)
+    scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().to(torch.bfloat16)
+    weights = work.rotate(packed, scales)
+    return lambda x: [partial(torch.ops.aten._weight_int4pack_mm, x, w, work.group, s) for w, s in weights]
+
+
+def int_mm(work: GpuWork) -> Bind:
+    """cuBLAS's int8 product by itself: int8 in, int32 out."""
+    work.needs(work.compute == "int8", "int8 compute")
+    work.needs(work.k % 8 == 0 and work.n % 8 == 0, "N % 8 = 0 and K % 8 = 0")
+    weights = work.rotate(torch.randint(-127, 128, (work.n, work.k), dtype=torch.int8, device="cuda"))
+
+    def bind(x: Tensor) -> Launches:
+        work.needs(x.shape[0] > 16, "more than 16 rows")
+        xq = torch.randint(-127, 128, x.shape, dtype=torch.int8, device="cuda")
+        return [partial(torch._int_mm, xq, w.t()) for (w,) in weights]
+
+    return bind
+
+
+# vLLM
+
+_UINT4B8, _UINT8B128 = 4 << 8 | 8 << 17 | 1 << 50, 8 << 8 | 128 << 17 | 1 << 50  # its ScalarType.id: mantissa, bias, IEEE NaNs
+
+
+def _vllm(folder: str | None) -> Any:
+    """The ops of vLLM's libraries, loaded without vLLM itself. `folder` holds the libraries where it is not installed."""
+    if folder is None:
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise Absent("vLLM is not installed")
+        folder = str(Path(spec.origin).parent)
+    for name in ("_C", "_C_stable_libtorch"):
+        for path in Path(folder).glob(f"{name}.*so"):
+            try:
+                torch.ops.load_library(str(path))
+            except OSError as error:
+                raise Absent(f"{path} cannot be loaded: {error}") from error
+    return torch.ops._C
+
+
+def _rows_of_words(work: GpuWork) -> Tensor:
+    """Codes as GPTQ stores them: int32 [K * bits / 32, N], the first of each word's in its low bits."""
+    bits = work.format.bits
+    u = (work.codes.values() - work.format.q_min).to(torch.int64).T.unflatten(0, (-1, 32 // bits))
+    shifts = torch.arange(0, 32, bits, device="cuda").view(1, -1, 1)
+    words: Tensor = (u << shifts).sum(1)
+    return words.to(torch.int32)
+
+
+def _of_vllm(work: GpuWork) -> int:
+    """Checks what Marlin and Machete have in common; the id of their number type."""
+    fmt = work.format
+    work.needs(fmt.zero == "none" and fmt.block != "tensor", "symmetric weights with scales for blocks or channels")
+    work.needs(work.dtype != torch.float32, "activations of 16 bits")
+    work.needs(work.compute == "float", "float compute")
+    return _UINT4B8 if fmt.bits == 4 else _UINT8B128
+
+
+def marlin(work: GpuWork, folder: str | None) -> Bind:
+    kind, vllm, n, k = _of_vllm(work), _vllm(folder), work.n, work.k
+    work.needs(n % 64 == 0 and k % 128 == 0 and work.group in (32, 64, 128, k), "N % 64 = 0, K % 128 = 0, and blocks of 32, 64, 128 or K")
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    w = vllm.gptq_marlin_repack(_rows_of_words(work), none, k, n, work.format.bits, False)
+    scale = work.codes.scale.T.to(work.dtype).contiguous()
+    order = [i + 8 * j for i in range(8) for j in range(8)]
+    if work.group == k:
+        order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    scale = scale.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
+    locks = torch.zeros(4 * work.gpu.sms, dtype=torch.int32, device="cuda")
+    weights = work.rotate(w, scale)
+
+    def bind(x: Tensor) -> Launches:
+        m = x.shape[0]
+
+        def product(w: Tensor, s: Tensor) -> Tensor:
+            before = (x, None, w, None, s, None, None, None, None, None, locks, kind, m, n, k)
+            return vllm.marlin_gemm(*before, True, False, True, False)  # type: ignore[no-any-return]
+
+        return [partial(product, w, s) for w, s in weights]
+
+    return bind
+
+
+def machete(work: GpuWork, folder: str | None) -> Bind:
+    kind, vllm = _of_vllm(work), _vllm(folder)
+    work.needs(work.gpu.capability == (9, 0), "Hopper")
+    work.needs(work.n % 128 == 0 and work.k % 64 == 0 and work.group in (64, 128, work.k), "N % 128 = 0, and blocks of 64, 128 or K")
+    words = _rows_of_words(work).t().contiguous().t()
+    w = vllm.machete_prepack_B(words, work.dtype, kind, work.dtype)
+    scale = work.codes.scale.T.to(work.dtype).contiguous()
+    weights = work.rotate(w.t(), scale)  # it is laid out by columns, which a plain copy keeps for its transpose
+
+    def bind(x: Tensor) -> Launches:
+        def product(w: Tensor, s: Tensor) -> Tensor:
+            return vllm.machete_mm(x, w.t(), kind, work.dtype, s, None, work.group, None, None, None)  # type: ignore[no-any-return]
+
+        return [partial(product, w, s) for w, s in weights]
+
+    return bind
+
+
+def cutlass(work: GpuWork, folder: str | None) -> Bind:
+    """W8A8, a scale a channel and a token, with the quantization of the activations, which halfbyte's times hold too."""
+    work.needs(work.compute == "int8" and work.format.zero == "none" and not isinstance(work.format.block, int), "int8 compute per channel")
+    work.needs(work.dtype != torch.float32, "activations of 16 bits")
+    work.needs(work.n % 16 == 0 and work.k % 16 == 0, "N % 16 = 0 and K % 16 = 0")
+    vllm = _vllm(folder)
+    scale = work.weight.abs().amax(1, keepdim=True) / 127
+    q = (work.weight / scale).round().to(torch.int8)
+    weights = work.rotate(q, scale)
+
+    def bind(x: Tensor) -> Launches:
+        xq = torch.empty(x.shape, dtype=torch.int8, device="cuda")
+        sx = torch.empty(x.shape[0], 1, device="cuda")
+
+        def product(w: Tensor, s: Tensor) -> Tensor:
+            out = torch.empty(x.shape[0], work.n, dtype=work.dtype, device="cuda")
+            vllm.dynamic_scaled_int8_quant(xq, x, sx, None)
+            vllm.cutlass_scaled_mm(out, xq, w.t(), sx, s, None)
+            return out
+
+        return [partial(product, w, s) for w, s in weights]
+
+    return bind
+
+
+def gemlite(work: GpuWork) -> Bind:
+    work.needs(work.format.zero == "none" and work.compute == "float" and work.dtype != torch.float32, "symmetric weights, 16 bits")
+    if find_spec("gemlite") is None:
+        raise Absent("gemlite is not installed")
+    core = import_module("gemlite.core")
+    kind = core.DType.FP16 if work.dtype == torch.float16 else core.DType.BF16
+    layers = []
+    u = (work.codes.values() - work.format.q_min).to(torch.uint8)
+    for (scale,) in work.rotate(work.codes.scale.to(work.dtype)):
+        layer = core.GemLiteLinearTriton(work.format.bits, work.group, work.k, work.n, kind, kind)
+        layer.pack(u, scale.view(-1, 1), -work.format.q_min, None)
+        layers.append(layer)
+    return lambda x: [partial(layer, x) for layer in layers]
+
+
+@dataclass(frozen=True)
+class GpuContender:
+    """One line of the plot."""
+
+    name: str
+    label: str
+    build: Callable[..., Bind]
+    peer: bool = True
+    of_vllm: bool = False
+
+    def bind(self, work: GpuWork, vllm: str | None) -> Bind:
+        return self.build(work, vllm) if self.of_vllm else self.build(work)
+
+
+HALFBYTE = GpuContender("halfbyte", "halfbyte", halfbyte, peer=False)
+GPU_PEERS: Sequence[GpuContender] = (
+    GpuContender("cublas", "cuBLAS 16-bit", cublas),
+    GpuContender("tinygemm", "torch int4pack", tinygemm),
+    GpuContender("int_mm", "torch._int_mm (product alone)", int_mm),
+    GpuContender("gemlite", "gemlite", gemlite),
+    GpuContender("marlin", "vLLM Marlin", marlin, of_vllm=True),
+    GpuContender("machete", "vLLM Machete", machete, of_vllm=True),
+    GpuContender("cutlass", "vLLM CUTLASS int8", cutlass, of_vllm=True),
+)

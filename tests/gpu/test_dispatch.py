@@ -1,0 +1,169 @@
+"""The choice of a GPU kernel: candidates, predictions, measured times and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.dispatch import gpu as rules
+from halfbyte.dispatch import tune
+from halfbyte.dispatch.explain import explain
+from halfbyte.dispatch.explain_gpu import GpuExplanation
+from halfbyte.dispatch.roofline import SKILLS, Tiles, gpu_ceilings, predict
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.problem import Problem
+from halfbyte.machine import GPUS, Gpu
+
+
+def problem(
+    m: int, n: int = 4096, k: int = 4096, fmt: str = "int4_g128", compute: str = "float", dtype: torch.dtype = torch.float16
+) -> Problem:
+    return Problem("linear", m, n, k, as_format(fmt), dtype, compute, "row" if compute == "int8" else "block")  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """No table of this machine is seen, and what a test measures is forgotten."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    clear()
+    yield
+    clear()
+
+
+def clear() -> None:
+    tune._table.cache_clear()
+    rules.choose_gpu_linear.cache_clear()
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("compute", ["float", "int8"])
+def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str) -> None:
+    for fmt in ("q4_0", "q4_1", "q8_0", "int4_g128", "int4_g48_offset", "int8_channel", "int8_g33_zp", "int4_tensor"):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for m, n, k in ((1, 1, 1), (1, 4096, 4096), (7, 33, 100), (128, 512, 512), (129, 512, 512), (5000, 64, 640)):
+                choice = rules.choose_gpu_linear(problem(m, n, k, fmt, compute, dtype), GPUS[arch])
+                assert choice.taken is not None
+                assert choice.taken.candidate.compute == compute
+                names = {option.candidate.name for option in (choice.taken, *choice.others)} | {c.name for c, _ in choice.rejected}
+                assert names == {candidate.name for candidate in rules.GPU_LINEAR}
+
+
+def test_the_fastest_expected_is_taken_and_each_candidate_is_rated() -> None:
+    assert {candidate.name for candidate in rules.GPU_LINEAR} == set(SKILLS)
+    choice = rules.choose_gpu_linear(problem(64), GPUS["sm_90"])
+    assert choice.taken is not None
+    assert all(choice.taken.seconds <= other.seconds for other in choice.others)
+    assert all(reason for _, reason in choice.rejected)
+
+
+def test_predictions_grow_with_the_work() -> None:
+    gpu = GPUS["sm_90"]
+    for name in SKILLS:
+        times = [predict(problem(m, 8192, 8192), gpu, name, Tiles(16, 64)) for m in (1, 16, 256, 4096)]
+        assert times == sorted(times)
+        assert times[0] > 8192 * 8192 / 2 / gpu_ceilings(gpu).bandwidth
+        one_wave, two = (predict(problem(4096, 128 * tiles, 4096), gpu, name, Tiles(4096, 128)) for tiles in (gpu.sms, gpu.sms + 1))
+        assert two > 1.5 * one_wave
+
+
+def test_ceilings_come_from_the_clocks_or_from_a_relative() -> None:
+    gpu = GPUS["sm_90"]
+    slow = dataclasses.replace(gpu, clock=(gpu.clock or 0) / 2, bandwidth=(gpu.bandwidth or 0) / 2)
+    assert gpu_ceilings(slow).half == pytest.approx(gpu_ceilings(gpu).half / 2)
+    assert gpu_ceilings(slow).bandwidth == pytest.approx(gpu_ceilings(gpu).bandwidth / 2)
+    unknown = Gpu("new", "cuda", (11, 0), "sm_110", 100, 1 << 26, 200 << 10, 1 << 36)
+    assert gpu_ceilings(unknown).half > 0
+
+
+def test_what_was_measured_decides() -> None:
+    gpu, asked = GPUS["sm_90"], problem(100)
+    before = rules.choose_gpu_linear(asked, gpu)
+    assert before.taken is not None
+    assert not before.taken.measured
+    [*_, last] = before.others or (before.taken,)
+    config = str(last.candidate.module.configs(asked, gpu)[-1])
+    tune.keep(gpu, problem(128), {last.candidate.name: {config: 1e-9}})
+    rules.choose_gpu_linear.cache_clear()
+    after = rules.choose_gpu_linear(asked, gpu).taken
+    assert after is not None
+    assert (after.candidate.name, str(after.config), after.seconds, after.measured) == (last.candidate.name, config, 1e-9, True)
+    other = rules.choose_gpu_linear(problem(300), gpu).taken
+    assert other is not None
+    assert not other.measured
+
+
+def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> None:
+    gpu = GPUS["sm_90"]
+    tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
+    tune.keep(gpu, problem(3), {"skinny": {"Config()": 3e-5}})
+    path = tune.table_path(gpu)
+    assert path.parent.parent == tmp_path
+    assert json.loads(path.read_text())["linear"] == {
+        "w4_none_b128 float16 float 4096x4096": {"1": {"skinny": {"Config()": 2e-5}}, "4": {"skinny": {"Config()": 3e-5}}}
+    }
+    assert tune.measured(gpu, problem(4)) == {"skinny": {"Config()": 3e-5}}
+    assert tune.measured(gpu, problem(8)) == {}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    for text in ("", "{", "[]", '{"linear": 3}', '{"linear": {"a": {"1": {"skinny": {"Config()": -1.0}}}}}'):
+        path.write_text(text)
+        clear()
+        with pytest.warns(UserWarning, match="no table of times.*passed over"):
+            assert tune.measured(gpu, problem(1)) == {}
+        with pytest.raises(ArgumentError, match="delete it"):
+            tune.keep(gpu, problem(1), {})
+
+
+def test_the_tables_in_the_package_are_sound() -> None:
+    for path in tune._TABLES.glob("*.json"):
+        table = tune._read(path)
+        assert path.stem == table["arch"]
+        known = {candidate.name for candidate in rules.GPU_LINEAR}
+        assert {name for rows in table["linear"].values() for times in rows.values() for name in times} <= known
+
+
+def test_rows_are_counted_in_powers_of_two() -> None:
+    assert [tune.rows_class(m) for m in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
+
+
+def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "triton_trouble", lambda: "Triton is not installed: install triton>=3.6")
+    choice = rules.choose_gpu_linear(problem(1), GPUS["sm_90"])
+    assert choice.taken is None
+    assert {reason for _, reason in choice.rejected} == {"Triton is not installed: install triton>=3.6"}
+    with pytest.raises(UnsupportedError, match="install triton"):
+        rules.choose_gpu_linear(problem(1, compute="int8"), GPUS["sm_90"])
+    found = explain(1, 64, 64, "q4_0", device="sm_90")
+    assert "torch dequantizes" in str(found)
+
+
+def test_explain() -> None:
+    found = explain(1, 4096, 4096, "int4_g128", dtype=torch.float16, device="sm_80")
+    assert isinstance(found, GpuExplanation)
+    said = found.to_json()
+    assert said["expected_from"] == "prediction"
+    assert said["kernel"] in str(found)
+    assert set(said["rejected"]) | {said["kernel"]} == {candidate.name for candidate in rules.GPU_LINEAR}
+    json.dumps(said)
+    with pytest.raises(ArgumentError, match="unknown activation"):
+        explain(1, 64, 64, "q4_0", device="sm_90", activation="tensor")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_explain_and_tune_here() -> None:
+    from halfbyte.dispatch.measure import tune_linear
+
+    found = explain(1, 512, 512, "int4_g128", dtype=torch.float16, device="cuda")
+    assert isinstance(found, GpuExplanation)
+    assert found.measured is not None
+    assert found.launcher == "direct"
+    asked = problem(3, 512, 512)
+    times = tune_linear(asked, found.gpu)
+    assert times == tune_linear(asked, found.gpu, anew=False)
+    taken = rules.choose_gpu_linear(asked, found.gpu).taken
+    assert taken is not None
+    assert taken.measured

@@ -1,0 +1,141 @@
+"""Launching: scratch memory for each stream and graph, recorded launches, and launches made again with other addresses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.gpu import direct, launch
+
+
+@triton.jit
+def add(x, y, pair, n, addend, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    total = tl.load(x + i, mask=mask) + addend
+    if pair[0] is not None:
+        total += tl.load(pair[0] + i, mask=mask)
+    tl.store(y + i, total, mask=mask)
+
+
+def test_run_and_record(device: torch.device) -> None:
+    x, y = torch.arange(10, device=device), torch.zeros(10, dtype=torch.int64, device=device)
+    launch.run(add, (2,), x, y, (None, None), 10, 3, BLOCK=8)
+    assert torch.equal(y, x + 3)
+    with launch.recording() as calls:
+        launch.run(add, (2,), x, y, (x, None), 10, 1, BLOCK=8)
+    assert torch.equal(y, 2 * x + 1)
+    assert [call.grid for call in calls] == [(2,)]
+    with launch.recording(dry=True) as calls:
+        launch.run(add, (2,), x, y, (None, None), 10, 9, BLOCK=8, num_warps=2)
+    assert torch.equal(y, 2 * x + 1)
+    assert calls[0].options == {"BLOCK": 8, "num_warps": 2}
+    launch.run(add, (2,), x, y, (None, None), 10, 0, BLOCK=8)
+    assert len(calls) == 1
+
+
+def test_scratch_memory_grows_and_locks_are_zero(device: torch.device) -> None:
+    small = launch.locks(device, 3)
+    assert launch.locks(device, 5) is small
+    large = launch.locks(device, small.numel() + 1)
+    assert large.numel() > small.numel()
+    assert not large.any()
+    assert launch.locks(device, 1) is large
+    memory = launch.workspace(device, 1 << 20)
+    assert memory.dtype == torch.uint8
+    assert memory.numel() >= 1 << 20
+    assert memory.data_ptr() % 64 == 0
+
+
+class FakeLauncher:
+    """Takes what Triton 3.6's launcher in C takes, and keeps it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.launch_cooperative_grid = self.launch_pdl = False
+
+    def launch(self, *args: Any) -> None:
+        self.seen.append(args)
+
+
+def recorded(run: FakeLauncher, *args: Any, **options: Any) -> launch.Call:
+    compiled = SimpleNamespace(run=run, function=77, packed_metadata=(4, 1, 0), name="add")
+    kernel = SimpleNamespace(signature=__import__("inspect").signature(add.fn))
+    return launch.Call(kernel, (5,), args, options, compiled)
+
+
+def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "current_stream", lambda index: 9)
+    run, device = FakeLauncher(), torch.device("cpu", 0)
+    x, y, bias = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+    memory = launch.workspace(device, 64)
+    call = recorded(run, x[4:], y, (bias, None), 10, 1.5, BLOCK=8, num_warps=4)
+    later = recorded(run, memory[32:], y, (None, None), 10, 2.5, BLOCK=8)
+    replay = direct.bind([call, later], (x, y, bias, None), device)
+    assert not isinstance(replay, str)
+    replay((1000, 2000, 3000, 0))
+    head = (5, 1, 1, 9, 77, False, False, None, None, (4, 1, 0), None, None, None)
+    assert run.seen[0] == (*head, 1016, 2000, (3000, None), 10, 1.5, 8)
+    assert run.seen[1] == (*head, memory.data_ptr() + 32, 2000, (None, None), 10, 2.5, 8)
+
+
+def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu", 0)
+    x, y = torch.zeros(8), torch.zeros(8)
+    reason = direct.bind([recorded(FakeLauncher(), x, y, (torch.zeros(8), None), 10, 1, BLOCK=8)], (x, y), device)
+    assert isinstance(reason, str)
+    assert "of its own" in reason
+    scratch = FakeLauncher()
+    scratch.global_scratch_size = 1
+    reason = direct.bind([recorded(scratch, x, y, (None, None), 10, 1, BLOCK=8)], (x, y), device)
+    assert isinstance(reason, str)
+    assert "allocates" in reason
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_made_again_on_the_gpu(device: torch.device) -> None:
+    assert direct.broken(device) is None
+    x, y, bias = torch.arange(100, device=device), torch.zeros(100, dtype=torch.int64, device=device), torch.ones(100, device=device).long()
+    with launch.recording() as calls:
+        launch.run(add, (13,), x, y, (bias, None), 100, 3, BLOCK=8)
+    replay = direct.bind(calls, (x, y, bias), device)
+    assert not isinstance(replay, str)
+    others = [torch.randint(0, 99, (100,), device=device) for _ in range(3)]
+    replay(tuple(t.data_ptr() for t in others))
+    assert torch.equal(others[1], others[0] + others[2] + 3)
+
+
+@needs_gpu
+def test_a_changed_interface_is_found_out(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nonsense(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("another number of arguments")
+
+    monkeypatch.setattr(direct, "_step", nonsense)
+    reason = direct._try(device)
+    assert reason is not None
+    assert "another number of arguments" in reason
+
+
+@needs_gpu
+def test_each_stream_and_each_graph_has_its_own(device: torch.device) -> None:
+    here = launch.locks(device, 1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert launch.locks(device, 1).data_ptr() != here.data_ptr()
+    addresses = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            first, second = launch.locks(device, 1), launch.locks(device, 1)
+        assert first is second
+        addresses.append((first.data_ptr(), graph))
+    assert addresses[0][0] != addresses[1][0]
+    assert launch.locks(device, 1) is here
