@@ -85,6 +85,18 @@ def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.seen[1] == (*head, memory.data_ptr() + 32, 2000, (None, None), 10, 2.5, 8)
 
 
+def test_tensor_descriptors_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "current_stream", lambda index: 9)
+    run, x, y = FakeLauncher(), torch.zeros(8, 16), torch.zeros(8)
+    described = SimpleNamespace(base=x[2:], shape=[6, 16], strides=(16, 1), block_shape=[2, 16], padding="zero")
+    replay = direct.bind([recorded(run, described, y, (None, None), 10, 1, BLOCK=8)], (x, y), torch.device("cpu", 0))
+    assert not isinstance(replay, str)
+    replay((4096, 2000))
+    [made] = [value for value in run.seen[0] if hasattr(value, "base")]
+    assert made.base.data_ptr() == 4096 + 2 * 64
+    assert (list(made.shape), tuple(made.strides), made.padding) == ([6, 16], (16, 1), "zero")
+
+
 def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu", 0)
     x, y = torch.zeros(8), torch.zeros(8)

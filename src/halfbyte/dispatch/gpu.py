@@ -47,6 +47,10 @@ GPU_LINEAR = (
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
         lambda c: Tiles(c.block_m, c.block_n, c.split),
     ),
+    GpuCandidate(
+        "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
+        lambda c: Tiles(c.block_m, 128),
+    ),
 )  # fmt: skip
 COMPUTES = ("auto", "float", "int8")
 

@@ -102,7 +102,8 @@ class Skill(NamedTuple):
 # Measured on an H200.
 SKILLS = {
     "skinny": Skill(0.85, 0.45),
-    "gemm_int8": Skill(0.85, 0.65, 2e-6),
+    "gemm_int8": Skill(0.85, 0.55, 2e-6),
+    "gemm_int8_hopper": Skill(0.80, 0.90, 4e-6),
 }
 
 

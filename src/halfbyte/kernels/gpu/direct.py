@@ -32,6 +32,24 @@ class _Slot(NamedTuple):
     offset: int
 
 
+class _Address(NamedTuple):
+    """Stands where Triton asks a tensor for its address."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Descriptor(NamedTuple):
+    """Has what Triton reads of a tensor descriptor. As an argument with a gap, `base` is a slot."""
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str
+
+
 class _Step(NamedTuple):
     """One launch: the launcher in C, what it takes before and after the stream, and the arguments with gaps at `slots`."""
 
@@ -41,6 +59,7 @@ class _Step(NamedTuple):
     arguments: list[Any]
     slots: tuple[tuple[int, int, int], ...]  # argument, operand, offset
     tuples: tuple[tuple[int, tuple[Any, ...]], ...]  # argument, its members, some of which are slots
+    descriptors: tuple[tuple[int, _Descriptor], ...]
 
 
 def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch.device) -> Replay | str:
@@ -69,12 +88,14 @@ def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch
         if locks:
             addresses += (0,) * (first + 1 - len(addresses)) + (launch.buffer(launch.LOCKS, device, locks, torch.int32).data_ptr(),)
         stream = launch.current_stream(index)
-        for run, grid, rest, arguments, slots, tuples in steps:
+        for run, grid, rest, arguments, slots, tuples, descriptors in steps:
             filled = arguments.copy()
             for i, operand, offset in slots:
                 filled[i] = addresses[operand] + offset
             for i, members in tuples:
                 filled[i] = tuple(addresses[m.operand] + m.offset if type(m) is _Slot else m for m in members)
+            for i, (base, shape, strides, padding) in descriptors:
+                filled[i] = _Descriptor(_Address(addresses[base.operand] + base.offset), shape, strides, padding)
             run(*grid, stream, *rest, *filled)
 
     return replay
@@ -101,7 +122,8 @@ def _step(call: Call, ranges: list[tuple[int, int]]) -> _Step:
     rest = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
     slots = tuple((i, *value) for i, value in enumerate(arguments) if type(value) is _Slot)
     tuples = tuple((i, value) for i, value in enumerate(arguments) if type(value) is tuple and any(type(v) is _Slot for v in value))
-    return _Step(run.launch, grid, rest, arguments, slots, tuples)
+    descriptors = tuple((i, value) for i, value in enumerate(arguments) if type(value) is _Descriptor)
+    return _Step(run.launch, grid, rest, arguments, slots, tuples, descriptors)
 
 
 def _argument(value: Any, ranges: list[tuple[int, int]]) -> Any:
@@ -113,13 +135,14 @@ def _argument(value: Any, ranges: list[tuple[int, int]]) -> Any:
         raise _Unbindable("a kernel was given a tensor of its own")
     if isinstance(value, tuple):
         return tuple(_argument(member, ranges) for member in value)
-    if hasattr(value, "base"):
-        raise _Unbindable("tensor descriptors are made at each launch")
+    if hasattr(value, "base") and hasattr(value, "block_shape"):
+        return _Descriptor(_argument(value.base, ranges), tuple(value.shape), tuple(value.strides), value.padding)
     return value
 
 
 def _slots(step: _Step) -> list[_Slot]:
     found = [_Slot(operand, offset) for _, operand, offset in step.slots]
+    found += [base for _, (base, *_) in step.descriptors if type(base) is _Slot]
     return found + [member for _, members in step.tuples for member in members if type(member) is _Slot]
 
 
