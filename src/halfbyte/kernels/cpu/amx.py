@@ -78,7 +78,7 @@ def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
 
 
 def build(spec: TileSpec, isa: AMXTiles) -> Module:
-    """As `tile.build`, for unpacked panels."""
+    """As `tile.build`, for unpacked panels. `prefetch`, above 1, is where packed weights begin that this tile asks for."""
     module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
@@ -98,6 +98,9 @@ class MatrixTile(Tile):
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
         self.sums = f.alloca(isa.ints, 2 * self.count, 64)  # of the block that is scaled and of the one that is multiplied
+
+        self.ahead = f.variable(f.emit("ptr", f"inttoptr i64 {self.prefetching.name} to ptr"))
+        self.lines = (self.prefetching > 1).select(LINEAR.load(self.args, "ahead_lines"), 0)
 
     def configure(self) -> None:
         spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
@@ -145,6 +148,9 @@ class MatrixTile(Tile):
         for n in range(len(totals)):
             isa.tile_zero(f, n)
         for u in f.loop(units):
+            for _ in f.loop(self.lines):
+                f.prefetch(self.ahead.value, locality=2)
+                self.ahead.value = self.ahead.value + 64
             rows = a + u * (spec.rows * spec.unit)
             for v in range(spec.vectors):
                 isa.tile_load(f, _FIRST_W + v, w + u * self.unit_bytes + first * 4 + v * 64, 4 * PANEL)

@@ -86,6 +86,9 @@ LINEAR = Block(
         "packed_bytes",
         "unpacked_at",
         "unpacked_bytes",
+        # and what each tile asks for of the packed ones that come next: its share in bytes, and cache lines for each unit of k
+        "ahead_bytes",
+        "ahead_lines",
     ),
     frozenset({"clamp"}),
 )

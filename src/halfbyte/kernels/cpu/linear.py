@@ -182,6 +182,9 @@ class LinearKernel:
         if taken.unpack_function:
             fields["unpacked_at"] = scratch_bytes + 63 & ~63
             fields["unpacked_bytes"] = group * fields["panel_bytes"]
+            units = (geo.blocks - 1) * fields["units"] + fields["last_units"]
+            lines = -(-geo.panel_bytes // (64 * (fields["tiles"] + fields["lesser_tiles"])))
+            fields["ahead_bytes"], fields["ahead_lines"] = 64 * lines, -(-lines // units)
             scratch_bytes = fields["unpacked_at"] + threads * fields["unpacked_bytes"]
         buffer = LINEAR.buffer(fields)
         call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
