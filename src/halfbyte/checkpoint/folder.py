@@ -13,6 +13,9 @@ config.json, which names the weight files:
 A writer that dies between 3 and 4 leaves its work named in the manifest, as `staging` and `obsolete`; whoever opens the
 folder next completes it. One that dies before 3 leaves hidden folders, and weight files with digits that no config.json
 names; the next writer removes them.
+
+A file is written in a hidden folder beside its place, and takes the place of the old one in one step. Writers of something new
+that keep a journal (io/tensors.py) can be resumed: what one that was killed, or interrupted at the keyboard, left is taken over.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Manifest, read_manifest
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.io.tensors import JOURNAL
 
 if sys.platform != "win32":
     import fcntl
@@ -50,26 +54,33 @@ class Staging:
     fresh  whether the checkpoint's folder does not exist yet
     """
 
-    def __init__(self, folder: Path, old: Manifest | None, fresh: bool) -> None:
+    def __init__(self, folder: Path, old: Manifest | None, fresh: bool, path: Path | None = None) -> None:
         digits = secrets.token_hex(4)
         self._folder = folder
         self._old = old
         self.fresh = fresh
-        self.path = folder.with_name(f".{folder.name}.halfbyte-{digits}") if fresh else folder / f".halfbyte-{digits}"
+        self.path = path or (_beside(folder) if fresh else folder / f".halfbyte-{digits}")
         self.stem = "model" if fresh else f"model-{digits}"
+
+    def commit_folder(self) -> None:
+        """Makes `path` the folder that did not exist: one that is no halfbyte checkpoint and is written once."""
+        for path in sorted(self.path.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(self.path)
+        os.rename(self.path, self._folder)
+        _sync(self._folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
         """Puts everything in `path` in its place."""
         if not self.fresh:
             manifest = replace(manifest, staging=self.path.name, obsolete=self._old.files if self._old else ())
         write_json(self.path / CONFIG, {**config, SECTION: manifest.to_json()})
+        if self.fresh:
+            self.commit_folder()
+            return
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
-        if self.fresh:
-            os.rename(self.path, self._folder)
-            _sync(self._folder.parent)
-            return
         for name in manifest.files:
             os.rename(self.path / name, self._folder / name)
         _sync(self._folder)
@@ -78,8 +89,10 @@ class Staging:
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Staging]:
+def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
     """A place to write a new checkpoint for `folder`. What is not committed in the block leaves no trace.
+
+    resume  take over what a writer left that was killed; `folder` must not exist
 
     Raises CheckpointError where the folder holds something else than a halfbyte checkpoint, where another process writes to
     it, and for every failure to write.
@@ -87,26 +100,74 @@ def replacing(folder: Path) -> Iterator[Staging]:
     folder = Path(os.path.abspath(folder))
     try:
         fresh = not folder.exists()
+        if resume and not fresh:
+            raise ArgumentError(f"{folder} exists, and only what was to be written to a new place can be resumed: choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if fresh else _locked(folder):
-            old = None if fresh else _present(folder)
+        if fresh:
+            with _work(folder, resume) as path:
+                yield Staging(folder, None, fresh, path)
+            return
+        with _locked(folder):
+            old = _present(folder)
             staging = Staging(folder, old, fresh)
             _remove_dead(folder)
-            if not fresh:
-                _clean(folder, old)
+            _clean(folder, old)
             staging.path.mkdir()
             with _locked(staging.path):
                 try:
                     yield staging
                 finally:
                     with suppress(OSError, CheckpointError):  # what cannot be cleaned now, the next writer will
-                        if fresh:  # after a commit there is nothing under this name
-                            shutil.rmtree(staging.path, ignore_errors=True)
-                        else:
-                            _clean(folder, _present(folder))
+                        _clean(folder, _present(folder))
     except OSError as e:
-        remedy = "free some space or choose another folder" if e.errno in _FULL else "choose a folder that can be written to"
-        raise CheckpointError(f"cannot write {folder}: {e.strerror or e}; what was there is unchanged: {remedy}") from e
+        raise _failed(folder, e) from e
+
+
+@contextmanager
+def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
+    """Where to write a file that takes the place of `target` when the block ends. What fails leaves no trace.
+
+    resume  take over what a writer left that was killed
+
+    Raises CheckpointError where another process writes to it, and for every failure to write.
+    """
+    target = Path(os.path.abspath(target))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _work(target, resume) as folder:
+            yield folder / target.name
+            _sync(folder / target.name)
+            os.replace(folder / target.name, target)
+            _sync(target.parent)
+    except OSError as e:
+        raise _failed(target, e) from e
+
+
+@contextmanager
+def _work(target: Path, resume: bool) -> Iterator[Path]:
+    """A folder beside `target`, locked; one that a dead writer left if it is to be resumed. After a commit it is no longer there."""
+    path = _remove_dead(target, spare=resume) or _beside(target)
+    path.mkdir(exist_ok=True)
+    with _locked(path):
+        try:
+            yield path
+        except KeyboardInterrupt:
+            if not (path / JOURNAL).is_file():
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")
+
+
+def _failed(target: Path, e: OSError) -> CheckpointError:
+    remedy = "free some space or choose another place" if e.errno in _FULL else "choose a place that can be written to"
+    return CheckpointError(f"cannot write {target}: {e.strerror or e}; what was there is unchanged: {remedy}")
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
@@ -142,11 +203,16 @@ def _present(folder: Path) -> Manifest | None:
     return None
 
 
-def _remove_dead(folder: Path) -> None:
-    """Removes what writers that died have left beside a folder that did not exist."""
-    for dead in folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*"):
+def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
+    """Removes what writers that died have left beside a place where there was nothing; `spare` the first with a journal, and tell."""
+    spared: Path | None = None
+    for dead in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*")):
         with suppress(OSError, CheckpointError), _locked(dead):  # one that is locked is alive
-            shutil.rmtree(dead, ignore_errors=True)
+            if spare and spared is None and (dead / JOURNAL).is_file():
+                spared = dead
+            else:
+                shutil.rmtree(dead, ignore_errors=True)
+    return spared
 
 
 def _clean(folder: Path, manifest: Manifest | None) -> None:

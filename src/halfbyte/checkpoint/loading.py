@@ -1,118 +1,133 @@
-"""A checkpoint on disk to a model in memory."""
+"""A model on disk to a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
+from os.path import isfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
+from halfbyte.checkpoint.entries import Entries, plain_entries
+from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.folder import complete
-from halfbyte.checkpoint.manifest import Manifest, Weight, dtype_named, read_manifest
-from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.checkpoint.foreign import read_folder
+from halfbyte.checkpoint.gguf_model import open_gguf
+from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, read_manifest
+from halfbyte.checkpoint.opened import Opened, open_entries, order_name
+from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
-from halfbyte.io.safetensors import Reader
+from halfbyte.io.gguf import is_gguf
+from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import checksum
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.convert import candidates, own_tensors
-from halfbyte.nn.modules import QuantModule, kind_of, quantized_form
+from halfbyte.nn.convert import candidates, finished, own_tensors
+from halfbyte.nn.modules import QuantLinear, QuantModule, kind_of, quantized_form
+from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import Report, Row
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """An open checkpoint: every name, shape and dtype in it has been checked, no tensor has been read.
+def open_model(path: str | PathLike[str], *, floats: bool = False) -> Opened:
+    """A halfbyte checkpoint, a folder that AWQ, GPTQ or compressed-tensors wrote, or a GGUF file.
 
-    config  config.json without the section
+    floats  models that are not quantized are opened too: Hugging Face folders, folders of safetensors, one such file
     """
-
-    folder: Path
-    config: dict[str, Any]
-    manifest: Manifest
-    reader: Reader
-
-    def plain(self, name: str) -> Tensor:
-        """A tensor that is not quantized."""
-        return self._read(name, self.manifest.plain[name])
-
-    def _read(self, name: str, crc32: int) -> Tensor:
-        tensor = self.reader.read(name)
-        if checksum(tensor) != crc32:
-            path = self.reader.places[name].path
-            raise CheckpointError(f"{path}: the bytes of {name} are not those that were written: the file is damaged")
-        return tensor
-
-    def codes(self, name: str) -> Codes:
-        """A quantized weight."""
-        weight = self.manifest.weights[name]
-        try:
-            parts = {part: self._read(f"{name}.{part}", crc32) for part, crc32 in weight.crc32.items()}
-            codes = Codes.from_tensors(weight.format, weight.shape, parts)
-            codes.check_values()
-        except FormatError as e:
-            raise CheckpointError(f"{self.folder}: {name}: {e}") from e
-        return codes
-
-    def shapes(self) -> Iterator[tuple[int, ...]]:
-        """Of all weights and plain tensors."""
-        yield from (weight.shape for weight in self.manifest.weights.values())
-        yield from (self.reader.spec(name).shape for name in self.manifest.plain)
-
-    def names(self) -> Iterator[tuple[str, str]]:
-        """(name, the name that it is stored under) of everything, ties included."""
-        yield from ((name, name) for name in (*self.manifest.weights, *self.manifest.plain))
-        yield from self.manifest.tied.items()
+    source = Path(path)
+    if isfile(source) and is_gguf(source):
+        return open_gguf(source)
+    config = load_json(source / CONFIG) if isfile(source / CONFIG) else {}
+    if config.get(SETTINGS) is not None and SECTION not in config:
+        entries = read_folder(Reader(weight_files(source)), config)
+        return open_entries(source, {key: value for key, value in config.items() if key != SETTINGS}, entries)
+    if floats and SECTION not in config:
+        return open_entries(source, config, Entries(plain_entries(Reader(weight_files(source)))))
+    return open_checkpoint(source)
 
 
-def open_checkpoint(dir: str | PathLike[str]) -> Checkpoint:
-    """Reads config.json and the headers of the files, and checks that they fit together."""
+def open_checkpoint(dir: str | PathLike[str]) -> Opened:
+    """Reads config.json and the headers of the files of a halfbyte checkpoint, and checks that they fit together."""
     folder = Path(dir)
     config, manifest = read_manifest(folder)
     complete(folder, manifest)
     reader = Reader([folder / name for name in manifest.files])
     parts = {part: spec for name, weight in manifest.weights.items() for part, spec in weight.stored(name).items()}
-    if odd := reader.places.keys() ^ (parts.keys() | manifest.plain.keys()):
+    if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
         raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
     for name, spec in parts.items():
         if (got := reader.spec(name)) != spec:
             says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
             raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
-    return Checkpoint(folder, config, manifest, reader)
+
+    def read(name: str, crc32: int) -> Tensor:
+        tensor = reader.read(name)
+        if checksum(tensor) != crc32:
+            path = reader.places[name].path
+            raise CheckpointError(f"{path}: the bytes of {name} are not those that were written: the file is damaged")
+        return tensor
+
+    def codes(name: str) -> Codes:
+        weight = manifest.weights[name]
+        try:
+            codes = Codes.from_tensors(weight.format, weight.shape, {part: read(f"{name}.{part}", c) for part, c in weight.crc32.items()})
+            codes.check_values()
+        except FormatError as e:
+            raise CheckpointError(f"{folder}: {name}: {e}") from e
+        return codes
+
+    def tensor(name: str) -> Tensor:
+        return read(name, manifest.plain[name])
+
+    plain = {name: reader.spec(name) for name in manifest.plain}
+    sizes = {name: weight.stored_bytes for name, weight in manifest.weights.items()} | {name: spec.nbytes for name, spec in plain.items()}
+
+    def report() -> Report:
+        return _report(opened)
+
+    opened = Opened(folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes)
+    return opened
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
-    """Everything in a checkpoint, by the names of the model's parameters and buffers. Tied names have one and the same value."""
-    checkpoint = open_checkpoint(dir)
-    tensors: dict[str, Codes | Tensor] = {name: checkpoint.codes(name) for name in checkpoint.manifest.weights}
-    tensors |= {name: checkpoint.plain(name) for name in checkpoint.manifest.plain}
-    return tensors | {name: tensors[owner] for name, owner in checkpoint.manifest.tied.items()}
+    """Everything in a checkpoint (or a file that `load` reads), by the names of the model's parameters and buffers.
+
+    Tied names have one and the same value. Beside a weight whose columns are not in the order of its inputs, as GPTQ's activation
+    order leaves them, `<module>.input_order` says which input each column belongs to.
+    """
+    model = open_model(dir)
+    tensors: dict[str, Codes | Tensor] = {name: model.codes(name) for name in model.weights}
+    tensors |= {name: model.tensor(name) for name in model.plain}
+    return tensors | {name: tensors[owner] for name, owner in model.tied.items()}
 
 
 def describe(dir: str | PathLike[str]) -> Report:
-    """What is in a checkpoint, from its headers alone."""
-    checkpoint = open_checkpoint(dir)
+    """What is in a checkpoint or a file that `load` reads, from its headers alone (and the points of some weights)."""
+    return open_model(dir).report()
+
+
+def _report(checkpoint: Opened) -> Report:
     rows = []
     for name, owner in checkpoint.names():
         tied_to = None if owner == name else owner
-        if weight := checkpoint.manifest.weights.get(owner):
+        if weight := checkpoint.weights.get(owner):
             name, tied_to = name.removesuffix(".weight"), tied_to and tied_to.removesuffix(".weight")
             before, after = weight.float_bytes, weight.stored_bytes
             row = Row(name, weight.kind, weight.shape, weight.format, None, before, after, weight.error, tied_to)
         else:
-            spec = checkpoint.reader.spec(owner)
+            spec = checkpoint.plain[owner]
             row = Row(name, "tensor", spec.shape, None, "stored as it is", spec.nbytes, spec.nbytes, None, tied_to)
         rows.append(row if tied_to is None else replace(row, bytes_before=0, bytes_after=0))
     return Report(tuple(rows))
 
 
 def load(dir: str | PathLike[str], device: torch.device | str = "cpu", model: nn.Module | None = None) -> nn.Module:
-    """The model in the folder `dir`, its weights packed for `device`.
+    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, or what AWQ, GPTQ or compressed-tensors made of a
+    model of transformers, or a GGUF file, with the codes and scales that are there.
 
     model   a module of the right architecture, in floating point (on the meta device, if you like) or quantized: it is filled
             in place and returned. Without one, config.json names an architecture of transformers, which is built, and is
@@ -122,23 +137,29 @@ def load(dir: str | PathLike[str], device: torch.device | str = "cpu", model: nn
     the model and one tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape;
     a `model` that was passed has not changed then.
     """
-    checkpoint = open_checkpoint(dir)
+    return fill(open_model(dir), device, model)
+
+
+def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None) -> nn.Module:
+    """`load` of a model that has been opened."""
     if model is None:
-        model = skeleton(checkpoint.config, _dtype(checkpoint), checkpoint.shapes())
-        load_generation_config(model, checkpoint.folder)
-    owners = _fit(checkpoint, model)
-    packed = {name: ops.pack(checkpoint.codes(name), device) for name in checkpoint.manifest.weights}
-    plain = {name: checkpoint.plain(name).to(device) for name in checkpoint.manifest.plain}
-    _fill(model, owners, packed, plain, checkpoint.manifest.weights)
+        model = skeleton(opened.config, _dtype(opened), opened.shapes())
+        load_generation_config(model, opened.path)
+    owners = _fit(opened, model)
+    packed = {name: ops.pack(opened.codes(name), device) for name in opened.weights}
+    plain = {name: opened.tensor(name).to(device) for name in opened.plain}
+    _fill(model, owners, packed, plain, opened.weights)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+    for tell in finished:
+        tell(model)
     return model
 
 
-def _fit(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
+def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
     """For each parameter and buffer of the model, the name that it is stored under; raises CheckpointError if one does not fit."""
-    weights, folder = checkpoint.manifest.weights, checkpoint.folder
+    weights, folder = checkpoint.weights, checkpoint.path
     reasons = {candidate.name: candidate.reason for candidate in candidates(model, without_data=True)}
     owners = dict(checkpoint.names())
     same: dict[int, str] = {}  # tensor of the model -> the name that it is stored under
@@ -151,6 +172,8 @@ def _fit(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
         owner = owners.get(f"{dot}weight", "")
         if (weight := weights.get(owner)) is None:
             continue
+        if (order := f"{dot}{ORDER}") in owners:
+            places[order] = torch.empty(module.weight.shape[-1:], dtype=torch.int32, device="meta")
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
@@ -162,7 +185,7 @@ def _fit(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
     for name, owner in owners.items():
         if name not in places:
             raise CheckpointError(f"the model has no place for {name} of {folder}: pass the model that was saved")
-        if owner not in weights and (got := checkpoint.reader.spec(owner).shape) != (want := tuple(places[name].shape)):
+        if owner not in weights and (got := checkpoint.plain[owner].shape) != (want := tuple(places[name].shape)):
             raise CheckpointError(f"{name} is {list(got)} in {folder}, {list(want)} in the model: pass the model that was saved")
         same.setdefault(id(places[name]), owner)
     for name, tensor in places.items():
@@ -184,7 +207,7 @@ def _fill(
         if weight := weights.get(owner):
             if id(module) not in made:
                 settings = (weight.dtype, weight.compute, weight.activation, weight.error)
-                made[id(module)] = quantized_form(module, packed[owner], *settings)
+                made[id(module)] = _with_order(quantized_form(module, packed[owner], *settings), plain.get(order_name(f"{prefix}.weight")))
             model.set_submodule(prefix, made[id(module)])
     parameters: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -197,8 +220,19 @@ def _fill(
             setattr(module, name, value)
 
 
-def _dtype(checkpoint: Checkpoint) -> torch.dtype:
+def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
+    if order is None:
+        return module
+    if not isinstance(module, QuantLinear):
+        raise CheckpointError(f"the columns of a {module.kind} have an order, which only a Linear's can have: the checkpoint is damaged")
+    try:
+        return PermutedLinear.of(module, order)
+    except ArgumentError as e:
+        raise CheckpointError(f"{e}: the checkpoint is damaged") from e
+
+
+def _dtype(checkpoint: Opened) -> torch.dtype:
     """The dtype that the model was built in: what config.json says, or else that of its first floating tensor."""
     named = dtype_named(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
-    floats = (spec.dtype for name in checkpoint.manifest.plain if (spec := checkpoint.reader.spec(name)).dtype.is_floating_point)
-    return named or next((weight.dtype for weight in checkpoint.manifest.weights.values()), None) or next(floats, torch.float32)
+    floats = (spec.dtype for spec in checkpoint.plain.values() if spec.dtype.is_floating_point)
+    return named or next((weight.dtype for weight in checkpoint.weights.values()), None) or next(floats, torch.float32)

@@ -12,7 +12,9 @@ from halfbyte.cli.output import Advance, Commands, add_command, print_json, prin
 from halfbyte.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from halfbyte.checkpoint.loading import Checkpoint
+    from torch import Tensor
+
+    from halfbyte.checkpoint.opened import Opened
     from halfbyte.io.safetensors import Reader
 
 
@@ -22,25 +24,27 @@ def add(commands: Commands) -> None:
         "inspect",
         run,
         "show formats, shapes and bytes of a checkpoint",
-        "Show what is in a halfbyte checkpoint, or in any safetensors file or folder. "
+        "Show what is in a halfbyte checkpoint, a GGUF file, a folder of AWQ, GPTQ or compressed-tensors, or any safetensors. "
         "The error of a weight is ||original - quantized|| / ||original|| (Frobenius).",
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint folder, or a safetensors file or folder")
+    parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint folder, GGUF file, or a safetensors file or folder")
     parser.add_argument("--against", metavar="SRC", type=Path, help="the original model: compute the error of each weight from it")
 
 
 def run(args: argparse.Namespace) -> int:
     from halfbyte.checkpoint.files import weight_files
-    from halfbyte.checkpoint.loading import open_checkpoint
+    from halfbyte.checkpoint.loading import open_model
     from halfbyte.io.safetensors import Reader
     from halfbyte.nn.report import size_text
 
-    if _is_checkpoint(args.path):
-        checkpoint = open_checkpoint(args.path)
-        rows = list(_checkpoint_rows(checkpoint))
+    model = open_model(args.path, floats=True) if _is_described(args.path) else None
+    if model is not None:
+        rows = list(_model_rows(model))
         if args.against is not None:
+            if not model.weights:
+                raise CheckpointError(f"nothing in {args.path} is quantized, so there is nothing to compare: leave --against out")
             with progress(args, "comparing") as advance:
-                _compare(checkpoint, Reader(weight_files(args.against)), rows, advance)
+                _compare(model, Reader(weight_files(args.against)), rows, advance)
     elif args.against is not None:
         raise CheckpointError(f"{args.path} is no halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
     else:
@@ -71,21 +75,25 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return shape, size_text(row["bytes"]), f"{8 * row['bytes'] / elements:.2f}" if elements else "", error
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_described(path: Path) -> bool:
+    """Whether something says what the tensors mean: a GGUF file, or a config.json that speaks of quantization."""
     from halfbyte.checkpoint.manifest import CONFIG, SECTION
+    from halfbyte.checkpoint.quantization_config import SETTINGS
+    from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 
-    return (path / CONFIG).is_file() and SECTION in load_json(path / CONFIG)
+    if path.is_file():
+        return is_gguf(path)
+    return (path / CONFIG).is_file() and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
 
 
-def _checkpoint_rows(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-    for name, owner in checkpoint.names():
+def _model_rows(model: Opened) -> Iterator[dict[str, Any]]:
+    for name, owner in model.names():
         tied_to = None if owner == name else owner
-        if (weight := checkpoint.manifest.weights.get(owner)) is not None:
-            nbytes = sum(spec.nbytes for spec in weight.stored(owner).values())
-            yield _row(name, str(weight.format), weight.shape, nbytes, weight.error, tied_to)
+        if (weight := model.weights.get(owner)) is not None:
+            yield _row(name, str(weight.format), weight.shape, weight.stored_bytes, weight.error, tied_to)
         else:
-            spec = checkpoint.reader.spec(owner)
+            spec = model.plain[owner]
             yield _row(name, str(spec.dtype).removeprefix("torch."), spec.shape, spec.nbytes, None, tied_to)
 
 
@@ -107,11 +115,11 @@ def _row(
     }
 
 
-def _compare(checkpoint: Checkpoint, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
+def _compare(model: Opened, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
     """Fills in the error of every quantized row, from the original's tensors."""
     from halfbyte.nn.convert import relative_error
 
-    quantized = [row for row in rows if row["name"] in checkpoint.manifest.weights]
+    quantized = [row for row in rows if row["name"] in model.weights]
     for i, row in enumerate(quantized):
         advance(i, len(quantized), row["name"])
         original = _name_in(source, row["name"])
@@ -119,7 +127,8 @@ def _compare(checkpoint: Checkpoint, source: Reader, rows: list[dict[str, Any]],
         if list(spec.shape) != row["shape"]:
             shapes = f"{row['shape']}, but {original} of the original is {list(spec.shape)}"
             raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
-        row["error"] = relative_error(source.read(original), checkpoint.codes(row["name"]))
+        codes = model.codes(row["name"])
+        row["error"] = relative_error(_columns(source.read(original), model, row["name"]), codes)
 
 
 def _name_in(source: Reader, name: str) -> str:
@@ -130,3 +139,11 @@ def _name_in(source: Reader, name: str) -> str:
     if len(alike) != 1:
         raise CheckpointError(f"the original has {len(alike) or 'no'} tensors called {name}: is it the same model?")
     return alike[0]
+
+
+def _columns(original: Tensor, model: Opened, name: str) -> Tensor:
+    """The original's columns in the order of those of the codes."""
+    from halfbyte.checkpoint.opened import order_name
+
+    order = order_name(name)
+    return original[:, model.tensor(order).long()] if order in model.plain else original

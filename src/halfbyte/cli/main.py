@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from halfbyte import __version__
-from halfbyte.cli import bench, chat, doctor, eval, explain, generate, inspect, quantize, tune
+from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, tune
 from halfbyte.errors import HalfbyteError
 
 
@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (quantize, inspect, eval, generate, chat, bench, tune, explain, doctor):
+    for command in (quantize, convert, inspect, eval, generate, chat, bench, tune, explain, doctor):
         command.add(commands)
     return parser
 

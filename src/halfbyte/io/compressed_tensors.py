@@ -65,7 +65,7 @@ def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tens
     if order is not None:
         back = order.long().argsort()
         data = reorder(data, bits, back)
-        parts["weight_g_idx"] = (torch.arange(k, dtype=torch.int32) // codes.format.block_size(k))[back]
+        parts["weight_g_idx"] = (torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k))[back]
     if not packed:
         parts["weight"] = points.flip(data).view(torch.int8)
         if codes.zero is not None:

@@ -60,7 +60,7 @@ def write(codes: Codes, order: Tensor | None, version: int) -> dict[str, Tensor]
     """The four tensors of a weight that `why_not` has nothing against."""
     bits, k = codes.format.bits, codes.shape[1]
     data, zeros = points.unsigned(codes)
-    g_idx = torch.arange(k, dtype=torch.int32) // codes.format.block_size(k)
+    g_idx = torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k)
     if order is not None:
         back = order.long().argsort()
         data, g_idx = reorder(data, bits, back), g_idx[back]

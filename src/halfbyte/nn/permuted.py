@@ -57,5 +57,6 @@ class PermutedLinear(QuantLinear):
 
 def check_order(order: Tensor, k: int) -> None:
     """Raises ArgumentError for what is no permutation of `k` inputs."""
-    if order.dim() != 1 or order.dtype not in (torch.int32, torch.int64) or not torch.equal(order.long().sort().values, torch.arange(k)):
+    sound = order.dim() == 1 and order.dtype in (torch.int32, torch.int64)
+    if not sound or not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise ArgumentError(f"an input order is a permutation of 0 … {k - 1}, got {order.dtype} {list(order.shape)} with other values")

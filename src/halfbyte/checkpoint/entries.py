@@ -1,0 +1,130 @@
+"""The tensors of a model's files as what they are: some plain, some quantized in one way or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.io.safetensors import Reader
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.convert import NOT_A_KIND, Candidate
+
+Order = Callable[[], Tensor]
+_CHUNK = 1 << 20  # weights that are dequantized at a time
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What is known of a quantized weight before it is read.
+
+    form    how the files hold it, in their project's words
+    order   gives the order of its columns, int32 [K], where they are not in the order of the inputs
+    """
+
+    format: Format
+    form: str
+    order: Order | None = None
+    compute: str = "auto"
+    activation: str = "block"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor.
+
+    spec    of the float tensor that it is or stands for
+    nbytes  of all that the files hold of it
+    read    gives it: plain ones in a dtype of choice, codes where `quantized`
+    """
+
+    spec: Spec
+    nbytes: int
+    read: Callable[[torch.dtype | None], Codes | Tensor]
+    quantized: Quantized | None = None
+
+
+@dataclass(frozen=True)
+class Entries:
+    """All tensors, by their names in the files; a Source for a plan.
+
+    notes  what a person should know about them
+    """
+
+    entries: Mapping[str, Entry]
+    notes: Sequence[str] = ()
+
+    def specs(self) -> Mapping[str, Spec]:
+        return {name: entry.spec for name, entry in self.entries.items()}
+
+    def codes(self, name: str) -> Codes:
+        """A quantized weight, checked."""
+        try:
+            codes = self.entries[name].read(None)
+            assert isinstance(codes, Codes)
+            planned = self.entries[name].quantized
+            if planned is None or codes.format != planned.format:
+                raise FormatError(f"{codes.format} codes came where {planned and planned.format} was announced")
+            codes.check_values()
+        except FormatError as e:
+            raise CheckpointError(f"{name}: {e}: the checkpoint is damaged") from e
+        return codes
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor in floating point, whatever the files hold."""
+        entry = self.entries[name]
+        if entry.quantized is None:
+            plain = entry.read(dtype)
+            assert isinstance(plain, Tensor)
+            return plain
+        return floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
+
+    def same(self, name: str, other: str) -> bool:
+        mine, theirs = self.entries[name], self.entries[other]
+        if mine.spec != theirs.spec or (mine.quantized is None) != (theirs.quantized is None):
+            return False
+        return torch.equal(self.read(name), self.read(other))
+
+    def choose(self, found: Sequence[Candidate], sources: Mapping[str, str]) -> dict[str, Format | str]:
+        """For each module the format that its weight has in the files, or why it is plain. Those that share a weight share it all."""
+        shared: dict[object, str] = {}
+        decisions: dict[str, Format | str] = {}
+        for candidate in found:
+            quantized = self.entries[sources[candidate.name]].quantized if candidate.name in sources else None
+            reason = candidate.reason
+            if quantized is not None and reason is not None:
+                shared[candidate.weight] = f"{quantized.form}, dequantized: {reason}"
+        for candidate in found:
+            quantized = self.entries[sources[candidate.name]].quantized if candidate.name in sources else None
+            if quantized is not None:
+                decisions[candidate.name] = shared.get(candidate.weight, quantized.format)
+            else:
+                decisions[candidate.name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
+        return decisions
+
+
+def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:
+    """Tensors that are not quantized: all, or those of these names."""
+    return {n: Entry(reader.spec(n), reader.spec(n).nbytes, partial(reader.read, n)) for n in (reader.places if names is None else names)}
+
+
+def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
+    """The dequantized weight, a few rows at a time; its columns as the inputs are, where they have another `order`."""
+    back = None if order is None else order.long().argsort()
+    rows, k = codes.rows, codes.shape[-1]
+    out = torch.empty(rows, k, dtype=dtype)
+    # One scale for all rows stays as it is.
+    flat = {name: t if codes.format.block == "tensor" and name != "data" else t.reshape(rows, -1) for name, t in codes.tensors().items()}
+    step = max(1, _CHUNK // max(1, k))
+    for first in range(0, rows, step):
+        last = min(rows, first + step)
+        parts = {name: t[first:last] if len(t) == rows and t.dim() == 2 else t.reshape(1, 1) for name, t in flat.items()}
+        piece = Codes.from_tensors(codes.format, (last - first, k), parts).dequantize(dtype)
+        out[first:last] = piece if back is None else piece[:, back]
+    return out.reshape(codes.shape)

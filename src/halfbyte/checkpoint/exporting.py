@@ -1,0 +1,120 @@
+"""A model on disk, of whatever kind, to one of another kind, with the same codes and scales, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor
+
+from halfbyte import __version__
+from halfbyte.checkpoint import gguf_export, gguf_tokenizer
+from halfbyte.checkpoint.files import companions, copy_companions
+from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
+from halfbyte.checkpoint.loading import open_model
+from halfbyte.checkpoint.manifest import CONFIG
+from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.checkpoint.pieces import Piece, Progress, dequantized, kept, plain, write
+from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
+from halfbyte.checkpoint.targets import TARGETS, Target
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import Codes
+from halfbyte.io import gguf
+from halfbyte.io.safetensors import SHARD_BYTES, Writer
+from halfbyte.nn.report import Report
+
+KINDS = ("halfbyte", "gguf", *TARGETS)
+
+
+def export(
+    src: str | PathLike[str],
+    dst: str | PathLike[str],
+    to: str,
+    progress: Progress | None = None,
+    *,
+    resume: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Report:
+    """Writes the model in `src` (whatever `load` reads, or a float Hugging Face folder) to `dst`, a new folder or a GGUF file.
+
+    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"
+    progress  is called after each tensor with (bytes written, bytes in all, name)
+    resume    go on where a writer to the same place, that was killed, had come to
+
+    Codes and scales are those of `src`. Where the new kind has no place for a format the weight is dequantized, and the report says so.
+    No more than one weight is held at a time. Raises CheckpointError (and `dst` is then as it was), ArgumentError where nothing at all
+    could be kept.
+    """
+    if to not in KINDS:
+        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}")
+    source, target = Path(src), Path(dst)
+    model = open_model(source, floats=True)
+    if target.exists():
+        raise ArgumentError(f"{target} exists: choose another place, or remove it")
+    if to == "gguf":
+        return _to_gguf(model, target, progress, resume)
+    notes: list[str] = []
+    copied, left_out = companions(source, target) if source.is_dir() else ([], [])
+    if left_out:
+        notes.append(f"not copied: {', '.join(left_out)}")
+    kind = None if to == "halfbyte" else TARGETS[to](model)
+    pieces = _pieces(model, kind)
+    with replacing(target, resume=resume) as staging:
+        specs = {name: spec for piece in pieces for name, spec in piece.specs.items()}
+        if kind is None:
+            specs = stored_specs(model.weights, model.plain)
+        writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=_journal(model, to) if staging.fresh else None)
+        notes += write(pieces, writer, progress)
+        if source.is_dir():
+            copy_companions(source, staging.path, copied)
+        else:
+            notes += gguf_tokenizer.save(source, staging.path)
+        if kind is None:
+            publish(staging, writer, model.config, model.weights, model.tied)
+        else:
+            writer.finish()
+            if len(writer.files) > 1:
+                size = sum(spec.nbytes for spec in specs.values())
+                write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
+            write_json(staging.path / CONFIG, {**model.config, "quantization_config": kind.settings()})
+            staging.commit_folder()
+    return Report(tuple(piece.row for piece in pieces if piece.row), (*model.report().notes, *notes))
+
+
+def _pieces(model: Opened, kind: Target | None) -> list[Piece]:
+    """What is written to a folder: a halfbyte checkpoint without a `kind`."""
+    pieces = []
+    for name, weight in model.weights.items():
+        if kind is None:
+            pieces.append(kept(model, name, weight.stored(name), partial(_stored, name)))
+        elif name in kind.kept:
+            pieces.append(kept(model, name, kind.specs(name), partial(kind.write, name)))
+        else:
+            pieces.append(dequantized(model, name, kind.reasons[name]))
+    orders = set() if kind is None else {order_name(name) for name in model.weights}
+    return pieces + [plain(model, name) for name in model.plain if name not in orders]
+
+
+def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
+    return {f"{name}.{part}": tensor for part, tensor in codes.tensors().items()}
+
+
+def _to_gguf(model: Opened, target: Path, progress: Progress | None, resume: bool) -> Report:
+    if model.path.is_file():
+        raise ArgumentError(f"{model.path} is not a folder: only models in folders are written as GGUF")
+    export, notes = gguf_export.plan(model)
+    metadata, more = gguf_tokenizer.to_metadata(model.path, model.config, export.vocabulary)
+    with replacing_file(target, resume=resume) as path:
+        writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=_journal(model, "gguf"))
+        resumed = write(export.pieces, writer, progress)
+        writer.finish()
+    return Report(tuple(piece.row for piece in export.pieces if piece.row), (*model.report().notes, *notes, *more, *resumed))
+
+
+def _journal(model: Opened, to: str) -> str:
+    """What is being written, and from what: files that have changed since are another source."""
+    paths = sorted(model.path.iterdir()) if model.path.is_dir() else [model.path]
+    found = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
+    return json.dumps({"halfbyte": __version__, "to": to, "from": found})

@@ -1,0 +1,298 @@
+"""Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, and transformers with halfbyte. What is in their files is
+what runs: no weight is quantized again.
+
+`quantization_config` in config.json says which project it was. What it says about single modules is checked against the tensors that
+are there, and the tensors are believed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from reprlib import repr as short
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint import quantization_config
+from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_entries
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.spec import Format
+from halfbyte.io import awq, compressed_tensors, gptq, points
+from halfbyte.io.safetensors import Reader
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.permuted import ORDER
+
+# What a module of a compressed-tensors checkpoint may hold besides its weight: scales of activations, of caches.
+_ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
+_MOST_POINTS = 1 << 22  # that are looked at to judge a version
+
+
+def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
+    """The tensors of a folder whose config.json has a quantization_config; raises CheckpointError for one of another project."""
+    settings = config[quantization_config.SETTINGS]
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    known: dict[str, Callable[[Reader, dict[str, Any], torch.dtype], Entries]] = {
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _compressed_tensors,
+        "compressed_tensors": _compressed_tensors,
+        quantization_config.METHOD: _halfbyte,
+    }
+    if not isinstance(method, str) or method not in known:
+        raise CheckpointError(
+            f"config.json says quant_method {short(method)}, halfbyte reads {', '.join(known)}: start from the float model"
+        )
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype = named.get(str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch."), torch.float16)
+    return known[method](reader, settings, dtype)
+
+
+def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        what = f"{short(bits)} bits in AWQ's version {short(version)}"
+        raise CheckpointError(f"config.json says {what}, halfbyte reads 4 bits in version gemm: convert it with AutoAWQ")
+    group = _group_size(settings)
+    modules, rest = _modules(reader, awq.PARTS)
+    entries = {}
+    for name, parts in modules.items():
+        k, words = _words_shape(reader, name, parts)
+        fmt = _points_format(reader, name, parts, 4, group, 8 * words, points.middle(4))
+
+        def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
+            return awq.read(_read(reader, parts), group, name)
+
+        entries[f"{name}.weight"] = Entry(Spec(dtype, (8 * words, k)), _nbytes(reader, parts), read, Quantized(fmt, "AWQ"))
+    return Entries(entries | plain_entries(reader, rest))
+
+
+def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    bits, group = settings.get("bits"), _group_size(settings)
+    if bits not in (4, 8):
+        raise CheckpointError(f"config.json says {short(bits)} bits, halfbyte reads GPTQ of 4 and 8: start from the float model")
+    claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    modules, rest = _modules(reader, gptq.PARTS)
+    version = _judge(reader, modules, bits, bool(settings.get("sym", False)), claimed)
+    entries = {}
+    for name, parts in modules.items():
+        words, n = _words_shape(reader, name, parts)
+        k = words * 32 // bits
+        fmt = _points_format(reader, name, parts, bits, group, n, points.middle(bits) - (version == 1))
+
+        def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
+            return gptq.read(_read(reader, parts), bits, group, version, name)[0]
+
+        order = _order(reader, parts.get("g_idx"), k, points.block_of(group, k), name)
+        entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), _nbytes(reader, parts), read, Quantized(fmt, "GPTQ", order))
+    lies = f"config.json says GPTQ version {claimed}, the points are those of version {version}, which is believed"
+    return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
+
+
+def _order(reader: Reader, name: str | None, k: int, block: int, where: str) -> Order | None:
+    """What reads the order of a weight's columns; None where it is that of the inputs."""
+    if name is None:
+        return None
+
+    def read() -> Tensor | None:
+        g_idx = points.take({"g_idx": reader.read(name)}, "g_idx", (torch.int32, torch.int64), (k,), where)
+        unused = bool((g_idx == -1).all())  # so compressed-tensors says that there is none
+        return None if unused else gptq.order_of(g_idx, block, where)
+
+    return None if read() is None else cast(Order, read)
+
+
+def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(
+            f"the config_groups of quantization_config are {short(groups)}, no object of objects: the checkpoint is damaged"
+        )
+    packed, rest = _modules(reader, compressed_tensors.PACKED)
+    integer, rest = _modules(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
+    dropped = [name for name in rest if name.rpartition(".")[2] in _ACTIVATION_PARTS]
+    odd = [name for name in rest if name.rpartition(".")[2] in compressed_tensors.PACKED]
+    if odd:
+        what = f"{odd[0]} belongs to a weight of {str(settings.get('format'))[:40]} that is no integers of 4 or 8 bits"
+        raise CheckpointError(f"{what}: halfbyte reads pack-quantized and int-quantized, start from the float model")
+    entries = {}
+    for name, parts in (packed | integer).items():
+        group = _group_of(name, groups)
+        bits = 8 if name in integer else _ct_bits(reader, name, parts, group)
+        entries[f"{name}.weight"] = _ct_entry(reader, name, parts, bits, group, dtype)
+    notes = [f"activations are quantized as they come: {len(dropped)} scales and points for them are not used"] if dropped else []
+    return Entries(entries | plain_entries(reader, [name for name in rest if name not in dropped]), notes)
+
+
+def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: Mapping[str, Any], dtype: torch.dtype) -> Entry:
+    if "weight_packed" in parts:
+        if "weight_shape" not in parts:
+            raise CheckpointError(f"{name} has no weight_shape: the checkpoint is damaged")
+        shape = compressed_tensors.shape_of(reader.spec(parts["weight_packed"]).shape, reader.read(parts["weight_shape"]), bits, name)
+    else:
+        found = reader.spec(parts["weight"]).shape
+        if len(found) != 2:
+            raise CheckpointError(f"{name}.weight is int8 {list(found)}, no matrix: the checkpoint is damaged")
+        shape = (found[0], found[1])
+    if "weight_scale" not in parts:
+        raise CheckpointError(f"{name} has no weight_scale: the checkpoint is damaged")
+    scale = reader.spec(parts["weight_scale"])
+    blocks = scale.shape[1] if len(scale.shape) == 2 else 1
+
+    def read(dtype: torch.dtype | None) -> Codes:
+        return compressed_tensors.read(_read(reader, parts), bits, name)[0]
+
+    symmetric = "weight_zero_point" not in parts or bool((_ct_points(reader, parts["weight_zero_point"], shape[0], bits) == 0).all())
+    size = shape[1] // blocks if blocks > 1 else 0
+    fmt = Format(bits, size or "channel", "none" if symmetric else "point", _scale_dtype(name, scale))
+    compute, activation = _activation(group)
+    order = _order(reader, parts.get("weight_g_idx"), shape[1], max(1, shape[1] // max(1, blocks)), name)
+    return Entry(Spec(dtype, shape), _nbytes(reader, parts), read, Quantized(fmt, "compressed-tensors", order, compute, activation))
+
+
+def _ct_points(reader: Reader, name: str, rows: int, bits: int) -> Tensor:
+    """The points of a weight, less the middle: all 0 where they are of no account."""
+    stored = reader.read(name)
+    if stored.dtype == torch.int8:
+        return stored
+    if stored.dtype != torch.int32 or stored.dim() != 2:
+        raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)}, not int32 [words, blocks]: the checkpoint is damaged")
+    return gptq.unpack(stored.T, bits, rows).to(torch.int16) - points.middle(bits)
+
+
+def _ct_bits(reader: Reader, name: str, parts: Mapping[str, str], group: Mapping[str, Any]) -> int:
+    weights = group.get("weights")
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    if bits not in (4, 8) or not isinstance(weights, dict) or weights.get("type", "int") != "int":
+        what = f"{name} is packed in {short(bits)} bits of type {short(weights.get('type') if isinstance(weights, dict) else None)}"
+        raise CheckpointError(f"config.json says {what}: halfbyte reads integers of 4 and 8 bits, start from the float model")
+    return int(bits)
+
+
+def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The config group whose targets name a module: its name, a pattern `re:…`, or else its class, which only Linears have here."""
+    for group in groups.values():
+        targets = group.get("targets")
+        for target in targets if isinstance(targets, list) else ():
+            if isinstance(target, str) and (target == name or (target.startswith("re:") and _matches(target[3:], name))):
+                return group
+    return next((g for g in groups.values() if isinstance(g.get("targets"), list) and "Linear" in g["targets"]), {})
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As the library matches. Patterns with nested repetition, which could take for ever, are not matched at all."""
+    if len(pattern) > 400 or re.search(r"[*+}][^()|]*\)[*+{]", pattern):
+        return False
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError):
+        return False
+
+
+def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
+    """How a group multiplies: with activations quantized to 8 bits a row, or in floating point where it says nothing of them."""
+    inputs = group.get("input_activations")
+    if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
+        return "auto", "block"
+    return "int8", "row" if inputs.get("symmetric", True) else "row_offset"
+
+
+def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    """What transformers wrote of a model that halfbyte quantized: codes as in a checkpoint, and a guard under the weight's own name."""
+    found, rest = _modules(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
+    known = quantization_config.parse(settings)
+    entries: dict[str, Entry] = {}
+    for name, parts in found.items():
+        if name not in known:
+            raise CheckpointError(f"config.json does not say what format {name} has: the checkpoint is damaged")
+        module = known[name]
+
+        def read(dtype: torch.dtype | None, module: quantization_config.Module = module, parts: Mapping[str, str] = parts) -> Codes:
+            stored = stored_tensors(module.format, module.shape)
+            tensors = {part: reader.read(parts[f"weight.{part}"]) for part in stored if f"weight.{part}" in parts}
+            return Codes.from_tensors(module.format, module.shape, tensors)
+
+        if module.ordered and ORDER not in parts:
+            raise CheckpointError(f"{name} has no {ORDER}, which config.json speaks of: the checkpoint is damaged")
+        order = partial(reader.read, parts[ORDER]) if module.ordered else None
+        quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
+        entries[f"{name}.weight"] = Entry(Spec(dtype, module.shape), _nbytes(reader, parts), read, quantized)
+    return Entries(entries | plain_entries(reader, rest))
+
+
+# What they have in common
+
+
+def _modules(
+    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[Spec], bool] = lambda spec: True
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The modules that hold the first of these parts: of each the parts by their full names; and the names of all other tensors."""
+    rest = dict.fromkeys(reader.places if names is None else names)
+    modules: dict[str, dict[str, str]] = {}
+    for name in list(rest):
+        module = name.removesuffix(f".{parts[0]}")
+        if module != name and fits(reader.spec(name)):
+            modules[module] = {part: full for part in parts if (full := f"{module}.{part}") in rest}
+    for found in modules.values():
+        for full in found.values():
+            rest.pop(full, None)
+    return modules, list(rest)
+
+
+def _read(reader: Reader, parts: Mapping[str, str]) -> dict[str, Tensor]:
+    return {part: reader.read(name) for part, name in parts.items()}
+
+
+def _nbytes(reader: Reader, parts: Mapping[str, str]) -> int:
+    return sum(reader.spec(name).nbytes for name in parts.values())
+
+
+def _group_size(settings: Mapping[str, Any]) -> int:
+    size = settings.get("group_size", 128)
+    if type(size) is not int or not (size == -1 or 0 < size < 10**9):
+        raise CheckpointError(
+            f"config.json says group_size {short(size)}, which is no number of weights and not -1: the checkpoint is damaged"
+        )
+    return size
+
+
+def _words_shape(reader: Reader, name: str, parts: Mapping[str, str]) -> tuple[int, int]:
+    """Rows and columns of the packed codes; raises CheckpointError where something is missing."""
+    if missing := {"qweight", "qzeros", "scales"} - parts.keys():
+        raise CheckpointError(f"{name} has no {min(missing)}: the checkpoint is damaged")
+    shape = reader.spec(parts["qweight"]).shape
+    if len(shape) != 2 or min(shape) < 1:
+        raise CheckpointError(f"{name}.qweight has shape {list(shape)}, no matrix: the checkpoint is damaged")
+    return shape[0], shape[1]
+
+
+def _points_format(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: int, n: int, middle: int) -> Format:
+    """The format of a weight with points, of which it is rid where all are the middle."""
+    stored = reader.spec(parts["qzeros"])
+    if stored.dtype != torch.int32 or len(stored.shape) != 2:
+        raise CheckpointError(f"{name}.qzeros is {stored.dtype} {list(stored.shape)}, not int32 [blocks, words]: the checkpoint is damaged")
+    symmetric = bool((gptq.unpack(reader.read(parts["qzeros"]), bits, n) == middle).all())
+    scale = _scale_dtype(f"{name}.scales", reader.spec(parts["scales"]))
+    return Format(bits, group if group > 0 else "channel", "none" if symmetric else "point", scale)
+
+
+def _scale_dtype(name: str, spec: Spec) -> torch.dtype:
+    if spec.dtype not in points.SCALES:
+        raise CheckpointError(f"{name} is {spec.dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged")
+    return spec.dtype
+
+
+def _judge(reader: Reader, modules: Mapping[str, Mapping[str, str]], bits: int, symmetric: bool, claimed: int) -> int:
+    """The version of a GPTQ model, by the points of its modules, as far as they are needed to tell."""
+    seen: list[Tensor] = []
+    for name, parts in modules.items():
+        n = _words_shape(reader, name, parts)[1]
+        stored = reader.spec(parts["qzeros"])
+        if stored.dtype == torch.int32 and len(stored.shape) == 2:
+            seen.append(gptq.unpack(reader.read(parts["qzeros"]), bits, n).flatten())
+        if sum(map(len, seen)) > _MOST_POINTS:
+            break
+    return gptq.version_of(torch.cat(seen), bits, symmetric, claimed) if seen else claimed

@@ -1,0 +1,182 @@
+"""The metadata of a GGUF file <-> config.json of transformers.
+
+Sources: llama.cpp, gguf-py/gguf/constants.py (names of keys), src/llama-model.cpp (what they mean and their defaults)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.gguf_names import ARCHITECTURES, BY_MODEL_TYPE
+from halfbyte.errors import CheckpointError
+from halfbyte.io.gguf import Value
+
+Metadata = Mapping[str, Value]
+# Key of the metadata, after the architecture's name -> key of config.json. Of each the type, and whether it must be there.
+_KEYS: dict[str, tuple[str, type, bool]] = {
+    "context_length": ("max_position_embeddings", int, True),
+    "embedding_length": ("hidden_size", int, True),
+    "block_count": ("num_hidden_layers", int, True),
+    "feed_forward_length": ("intermediate_size", int, True),
+    "attention.head_count": ("num_attention_heads", int, True),
+    "attention.head_count_kv": ("num_key_value_heads", int, False),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", float, True),
+    "attention.key_length": ("head_dim", int, False),
+    "attention.sliding_window": ("sliding_window", int, False),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float, False),
+    "final_logit_softcapping": ("final_logit_softcapping", float, False),
+}
+_TOKENS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ROPE_BASE = 10_000.0
+# The scale of attention is in no file: llama.cpp knows these models, by their layers, to differ from all others.
+_SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
+
+
+def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """config.json for a file with this metadata and tensors of these names; `read` gives one that is not quantized."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {', '.join(ARCHITECTURES)}")
+    if metadata.get(f"{name}.expert_count"):
+        raise CheckpointError(f"the GGUF file holds a {name} with experts, which halfbyte does not read from GGUF: use its safetensors")
+    config: dict[str, Any] = {"architectures": [ARCHITECTURES[name].model], "model_type": ARCHITECTURES[name].types[0]}
+    for key, (mine, kind, needed) in _KEYS.items():
+        if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
+            config[mine] = value
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    heads = max(1, config["num_attention_heads"])
+    rotated = _number(metadata, f"{name}.rope.dimension_count", int, needed=False)
+    config.setdefault("head_dim", rotated if rotated and name == "llama" else config["hidden_size"] // heads)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    vocabulary = _number(metadata, f"{name}.vocab_size", int, needed=False)
+    config["vocab_size"] = vocabulary or (len(tokens) if isinstance(tokens, Sequence) else 0)
+    for key, mine in _TOKENS.items():
+        config[mine] = _number(metadata, key, int, needed=False)
+    config["tie_word_embeddings"] = "output.weight" not in names
+    if name == "llama":
+        config |= {"attention_bias": "blk.0.attn_q.bias" in names, "mlp_bias": "blk.0.ffn_up.bias" in names}
+    if name in ("gemma2", "gemma3"):
+        by_width = (name, config["num_hidden_layers"]) in _SCALED_BY_WIDTH
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_width else config["head_dim"]
+    if name in ("qwen2", "qwen3"):
+        config.pop("sliding_window", None)
+    base = _number(metadata, f"{name}.rope.freq_base", float, needed=False) or _ROPE_BASE
+    rope = {"rope_theta": base, **_rope_scaling(name, metadata, names, read, base, config["head_dim"])}
+    if name == "gemma3":
+        local = _number(metadata, "gemma3.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
+        rope = {"full_attention": {"rope_type": "default", **rope}, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    elif name == "phi3" and rotated:
+        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+        if (original := rope.get("original_max_position_embeddings")) is not None:
+            config["original_max_position_embeddings"] = original
+    config["rope_parameters"] = rope if name == "gemma3" else {"rope_type": "default", **rope}
+    return config
+
+
+def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
+    value = metadata.get(key)
+    if value is None and not needed:
+        return None
+    sound = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
+    if not sound or abs(value) > 1 << 40:  # type: ignore[arg-type]
+        what = "has no" if value is None else f"says {short(value)} for"
+        raise CheckpointError(f"the GGUF file {what} {key}, a number: it is damaged or not a language model")
+    return kind(value)
+
+
+def _rope_scaling(
+    name: str, metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor], base: float, head_dim: int
+) -> dict[str, Any]:
+    """How positions are scaled, where they are."""
+    factors = read("rope_freqs.weight").double() if "rope_freqs.weight" in names else None
+    if factors is not None and not bool((factors == 1).all()):
+        return _llama3(factors, base, head_dim)
+    original = _number(metadata, f"{name}.rope.scaling.original_context_length", int, needed=False)
+    if "rope_factors_long.weight" in names and "rope_factors_short.weight" in names:
+        lists = {f"{which}_factor": read(f"rope_factors_{which}.weight").tolist() for which in ("long", "short")}
+        return {"rope_type": "longrope", **lists, "original_max_position_embeddings": original}
+    kind, factor = metadata.get(f"{name}.rope.scaling.type"), _number(metadata, f"{name}.rope.scaling.factor", float, needed=False)
+    if kind in (None, "none") or not factor:
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and original:
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")
+
+
+def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tensor:
+    """What llama.cpp divides the frequencies by: transformers' rope_type llama3 (modeling_rope_utils.py), float64 [head_dim / 2]."""
+    inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    length = 2 * math.pi / inverse
+    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    smooth = (original / length - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return torch.where(length < original / high, 1.0, torch.where(length > original / low, factor, between))
+
+
+def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
+    """The settings that give these factors. Llama's own are the only ones ever used but for the context that they began with."""
+    for original in (8192, 4096, 16384, 32768, 2048, 32):
+        rope = {**_LLAMA3, "factor": float(factors.max()), "original_max_position_embeddings": original}
+        wanted = llama3_factors(rope, base, head_dim)
+        if wanted.shape == factors.shape and torch.allclose(wanted, factors, rtol=1e-5):
+            return rope
+    raise CheckpointError("the GGUF file divides rotary frequencies by factors that are not Llama 3's: use its safetensors")
+
+
+def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, Tensor]]:
+    """The metadata of a GGUF file for a model that config.json describes, and tensors that go with it."""
+    model_type = config.get("model_type")
+    name = BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    if name is None:
+        raise CheckpointError(f"GGUF is written for {', '.join(BY_MODEL_TYPE)}, got model_type {short(model_type)}")
+    out: dict[str, Value] = {"general.architecture": name, "general.quantization_version": 2}
+    if isinstance(title := config.get("_name_or_path"), str) and title:
+        out["general.name"] = title.rstrip("/").rpartition("/")[2]
+    for key, (theirs, kind, needed) in _KEYS.items():
+        value = config.get(theirs)
+        if value is None and needed:
+            raise CheckpointError(f"config.json has no {theirs}, which GGUF needs")
+        if value is not None:
+            out[f"{name}.{key}"] = kind(value)
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    out.setdefault(f"{name}.attention.head_count_kv", heads)
+    out |= {f"{name}.attention.key_length": head_dim, f"{name}.attention.value_length": head_dim}
+    out[f"{name}.vocab_size"] = int(config["vocab_size"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_BASE)
+    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    out |= {f"{name}.rope.freq_base": base, f"{name}.rope.dimension_count": int(head_dim * partial)}
+    return out, _scaled(name, out, rope, base, head_dim)
+
+
+def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: float, head_dim: int) -> dict[str, Tensor]:
+    """Adds what the metadata say about the scaling of positions; gives the tensors that say it."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind == "llama3":
+        return {"rope_freqs.weight": llama3_factors(rope, base, head_dim).float()}
+    if kind not in ("linear", "yarn", "longrope"):
+        raise CheckpointError(f"GGUF has no scaling of positions like {short(kind)}")
+    if original := rope.get("original_max_position_embeddings"):
+        out[f"{name}.rope.scaling.original_context_length"] = int(original)
+    if kind == "longrope":
+        return {f"rope_factors_{which}.weight": torch.tensor(rope[f"{which}_factor"], dtype=torch.float32) for which in ("long", "short")}
+    out |= {f"{name}.rope.scaling.type": kind, f"{name}.rope.scaling.factor": float(rope["factor"])}
+    return {}

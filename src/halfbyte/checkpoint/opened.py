@@ -1,0 +1,95 @@
+"""A model on disk, of whatever kind, whose names, shapes and dtypes are known and of which no tensor has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.architecture import known_architecture
+from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.manifest import Weight
+from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
+from halfbyte.formats.codes import Codes
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.permuted import ORDER
+from halfbyte.nn.report import Report
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Names are those of the model's parameters and buffers, as in a halfbyte checkpoint.
+
+    path     what errors call it
+    config   config.json without what it says about quantization
+    weights  the quantized ones
+    plain    all others. One called `<module>.input_order`, int32 [K], is the order of the columns of that module's weight
+    tied     name -> the name, in `weights` or `plain`, that it is the same as
+    codes    reads a weight
+    tensor   reads a plain tensor
+    report   what of the files became what, and why
+    nbytes   of each weight and plain tensor in the files
+    """
+
+    path: Path
+    config: dict[str, Any]
+    weights: Mapping[str, Weight]
+    plain: Mapping[str, Spec]
+    tied: Mapping[str, str]
+    codes: Callable[[str], Codes]
+    tensor: Callable[[str], Tensor]
+    report: Callable[[], Report]
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """(name, the name that it is stored under) of everything, ties included."""
+        yield from ((name, name) for name in (*self.weights, *self.plain))
+        yield from self.tied.items()
+
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """Of all weights and plain tensors."""
+        yield from (weight.shape for weight in self.weights.values())
+        yield from (spec.shape for spec in self.plain.values())
+
+
+def order_name(weight: str) -> str:
+    """What the order of the columns of a weight is called."""
+    return f"{weight.removesuffix('weight')}{ORDER}"
+
+
+def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened:
+    """The model that a config describes, from tensors in files; or the tensors alone, where it names no architecture."""
+    if known_architecture(config) is not None:
+        plan = plan_model(config, entries, entries.choose)
+        notes = list(entries.notes)
+    else:
+        plan = plan_by_rule(entries, entries.choose)
+        notes = [*entries.notes, "no architecture of transformers is named: names are those of the files"]
+    steps = {plan.renamed.get(target, target): (step, target) for step in plan.steps for target in step.targets}
+    orders = {}
+    for name, weight in plan.weights.items():
+        quantized = entries.entries[steps[name][0].sources[0]].quantized
+        assert quantized is not None
+        plan.weights[name] = replace(weight, compute=quantized.compute, activation=quantized.activation)
+        if quantized.order is not None:
+            orders[order_name(name)] = quantized.order
+            plan.plain[order_name(name)] = Spec(torch.int32, weight.shape[-1:])
+            plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
+
+    def codes(name: str) -> Codes:
+        return entries.codes(steps[name][0].sources[0])
+
+    def tensor(name: str) -> Tensor:
+        if name in orders:
+            return orders[name]()
+        step, target = steps[name]
+        made = step.run(lambda source: entries.read(source, plan.plain[name].dtype))[target]
+        # What conversions make may share memory with more than itself.
+        return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+
+    sizes = {name: sum(entries.entries[source].nbytes for source in step.sources) for name, (step, _) in steps.items()}
+    return Opened(path, config, plan.weights, plan.plain, plan.tied, codes, tensor, lambda: report(plan, entries, notes), sizes)

@@ -1,0 +1,76 @@
+"""A model that is written as another kind, piece by piece: each piece is a weight or a tensor, read, turned into tensors, written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfbyte.checkpoint.entries import floats
+from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.formats.codes import Codes
+from halfbyte.io.tensors import Placed, Spec
+from halfbyte.nn.report import Row
+
+Progress = Callable[[int, int, str], object]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tensors that are written, and what makes them. `row` is for the report, if there is anything to say."""
+
+    specs: Mapping[str, Spec]
+    make: Callable[[], Mapping[str, Tensor]]
+    row: Row | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+
+def kept(model: Opened, name: str, specs: Mapping[str, Spec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]) -> Piece:
+    """A weight that stays quantized; `write` makes its tensors of its codes and of the order of its columns, if they have one."""
+    weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
+    row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes[name], after, weight.error)
+    return Piece(specs, lambda: write(model.codes(name), order_of(model, name)), row)
+
+
+def dequantized(
+    model: Opened, name: str, reason: str, target: str | None = None, finish: Callable[[Tensor], Tensor] | None = None
+) -> Piece:
+    """A weight that is written in floating point, under the name `target`, after it went through `finish`."""
+    weight = model.weights[name]
+    spec = Spec(weight.dtype, weight.shape)
+
+    def make() -> Mapping[str, Tensor]:
+        tensor = floats(model.codes(name), weight.dtype, order_of(model, name))
+        return {target or name: finish(tensor) if finish else tensor}
+
+    why = f"{weight.format}, dequantized: {reason}"
+    return Piece({target or name: spec}, make, Row(name, weight.kind, weight.shape, None, why, model.nbytes[name], spec.nbytes))
+
+
+def plain(model: Opened, name: str) -> Piece:
+    """A tensor that is not quantized, as it is."""
+    spec = model.plain[name]
+    row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), spec.nbytes)
+    return Piece({name: spec}, lambda: {name: model.tensor(name)}, row)
+
+
+def order_of(model: Opened, name: str) -> Tensor | None:
+    """The order of a weight's columns, if they are not in that of its inputs."""
+    return model.tensor(order_name(name)) if order_name(name) in model.plain else None
+
+
+def write(pieces: Sequence[Piece], writer: Placed, progress: Progress | None) -> list[str]:
+    """Writes what is not there yet; says how much was."""
+    resumed, done, total = writer.resumed, 0, sum(piece.nbytes for piece in pieces)
+    for piece in pieces:
+        if not piece.specs.keys() <= writer.checksums.keys():
+            for name, tensor in piece.make().items():
+                writer.write(name, tensor)
+        done += piece.nbytes
+        if progress is not None:
+            progress(done, total, ", ".join(piece.specs))
+    return [f"resumed: {resumed} tensors were there already"] if resumed else []

@@ -1,0 +1,39 @@
+"""`halfbyte convert`: a model of one kind to another kind, with the same codes and scales."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from halfbyte.cli.output import Commands, add_command, print_json, progress
+
+KINDS = ("gguf", "awq", "gptq", "compressed-tensors", "halfbyte")
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "convert",
+        run,
+        "convert a model to another kind of files",
+        "Read a halfbyte checkpoint, a folder of AWQ, GPTQ or compressed-tensors, a GGUF file or a float Hugging Face folder, and write "
+        "it as another kind. Codes and scales stay what they are; weights that the new kind has no place for are dequantized, and the "
+        "report says so.",
+    )
+    parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
+    parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file to write, which does not exist yet")
+    parser.add_argument("--to", required=True, choices=KINDS, help="the kind to write")
+    parser.add_argument("--resume", action="store_true", help="go on where a conversion to DST had come to when it was killed")
+
+
+def run(args: argparse.Namespace) -> int:
+    from halfbyte.checkpoint import export
+
+    with progress(args, "converting", "bytes") as advance:
+        report = export(args.src, args.dst, args.to, lambda done, total, name: advance(done, total), resume=args.resume)
+    if args.json:
+        print_json({"src": str(args.src), "dst": str(args.dst), "to": args.to, **report.to_json()})
+    elif not args.quiet:
+        print(report)
+        print(f"written to {args.dst}")
+    return 0
