@@ -11,8 +11,7 @@ from torch import Tensor
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu import gemm_int8, gemm_int8_hopper
-from halfbyte.kernels.gpu.epilogue import Epilogue
-from halfbyte.kernels.problem import Activation, Problem
+from halfbyte.kernels.problem import Activation, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
 from halfbyte.kernels.gpu.activations import Quantized
-from halfbyte.kernels.gpu.epilogue import Epilogue, write
+from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run, workspace
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 

@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import Quantized
-from halfbyte.kernels.gpu.epilogue import Epilogue, finish
+from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.launch import run, workspace
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
