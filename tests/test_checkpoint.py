@@ -118,7 +118,8 @@ def test_every_kind_of_format_comes_back_bit_for_bit(fmt: str, tmp_path: Path) -
     assert codes.shape == (24, 33)
     assert same_tensors({"": codes}, {"": model[0].codes()})  # type: ignore[index,operator,union-attr]
     stored = safetensors.torch.load_file(tmp_path / "m" / "model.safetensors")  # another reader sees the same
-    assert {name for name in stored if name.startswith("0.weight")} == {f"0.weight.{part}" for part in codes.tensors()}
+    assert {name for name in stored if name.startswith("0.weight.")} == {f"0.weight.{part}" for part in codes.tensors()}
+    assert stored["0.weight"].shape == (1,), "one that takes it for the weight itself must fail"
     assert torch.equal(stored["0.weight.data"], codes.data)
 
 
@@ -139,7 +140,8 @@ def test_describe_counts_the_bytes_on_disk(tmp_path: Path) -> None:
     save(quantize_(llama(), "q4_0"), tmp_path / "m")
     header = int.from_bytes((tmp_path / "m" / "model.safetensors").read_bytes()[:8], "little")
     found = describe(tmp_path / "m")
-    assert found.bytes_after == (tmp_path / "m" / "model.safetensors").stat().st_size - 8 - header
+    guards = sum(row.tied_to is None for row in found.quantized)  # a byte each
+    assert found.bytes_after == (tmp_path / "m" / "model.safetensors").stat().st_size - 8 - header - guards
     assert next(row for row in found.rows if row.name == "lm_head").tied_to == "model.embed_tokens"
 
 

@@ -33,6 +33,7 @@ from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.nn.convert import Config, quantize_, report
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.permuted import PermutedLinear
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64}
@@ -76,6 +77,8 @@ def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.stdout
 
+
+ENTRY = {"format": "q4_0", "shape": [64, 64]}
 
 # Quantized while it loads
 
@@ -192,6 +195,36 @@ def test_other_classes(small: Path) -> None:
     assert isinstance(built_on.model.layers[0].mlp.up_proj, QuantLinear)
 
 
+def test_reordered_inputs(small: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(small)
+    name = "model.layers.0.mlp.up_proj"
+    model.set_submodule(name, PermutedLinear.of(model.get_submodule(name), torch.randperm(64)))
+    model.save_pretrained(tmp_path / "permuted")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "permuted")
+    assert isinstance(again.get_submodule(name), PermutedLinear)
+    for other in (again, halfbyte.load(tmp_path / "permuted")):
+        assert torch.equal(outputs(other), outputs(model))
+    expected = model.get_submodule(name).weight
+    assert torch.equal(model.dequantize().get_submodule(name).weight, expected)
+
+
+def test_one_checkpoint_for_both(small: Path, folder: Path, tmp_path: Path) -> None:
+    """What either writes, the other reads."""
+    model = AutoModelForCausalLM.from_pretrained(small)
+    assert torch.equal(outputs(halfbyte.load(small)), outputs(model))
+    halfbyte.save(model, tmp_path / "saved")
+    halfbyte.convert(folder, tmp_path / "converted", "q4_0")
+    for path in (tmp_path / "saved", tmp_path / "converted"):
+        again = AutoModelForCausalLM.from_pretrained(path)
+        assert torch.equal(outputs(again), outputs(model))
+        assert "REFUSED" in run(WITHOUT.format(str(path)))
+        loaded = halfbyte.load(path)
+        loaded.save_pretrained(tmp_path / "again")
+        assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), outputs(model))
+        again.save_pretrained(tmp_path / "again")
+        assert "halfbyte" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
 def test_dequantize(small: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(small)
     expected = {n: m.weight + 0 for n, m in model.named_modules() if isinstance(m, QuantModule)}
@@ -248,10 +281,12 @@ def test_damaged_tensors(change: Any, message: str, small: Path) -> None:
     [
         (lambda c: c.update(version=2), "version 2"),
         (lambda c: c.update(modules=[]), "are an object"),
-        (lambda c: c["modules"].update({"model.norm": {"format": "q4_0"}}), "model.norm is a LlamaRMSNorm"),
-        (lambda c: c["modules"].update({"model.nonsense": {"format": "q4_0"}}), "has no model.nonsense"),
+        (lambda c: c["modules"].update({"model.norm": ENTRY}), "model.norm is a LlamaRMSNorm"),
+        (lambda c: c["modules"].update({"model.nonsense": ENTRY}), "has no model.nonsense"),
         (lambda c: c["modules"].update({"lm_head": "q4_0"}), "an object with a format"),
         (lambda c: c["modules"]["model.embed_tokens"].update(format="q7_7"), "q7_7"),
+        (lambda c: c["modules"]["model.embed_tokens"].update(shape=[100, 32]), "is \\[100, 32\\] in the files"),
+        (lambda c: c["modules"]["model.embed_tokens"].update(shape=[100]), "a shape is two sizes"),
         (lambda c: c["modules"]["model.embed_tokens"].update(compute="fast"), "compute is one of"),
     ],
 )
@@ -264,5 +299,8 @@ def test_damaged_config(change: Any, message: str, small: Path) -> None:
 
 
 def test_the_section_is_what_it_was() -> None:
-    modules = {"a.b": Module(halfbyte.as_format("q4_0"), "int8", "row"), "c": Module(halfbyte.as_format("int8_channel"))}
+    modules = {
+        "a.b": Module(halfbyte.as_format("q4_0"), (3, 5), "int8", "row", True),
+        "c": Module(halfbyte.as_format("int8_channel"), (1, 1)),
+    }
     assert parse(json.loads(json.dumps(describe(modules)))) == modules

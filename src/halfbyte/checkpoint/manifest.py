@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from halfbyte import __version__
+from halfbyte.checkpoint.quantization_config import SETTINGS
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import Format, as_format
@@ -115,6 +116,8 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
         raise CheckpointError(f"{what}: a halfbyte checkpoint is a folder that save() or convert() made")
     config = load_json(path)
     section = config.pop(SECTION, None)
+    if section is not None:
+        config.pop(SETTINGS, None)  # the same once more, for transformers
     if section is None:
         raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, convert() does it")
     if not isinstance(section, dict) or section.get("version") != VERSION:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from reprlib import repr as short
 from typing import Any
 
@@ -12,30 +12,51 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
+from halfbyte.io.safetensors import is_shape
 from halfbyte.nn.modules import QuantLinear, QuantModule, check_compute
+from halfbyte.nn.permuted import PermutedLinear
 
+SETTINGS = "quantization_config"
 METHOD = "halfbyte"
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """How one quantized module is stored and, if it is a Linear, how it multiplies."""
+    """How one quantized module is stored and, if it is a Linear, how it multiplies.
+
+    shape    of its weight, [N, K]
+    ordered  its inputs are reordered: <module>.input_order is stored too
+    """
 
     format: Format
+    shape: tuple[int, ...]
     compute: str = "auto"
     activation: str = "block"
+    ordered: bool = False
 
     @classmethod
     def of(cls, module: QuantModule) -> Module:
-        settings = (module.compute, module.activation) if isinstance(module, QuantLinear) else ()
-        return cls(module.packed.format, *settings)
+        settings = (module.compute, module.activation, isinstance(module, PermutedLinear)) if isinstance(module, QuantLinear) else ()
+        return cls(module.packed.format, module.packed.shape, *settings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Module:
+        """Raises FormatError or ArgumentError for what `to_json` does not give."""
+        fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
+        if not (isinstance(shape, list) and len(shape) == 2 and is_shape(shape)) or not isinstance(ordered, bool):
+            raise FormatError(f"a shape is two sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
+        made = cls(fmt, tuple(shape), entry.get("compute", "auto"), entry.get("activation", "block"), ordered)
+        check_compute(made.compute, made.activation)
+        return made
 
 
 def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
     """The section for these modules, in plain types."""
-    entries = {name: {"format": str(m.format), "compute": m.compute, "activation": m.activation} for name, m in modules.items()}
-    return {"quant_method": METHOD, "version": VERSION, "modules": entries}
+    return {"quant_method": METHOD, "version": VERSION, "modules": {name: module.to_json() for name, module in modules.items()}}
 
 
 def parse(section: Mapping[str, Any]) -> dict[str, Module]:
@@ -50,8 +71,7 @@ def parse(section: Mapping[str, Any]) -> dict[str, Module]:
         try:
             if not isinstance(entry, Mapping):
                 raise FormatError(f"an object with a format, got {short(entry)}")
-            modules[name] = Module(as_format(entry.get("format", "")), entry.get("compute", "auto"), entry.get("activation", "block"))
-            check_compute(modules[name].compute, modules[name].activation)
+            modules[name] = Module.from_json(entry)
         except (ArgumentError, FormatError, TypeError) as e:
             raise CheckpointError(f"{short(name)} in the quantization_config: {e}: the checkpoint is damaged") from e
     return modules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
+from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, guard
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.permuted import ORDER
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -81,11 +83,13 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> di
         if taken := stored.keys() & specs.keys():
             raise CheckpointError(f"{min(taken)} is the name of a tensor already: {name} cannot be quantized, skip it")
         specs |= stored
-    return specs
+    return specs | dict.fromkeys(weights, Spec(guard().dtype, tuple(guard().shape)))
 
 
 def publish(staging: Staging, writer: Writer, config: Mapping[str, object], weights: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
-    """Ends the writing of a checkpoint: the index by which other readers find the weight files, the manifest, the commit."""
+    """Ends the writing of a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
+    for name in weights:
+        writer.write(name, guard())
     writer.finish()
     if len(writer.files) > 1 or not staging.fresh:
         size = sum(spec.nbytes for spec in writer.specs.values())
@@ -95,7 +99,20 @@ def publish(staging: Staging, writer: Writer, config: Mapping[str, object], weig
         name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
         for name, weight in weights.items()
     }
+    for name in weights:
+        del sums[name]
+    if weights:
+        ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
+        config = {**config, SETTINGS: describe({name: _module(weight, name in ordered) for name, weight in _by_module(weights)})}
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied))
+
+
+def _by_module(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
+    yield from ((name.removesuffix(".weight"), weight) for name, weight in weights.items())
+
+
+def _module(weight: Weight, ordered: bool) -> Module:
+    return Module(weight.format, weight.shape, weight.compute, weight.activation, ordered)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

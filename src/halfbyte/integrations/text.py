@@ -80,9 +80,13 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None) ->
         model = _from_pretrained(path, device, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
-    with _clear_errors(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return _ready(model, device), tokenizer
+    return _ready(model, device), open_tokenizer(path)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder. Raises CheckpointError."""
+    with _clear_errors(folder):
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def generate(

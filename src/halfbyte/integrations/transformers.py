@@ -33,6 +33,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_patterns, decide, finished, relative_error
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule, quantized_form
+from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.quantizers import METHODS
 
 
@@ -142,7 +143,9 @@ class HalfbyteQuantizer(HfQuantizer):
             if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(module.weight, Tensor):
                 what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
                 raise CheckpointError(f"{what}, but quantized in the files: only Linear and Embedding can be")
-            self._make_room(module, settings.format)
+            if tuple(module.weight.shape) != settings.shape:
+                raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(module.weight.shape)} in the model")
+            self._make_room(module, settings)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
             if owner in wanted and name not in wanted:
@@ -168,13 +171,12 @@ class HalfbyteQuantizer(HfQuantizer):
         return found
 
     @staticmethod
-    def _make_room(module: nn.Linear | nn.Embedding, fmt: Format) -> None:
-        room, weight = nn.Module(), module.weight
-        for part, (dtype, shape) in stored_tensors(fmt, tuple(weight.shape)).items():
-            room.register_buffer(part, torch.empty(shape, dtype=dtype, device="meta"))
-        room.shape, room.dtype = tuple(weight.shape), weight.dtype  # type: ignore[assignment]
+    def _make_room(module: nn.Linear | nn.Embedding, settings: Module) -> None:
+        room = _Room(settings, module.weight.dtype)
         del module.weight
         module.add_module("weight", room)
+        if settings.ordered:
+            module.register_buffer(ORDER, torch.empty(settings.shape[1], dtype=torch.int32, device="meta"))
         module._is_hf_initialized = True  # type: ignore[assignment]
 
     # While they are read
@@ -203,30 +205,18 @@ class HalfbyteQuantizer(HfQuantizer):
         self.quantization_config.modules = self._modules(model)
 
     def _take_codes(self, model: Any) -> None:
-        wanted = self.quantization_config.modules
-        for name in wanted:
+        for name in self.quantization_config.modules:
             module = model.get_submodule(name)
+            # transformers warns of what is in no file and goes on. Made of such things a quantized module would compute nonsense.
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if not getattr(tensor, "_is_hf_initialized", False):
+                    raise CheckpointError(f"no file has {name}.{key}, which the quantized model needs: the checkpoint is damaged")
             room = module.weight
-            self._check_loaded(name, module, room)
             try:
-                # transformers may have cast scales to float32, where the architecture keeps a weight in that: exact both ways.
-                types = stored_tensors(wanted[name].format, room.shape)
-                tensors = {part: t.to(types[part][0]) if t.is_floating_point() else t for part, t in room.named_buffers()}
-                codes = Codes.from_tensors(wanted[name].format, room.shape, tensors)
-                codes.check_values()
+                codes = room.codes()
             except FormatError as e:
                 raise CheckpointError(f"{name}.weight: {e}") from e
             self._put(model, name, ops.pack(codes, codes.data.device), room.dtype, None)
-
-    @staticmethod
-    def _check_loaded(name: str, module: nn.Module, room: nn.Module) -> None:
-        """transformers warns of what is in no file and goes on. A quantized module made of such things would compute nonsense."""
-        expected = {f"{name}.weight.{part}": tensor for part, tensor in room.named_buffers()}
-        if (bias := getattr(module, "bias", None)) is not None:
-            expected[f"{name}.bias"] = bias
-        for key, tensor in expected.items():
-            if not getattr(tensor, "_is_hf_initialized", False):
-                raise CheckpointError(f"no file has {key}, which the quantized model needs: the checkpoint is damaged")
 
     def _take_packed(self, model: Any) -> None:
         for name in self._decisions:
@@ -248,7 +238,10 @@ class HalfbyteQuantizer(HfQuantizer):
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
             settings = config.config or config.modules[name]
             module = model.get_submodule(place)
-            model.set_submodule(place, quantized_form(module, packed, dtype, settings.compute, settings.activation, error))
+            made = quantized_form(module, packed, dtype, settings.compute, settings.activation, error)
+            if isinstance(made, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
+                made = PermutedLinear.of(made, order)
+            model.set_submodule(place, made)
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
 
     # Saving
@@ -281,15 +274,35 @@ class HalfbyteQuantizer(HfQuantizer):
         model.hf_quantizer = self
         model.config.quantization_config = self.quantization_config
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         weights: dict[int, nn.Parameter] = {}
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, QuantModule):
                 key = module.packed.data.data_ptr()
                 if key not in weights:
-                    weights[key] = nn.Parameter(ops.dequantize(module.packed, dtype or module.dtype))
+                    weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
                 model.set_submodule(name, _float_form(module, weights[key]))
         return model
+
+
+class _Room(nn.Module):
+    """The place of a weight that is read as codes: its buffers have the names of the stored tensors."""
+
+    def __init__(self, settings: Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.format, self.shape, self.dtype = settings.format, settings.shape, dtype
+        for part, (stored, shape) in stored_tensors(self.format, self.shape).items():
+            self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
+
+    def codes(self) -> Codes:
+        """Raises FormatError where what was read is not what was expected."""
+        types = stored_tensors(self.format, self.shape)
+        # transformers may have cast scales to float32, where the architecture keeps a weight in that: exact both ways.
+        tensors = {part: t.to(types[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
+        codes = Codes.from_tensors(self.format, self.shape, tensors)
+        codes.check_values()
+        return codes
 
 
 class _Quantize(ConversionOps):
