@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.formats.spec import as_format
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 
@@ -16,6 +17,13 @@ _INFINITE = float("inf")
 _CPU = torch.device("cpu")
 
 _linear_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+def quantize(weight: Tensor, fmt: Format) -> Codes | None:
+    """What `quantizers.absmax` gives, by a kernel; None where there is none for it, or an error that it would name."""
+    from halfbyte.kernels.cpu import quantize as kernel
+
+    return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
 
 
 def linear(

@@ -7,6 +7,7 @@ the kernel, its config, and its launches, ready to be made again with other addr
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from halfbyte import env
+from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of, triton_trouble
+from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import UnsupportedError
-from halfbyte.formats.spec import as_format
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.kernels.gpu import plain
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -61,7 +66,7 @@ def linear(
                 y = y + addend
         return y.clamp(low, high).to(x.dtype)
     if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+        with _on(x):
             return kernel(x, weight, bias, residual, low, high)
     return kernel(x, weight, bias, residual, low, high)
 
@@ -70,8 +75,6 @@ class _Linear:
     """A linear layer of one shape, format and dtype on one GPU, for any M and any weight."""
 
     def __init__(self, format: str, n: int, k: int, x: Tensor, compute: str, activation: str) -> None:
-        from halfbyte.dispatch.gpu import compute_of
-
         fmt = as_format(format)
         self.problem = Problem("linear", 1, n, k, fmt, x.dtype, compute_of(compute), activation)  # type: ignore[arg-type]
         self.geometry = gpu_tiles.geometry(fmt, (n, k))
@@ -87,8 +90,7 @@ class _Linear:
             residual = residual.contiguous()
         if bias is not None and (bias.dtype == torch.float64 or not bias.is_contiguous()):
             bias = bias.float().contiguous()
-        if not weight.is_contiguous() or weight.data_ptr() % 16:
-            weight = weight.clone(memory_format=torch.contiguous_format)
+        weight = aligned(weight)
         shape, n = x.shape, self.n
         if len(shape) == 2:
             out = _empty((shape[0], n), (n, 1), self.dtype)
@@ -114,10 +116,6 @@ class _Linear:
 
     def _launch(self, key: tuple[Any, ...], x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         """Through the kernel's own `launch`; if it can be, what it launches is remembered."""
-        from halfbyte.dispatch.gpu import choose_gpu_linear
-        from halfbyte.dispatch.measure import tune_linear
-        from halfbyte.kernels.gpu import plain
-
         problem = self._problem(x.shape[0])
         capturing = torch.cuda.is_current_stream_capturing()
         if env.tune() and not capturing:
@@ -163,6 +161,21 @@ _empty: Callable[[tuple[int, int], tuple[int, int], torch.dtype], Tensor] = geta
 )
 
 
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """The tensor's device becomes the current one, as Triton wants it."""
+    return nullcontext() if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
+
+
+def quantize(weight: Tensor, fmt: Format) -> Codes | None:
+    """What `quantizers.absmax` gives, by a kernel; None where there is none for it, or an error that it would name."""
+    if triton_trouble() is not None:
+        return None
+    from halfbyte.kernels.gpu import quantize as kernel
+
+    with _on(weight):
+        return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
+
+
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
     check_qlinear(x, weight, table, format, n, k, low, high)
     raise UnsupportedError("there is no qlinear for GPUs in this version: use the CPU")
@@ -172,6 +185,12 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
     check_packed(weight, format, n, k, ids.device)
     check_ids(ids)
     check_out_dtype(dtype)
+    if triton_trouble() is None:
+        from halfbyte.kernels.gpu import dequantize as kernel
+
+        with _on(ids):
+            rows = kernel.embedding(ids.flatten(), aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
+        return rows.view(*ids.shape, k)
     if n == 0 or k == 0:
         return torch.full((*ids.shape, k), torch.nan, dtype=dtype, device=ids.device)
     rows = dequantize(weight, format, n, k, dtype)[ids.clamp(0, n - 1).long()]
@@ -181,4 +200,13 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
 def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     check_packed(weight, format, n, k, weight.device)
     check_out_dtype(dtype)
+    if triton_trouble() is None:
+        from halfbyte.kernels.gpu import dequantize as kernel
+
+        with _on(weight):
+            return kernel.dequantize(aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
     return gpu_tiles.unpack(Packed(as_format(format), (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
+
+
+def aligned(weight: Tensor) -> Tensor:
+    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else weight.clone(memory_format=torch.contiguous_format)

@@ -41,9 +41,7 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
         raise ArgumentError(f"unknown quantization method {method!r}: use one of {', '.join(METHODS)}")
     weight = weight.detach()
     if method == "absmax":
-        from halfbyte.kernels.cpu import quantize as kernel
-
-        codes = kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
+        codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
         if codes is not None:
             return codes
     return METHODS[method](weight, fmt, name)
