@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from halfbyte.formats.spec import as_format as as_format
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
+    from halfbyte.nn.calibrate import Calibration as Calibration
+    from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
@@ -39,6 +41,7 @@ _HOMES = {
     "halfbyte.formats.codes": ("Codes",),
     "halfbyte.layouts.base": ("Packed",),
     "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "embedding", "dequantize"),
+    "halfbyte.nn.calibrate": ("Calibration", "calibration_tokens"),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
     "halfbyte.dispatch.explain": ("explain",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -15,12 +15,15 @@ from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import companions, copy_companions, weight_files
 from halfbyte.checkpoint.folder import replacing
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
+from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.plan import Plan, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.saving import publish, stored_specs
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
-from halfbyte.nn.convert import Candidate, Config, check_patterns, decide, relative_error
+from halfbyte.nn.calibrate import Calibration, calibrate, unreached
+from halfbyte.nn.convert import UNCALIBRATED, Candidate, Config, check_calibration, check_patterns, decide, relative_error
 from halfbyte.nn.report import Report
 
 
@@ -30,18 +33,22 @@ def convert(
     config: Config | Format | str,
     progress: Callable[[int, int, str], object] | None = None,
     *,
+    calibration: Calibration | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
     """Quantizes the float model in `src` and writes it to the folder `dst`, without ever holding more than one of its tensors.
 
-    src       a Hugging Face folder, another folder with safetensors files, or one such file
-    progress  is called after each tensor with (bytes read, bytes in all, name)
+    src          a Hugging Face folder, another folder with safetensors files, or one such file
+    progress     is called after each tensor with (bytes read, bytes in all, name)
+    calibration  what "gptq" and "awq" need. There is then more in memory: one decoder layer in float32, the hidden states of all
+                 tokens and what lies outside the decoder layers; progress is told of layers instead of bytes
 
     Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
     write. Otherwise every 2-D floating tensor called *.weight is taken for the weight of a Linear. Small other files (tokenizer,
     …) are copied. Raises as `quantize_` and `save` do; `dst` is then as it was.
     """
     config = config if isinstance(config, Config) else Config(config)
+    check_calibration(config.method, calibration is not None)
     source, target = Path(src), Path(dst)
     reader = Reader(weight_files(source))
     described = _described(source)
@@ -60,10 +67,13 @@ def convert(
     with replacing(target) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes)
         done, total = 0, sum(place.spec.nbytes for place in reader.places.values())
+        written = set() if calibration is None else _calibrated(plan, reader, writer, config.method, calibration, progress, notes)
+        method = UNCALIBRATED.get(config.method, config.method)
         for step in plan.steps:
-            _run(step, plan, reader, writer, config.method)
+            if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
+                _run(step, plan, reader, writer, method, written)
             done += sum(reader.spec(name).nbytes for name in step.sources)
-            if progress is not None:
+            if progress is not None and calibration is None:
                 progress(done, total, ", ".join(step.targets))
         copy_companions(source, staging.path, copied)
         publish(staging, writer, described, plan.weights, plan.tied)
@@ -75,19 +85,58 @@ def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, st
     return decide(found, config)
 
 
-def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str) -> None:
-    """Reads, quantizes and writes the tensors of one step."""
+def _calibrated(
+    plan: Plan,
+    reader: Reader,
+    writer: Writer,
+    method: str,
+    calibration: Calibration,
+    progress: Callable[[int, int, str], object] | None,
+    notes: list[str],
+) -> set[str]:
+    """Quantizes and writes what calibration reaches, and what changes with it; the names of what is written."""
+    if plan.model is None:
+        raise ArgumentError(
+            f"{method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"
+        )
+    tied = set(plan.tied.values())
+    formats = {
+        name.removesuffix(".weight"): weight.format
+        for name, weight in plan.weights.items()
+        if name in plan.linears and weight.kind == "Linear" and name not in tied
+    }
+    written = set()
+    layers = Materializer(plan, reader)
+    for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=progress):
+        if isinstance(result.value, Codes):
+            _write_codes(writer, result.name, result.value)
+            plan.weights[result.name] = replace(plan.weights[result.name], error=result.error)
+        else:
+            writer.write(result.name, result.value)
+        written.add(result.name)
+    notes += [unreached(name) for name in formats if f"{name}.weight" not in written]
+    return written
+
+
+def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str, written: Set[str] = frozenset()) -> None:
+    """Reads, quantizes and writes the tensors of one step, except those that are `written`."""
     names = {target: plan.renamed.get(target, target) for target in step.targets}
     dtype = plan.dtype(next(iter(names.values())))
     for target, tensor in step.run(lambda name: reader.read(name, dtype)).items():
         name = names[target]
+        if name in written:
+            continue
         if (weight := plan.weights.get(name)) is None:
             writer.write(name, tensor)
             continue
         codes = ops.quantize(tensor, weight.format, method, name=name)
-        for part, values in codes.tensors().items():
-            writer.write(f"{name}.{part}", values)
+        _write_codes(writer, name, codes)
         plan.weights[name] = replace(weight, error=relative_error(tensor, codes))
+
+
+def _write_codes(writer: Writer, name: str, codes: Codes) -> None:
+    for part, values in codes.tensors().items():
+        writer.write(f"{name}.{part}", values)
 
 
 def _described(source: Path) -> dict[str, Any]:

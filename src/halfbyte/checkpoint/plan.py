@@ -43,6 +43,7 @@ class Plan:
     tied     as in the manifest
     unused   tensors of the files that the model has no place for, and why
     linears  the names in `weights` that a Linear multiplies with
+    model    whose names these are, on the meta device; None where only the files are known
     """
 
     steps: list[Step]
@@ -53,6 +54,7 @@ class Plan:
     tied: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     linears: set[str] = field(default_factory=set)
+    model: nn.Module | None = None
 
     def given(self) -> dict[str, Spec]:
         """What the files give, in their own dtypes."""
@@ -69,7 +71,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
     model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
-    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no use for it"))
+    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no use for it"), model=model)
     _settle_ties(plan, model, source)
     places = list(_places(model))
     first: dict[int, str] = {}  # tensor of the model -> its first name, by which the checkpoint calls it

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.output import Commands, add_command, print_json, progress
 from halfbyte.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from halfbyte.nn.calibrate import Calibration
+
+_MEASURED = 16  # passages by which --bits judges each layer
 
 
 def add(commands: Commands) -> None:
@@ -16,13 +23,37 @@ def add(commands: Commands) -> None:
         run,
         "quantize a model on disk",
         "Read a Hugging Face folder, or any safetensors file or folder, tensor by tensor, and write a quantized checkpoint. "
-        "Patterns are the shell's (*, ?, [...]) and are matched on whole module names, such as '*.mlp.*' or lm_head.",
+        "Patterns are the shell's (*, ?, [...]) and are matched on whole module names, such as '*.mlp.*' or lm_head. "
+        "The methods gptq and awq run the model, one decoder layer at a time, over a text that you name with --calibration.",
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a safetensors file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder to write")
-    parser.add_argument("--format", required=True, help="of the linear layers: q8_0, q4_0, int4_g128, ...")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--format", help="of the linear layers: q8_0, q4_0, int4_g128, ...")
+    which.add_argument(
+        "--bits",
+        type=float,
+        help="a format for each linear layer, by how much the model suffers on the calibration text, so that all together take at most "
+        "so many bits a weight; the whole model has to fit into memory",
+    )
     parser.add_argument("--embedding", metavar="FORMAT", help="of the embeddings, unless they are skipped (default: q8_0)")
-    parser.add_argument("--method", default="absmax", help="how scales are chosen: absmax is fast, mse is closer (default: %(default)s)")
+    parser.add_argument(
+        "--method",
+        default="absmax",
+        help="absmax is fast, mse and hqq are closer, awq and gptq the closest: they need --calibration (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibration", metavar="FILE", type=Path, help="UTF-8 text of the kind that the model will see, a few pages or more"
+    )
+    parser.add_argument("--passages", type=int, default=128, help="of the calibration text, evenly spread (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a passage (default: %(default)s)")
+    parser.add_argument("--device", help="where calibration runs the model: cpu or cuda (default: cpu)")
+    gptq = parser.add_argument_group("gptq")
+    gptq.add_argument(
+        "--act-order", action=argparse.BooleanOptionalAction, default=True, help="columns in the order of their input energy (default: yes)"
+    )
+    gptq.add_argument("--static-groups", action="store_true", help="scales from the weights as they are at the start")
+    gptq.add_argument("--damping", type=float, default=0.01, help="part of the mean of the Hessian's diagonal (default: %(default)s)")
     parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="modules to leave as they are; may be repeated")
     parser.add_argument(
         "--override", metavar="PATTERN=FORMAT", action="append", default=[], help="another format for some modules; may be repeated"
@@ -36,19 +67,53 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 
     from halfbyte.checkpoint import convert
-    from halfbyte.nn.convert import Config
+    from halfbyte.nn.convert import Config, check_calibration
 
-    settings = {} if args.embedding is None else {"embedding": args.embedding}
-    config = Config(args.format, method=args.method, skip=args.skip, overrides=overrides, **settings)
-    with progress(args, "quantizing", "bytes") as advance:
+    settings: dict[str, Any] = {"method": args.method, "skip": args.skip}
+    if args.embedding is not None:
+        settings["embedding"] = args.embedding
+    calibration = None if args.calibration is None else _calibration(args)
+    if args.bits is None:
+        config = Config(args.format, overrides=overrides, **settings)
+    elif overrides or calibration is None:
+        raise ArgumentError("--bits chooses the format of each layer by a text: name one with --calibration, and leave out --override")
+    else:
+        from halfbyte.integrations.text import open_model
+
+        model, _ = open_model(args.src)
+        with progress(args, "measuring") as advance:
+            # A few passages tell which layers suffer most; all of them would take as many times longer.
+            few = replace(calibration, tokens=calibration.tokens[:: -(-len(calibration.tokens) // _MEASURED)])
+            config = Config.auto(model, args.bits, few, progress=advance, **settings)
+        del model
+        if not args.quiet and not args.json:
+            print(config)
+        if args.method in ("absmax", "hqq"):
+            calibration = None
+    check_calibration(config.method, calibration is not None)
+    with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
         # The name that convert tells is of the tensor that is done, not of the one that takes so long.
-        report = convert(args.src, args.dst, config, lambda done, total, name: advance(done, total))
+        report = convert(args.src, args.dst, config, lambda done, total, name: advance(done, total), calibration=calibration)
     if args.json:
         print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})
     elif not args.quiet:
         print(report)
         print(f"written to {args.dst}")
     return 0
+
+
+def _calibration(args: argparse.Namespace) -> Calibration:
+    from halfbyte.integrations.text import open_tokenizer
+    from halfbyte.nn.calibrate import Calibration, calibration_tokens
+    from halfbyte.quantizers.gptq import GPTQ
+
+    options = GPTQ(act_order=args.act_order, static_groups=args.static_groups, damping=args.damping)
+    try:
+        text = args.calibration.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{args.calibration} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+    tokens = calibration_tokens(open_tokenizer(args.src), text, args.passages, args.length)
+    return Calibration(tokens, device=args.device, gptq=options)
 
 
 def _override(text: str) -> tuple[str, str]:

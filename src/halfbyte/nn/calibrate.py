@@ -173,6 +173,11 @@ def _quantize_layer(
     return results
 
 
+def unreached(name: str) -> str:
+    """What a report says about a linear layer that calibration left out."""
+    return f"no calibration token reaches {name}: mse without calibration is used"
+
+
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of layers that hidden states go through one after the other: of all nn.ModuleList that with the most parameters."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]

@@ -19,7 +19,7 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate
+from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
 from halfbyte.nn.modules import QuantModule, check_compute, kind_of, quantized_form
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.sensitivity import measure_losses
@@ -159,7 +159,7 @@ def quantize_(
         formats = _calibrated_names(model, decisions)
         results = {r.name: r for r in calibrate(model, formats, config.method, _as_calibration(calibration), progress=progress)}
         missed = sorted(name for name in formats if f"{name}.weight" not in results)
-        notes = [f"no calibration token reaches {name}: mse without calibration is used" for name in missed]
+        notes = [unreached(name) for name in missed]
     method = UNCALIBRATED.get(config.method, config.method)
     by_weight: dict[int, QuantModule] = {}
     by_module: dict[int, QuantModule] = {}  # a module that has several names stays one module

@@ -1,0 +1,55 @@
+"""A model on disk of which only some parts are in memory at a time."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.plan import Plan
+from halfbyte.errors import CheckpointError
+from halfbyte.io.safetensors import Reader
+from halfbyte.nn.calibrate import decoder_layers
+from halfbyte.nn.convert import own_tensors
+
+
+class Materializer:
+    """The model of a plan. What lies outside its decoder layers has data, but for an output head of its own.
+
+    model  its other parameters are on the meta device
+    """
+
+    def __init__(self, plan: Plan, reader: Reader) -> None:
+        if plan.model is None:
+            raise CheckpointError("the files name no architecture, of which a model could be made")
+        self.model = plan.model
+        self._plan, self._reader = plan, reader
+        self._steps = {plan.renamed.get(target, target): step for step in plan.steps for target in step.targets}
+        layers, _ = decoder_layers(self.model)
+        model: Any = plan.model
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        for prefix, module in list(self.model.named_modules()):
+            if module is not head and not prefix.startswith(f"{layers}."):
+                self._fill(prefix, module)
+
+    def materialize(self, name: str, module: nn.Module) -> nn.Module:
+        """A copy of the module called `name`, with its data."""
+        copy = deepcopy(module)
+        for prefix, part in copy.named_modules():
+            self._fill(f"{name}.{prefix}" if prefix else name, part)
+        return copy
+
+    def _fill(self, prefix: str, module: nn.Module) -> None:
+        """Gives a module's own tensors their data."""
+        for name, tensor in list(own_tensors(module)):
+            full = f"{prefix}.{name}" if prefix else name
+            data = self._read(self._plan.tied.get(full, full))
+            value = nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
+            setattr(module, name, value)
+
+    def _read(self, name: str) -> Tensor:
+        step, plan = self._steps[name], self._plan
+        dtype = plan.dtype(name)
+        made = step.run(lambda source: self._reader.read(source, dtype))
+        return next(tensor for target, tensor in made.items() if plan.renamed.get(target, target) == name)
