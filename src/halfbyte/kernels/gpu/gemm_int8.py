@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import Quantized
+from halfbyte.kernels.gpu.activations import MAGIC, Quantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run, workspace
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -120,8 +120,9 @@ def multiply(
     out: Tensor,
     epilogue: Epilogue,
     memory: Tensor,
+    table: Tensor | None = None,
 ) -> None:
-    """The product alone, with `beside(problem, config)` bytes of `memory`."""
+    """The product alone, with `beside(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     tiles, split = _tiles(problem, config), config.split > 1
     codes = codes.view(torch.int8)
@@ -157,6 +158,7 @@ def multiply(
         scale,
         zero,
         wsums,
+        table,
         out,
         epilogue.bias,
         epilogue.residual,
@@ -170,6 +172,7 @@ def multiply(
         geo.records,
         max(1, geo.padded // plan.granule),
         plan.granules if plan.whole_row else plan.padded // plan.granule,
+        0 if table is None else table.shape[1],
         BITS=problem.format.bits,
         ZERO=_ZEROS[problem.format.zero],
         WITH_OFFSET=plan.with_offset,
@@ -278,6 +281,18 @@ def at_end(v, sa, oa, ws, BITS: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl
 
 
 @triton.jit
+def requantized(acc, table, rn, row, low, high, BITS: tl.constexpr):
+    """int8 clamp(rne(multiplier * (acc + start) + constant)): the rows of the table are constant, multiplier and start (its bits)."""
+    total = acc >> 4 if BITS == 4 else acc
+    total += tl.load(table + 2 * row + rn).to(tl.int32, bitcast=True)[:, None]
+    constant = tl.broadcast_to(tl.load(table + rn)[:, None], total.shape)
+    multiplier = tl.broadcast_to(tl.load(table + row + rn)[:, None], total.shape)
+    y = tl.fma(total.to(tl.float32), multiplier, constant)
+    y = tl.minimum(tl.maximum(y, low), high)
+    return ((y + MAGIC) - MAGIC).to(tl.int8)
+
+
+@triton.jit
 def _fetch(w, x, i, w_every, a_every, NP, M, rn, rm, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
     """Of granule i: scale and zero of the weight, scale, sums and offset of x, sums of the weight; where there is none, another."""
     at = i // w_every * NP + rn
@@ -332,12 +347,13 @@ def _product(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm(
-    x, sa, sums, oa, codes, scale, zero, wsums, out, bias, residual, low, high, partials, locks,
-    M, N, NP, R, w_every, a_every,
+    x, sa, sums, oa, codes, scale, zero, wsums, table, out, bias, residual, low, high, partials, locks,
+    M, N, NP, R, w_every, a_every, table_row,
     BITS: tl.constexpr, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ROW: tl.constexpr,
     G: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, CLAMP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """With a `table`, of `ops.requantization_table`, the result is int8."""
     tiles_m = tl.cdiv(M, BM)
     pm = tl.program_id(0) % tiles_m
     pn = tl.program_id(0) // tiles_m
@@ -419,6 +435,10 @@ def _gemm(
         for i in range(tl.num_programs(1)):
             acc += tl.load(partials + place + i * apart, cache_modifier=".cg")
         tl.store(locks + tl.program_id(0), 0)
+    if table is not None:
+        y = requantized(acc, table, tl.minimum(rn, N - 1), table_row, low, high, BITS)
+        tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=(rn < N)[:, None] & (rm < M)[None, :])
+        return
     if ROW:
         row_scale = tl.load(sa + rmi)
         row_offset = row_scale
