@@ -37,6 +37,22 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
+@runs
+@pytest.mark.parametrize(
+    ("name", "m", "k"), [("q4_0", 17, 333), ("int4_g128_zp", 33, 320), ("int4_g20_offset", 5, 70), ("int4_channel_zp", 40, 64)]
+)
+def test_products_of_bfloat16_are_those_of_the_reference(name: str, m: int, k: int) -> None:
+    n, fmt = 45, as_format(name)
+    codes, x, bias = random_codes(fmt, (n, k)), activations(m, k, torch.bfloat16, 1, 2), torch.randn(n)
+    x[-1, 0] = torch.nan
+    kernel = LinearKernel(fmt, n, k, torch.bfloat16, "bf16", "block", isa=EmulatedTiles())
+    y = run_linear(kernel, x, pack(codes), bias)
+    error = reference.error_bound(x, codes, bias)
+    assert bool(reference.agrees(y, reference.linear(x, codes, bias), error).all())
+    one_hot = run_linear(kernel, torch.eye(k).bfloat16(), pack(codes))
+    assert torch.equal(one_hot, codes.dequantize(torch.float64).float().T.bfloat16())
+
+
 def kernel_of(fmt: Format, n: int, k: int, dtype: torch.dtype, activation: Activation = "block") -> LinearKernel:
     return LinearKernel(fmt, n, k, dtype, "int8", activation, isa=EmulatedAMX())
 
@@ -130,7 +146,7 @@ def test_long_blocks_are_four_products_for_four_loads() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_nibbles_are_unpacked_by_one_instruction_each(signed: bool) -> None:
-    spec = UnpackSpec(4, signed, 32, False, 64)
+    spec = UnpackSpec("int8", 4, signed, 32, False, 64)
     lines = jit.compile_assembly(amx.build_unpack(spec, AMXTiles()), AMXTiles()).splitlines()
     assert count(lines, "vgf2p8affineqb") == 2 * 2 * 4  # low and high, two vectors, four rows of eight k
     assert not any(re.match(r"\tv(pand|psr|psub|pxor)", line) for line in lines)

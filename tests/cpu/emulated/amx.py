@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from halfbyte.kernels.cpu.ir import Function, Value
@@ -53,17 +53,41 @@ class EmulatedTiles(AMXTiles):
             for column in f.loop(shape.column_bytes):
                 (to + row * stride + column).store((source + row * source_stride + column).load("i8"))
 
+    def bf16_codes(self, f: Function, stored: Value, signed: bool) -> list[Value]:
+        out = []
+        for k in (0, 4, 1, 5):  # and two more than that in the upper half of each lane
+            shift = 8 * (k % 4) + k // 4 * 4
+            pair = [((stored.bits(self.ints) >> (shift + at)) & 15) - (8 if signed else 0) for at in (0, 16)]
+            low, high = (code.to("float").bits(self.ints) >> 16 for code in pair)
+            out.append((low | high << 16).bits("<32 x i16>"))
+        return out
+
     def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        def step(acc: Value, left: Value, right: Value) -> Value:
+            four, others = (at.load("<4 x i8>").to("i32") for at in (left, right))
+            return acc + (four * others).reduce("add")
+
+        self._product(f, total, a, weights, "i32", step)
+
+    def tile_bf16_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        def step(acc: Value, left: Value, right: Value) -> Value:
+            for k in (0, 2):
+                x, y = (self.to_float(at.load("i16", k), "bf16") for at in (left, right))
+                acc = f.fma(x, y, acc)
+            return acc
+
+        self._product(f, total, a, weights, "float", step)
+
+    def _product(self, f: Function, total: int, a: int, weights: int, kind: str, step: Callable[[Value, Value, Value], Value]) -> None:
         (total_shape, sums), (a_shape, left), (w_shape, right) = (self._registers[f][n] for n in (total, a, weights))
         assert a_shape.column_bytes == 4 * w_shape.rows  # or the CPU raises an exception
         assert total_shape == Register(w_shape.column_bytes, a_shape.rows)
         for row in f.loop(a_shape.rows):
             for quad in f.loop(w_shape.rows):
-                four = (left + row * COLUMN_BYTES + quad * 4).load("<4 x i8>").to("i32")
                 for column in f.loop(w_shape.column_bytes // 4):
                     at = sums + row * COLUMN_BYTES + column * 4
-                    others = (right + quad * COLUMN_BYTES + column * 4).load("<4 x i8>").to("i32")
-                    at.store(at.load("i32") + (four * others).reduce("add"))
+                    operands = left + row * COLUMN_BYTES + quad * 4, right + quad * COLUMN_BYTES + column * 4
+                    at.store(step(at.load(kind), *operands))
 
 
 class EmulatedAMX(AVX2):

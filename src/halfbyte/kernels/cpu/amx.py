@@ -1,12 +1,13 @@
-"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel of weights that is unpacked to int8.
+"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel of weights that is unpacked to int8 or bfloat16.
 
-The arithmetic is that of `tile.py`; int32 sums of a block leave the unit through memory, are scaled there and added to the outputs.
+The arithmetic is that of `tile.py`; sums of a block leave the unit through memory, are scaled from there and added to the outputs.
 While the sums of one block are scaled, the unit already multiplies the next one.
 
-An unpacked panel has the panel's records, each with 8-bit data whatever the format (`isa_amx.AMXTiles`):
+An unpacked panel has the panel's records, each with data of 8 or 16 bits whatever the format:
 
-    data, signed, for each 4 k 128 bytes as in `layouts/cpu_tiles.py` | where activations have an offset: 32 int32 sums of them
-    | scales, zeros and padding as they were
+    int8    for each 4 k 128 bytes as in `layouts/cpu_tiles.py`, signed
+    bf16    for each 2 k 128 bytes, codes of two k for each of the 32 outputs; the k in the order of `AVX512BF16.bf16_pairs`
+    then, where activations have an offset, 32 int32 sums of them; then scales, zeros and padding as they were
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, RequantizingTile, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, Inner, RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 SUMS_BYTES = 4 * PANEL
@@ -26,8 +27,9 @@ _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 
 @dataclass(frozen=True, slots=True)
 class UnpackSpec:
-    """`unit`, `shifted` as in TileSpec; `tail_bytes` as in Geometry."""
+    """`inner`, `unit`, `shifted` as in TileSpec; `tail_bytes` as in Geometry. "bf16" is for 4 bits."""
 
+    inner: Inner
     bits: int
     signed: bool
     unit: int
@@ -36,12 +38,14 @@ class UnpackSpec:
 
     @property
     def name(self) -> str:
-        return f"unpack{self.bits}{'s' if self.signed else 'u'}_u{self.unit}{'_sums' if self.shifted else ''}_t{self.tail_bytes}"
+        codes = f"{self.inner}_w{self.bits}{'s' if self.signed else 'u'}"
+        return f"unpack_{codes}_u{self.unit}{'_sums' if self.shifted else ''}_t{self.tail_bytes}"
 
 
-def unpacked_bytes(geo: Geometry, shifted: bool) -> int:
+def unpacked_bytes(geo: Geometry, inner: Inner, shifted: bool) -> int:
     """Of a panel."""
-    return PANEL * ((geo.blocks - 1) * geo.padded + geo.last_padded) + geo.blocks * (geo.tail_bytes + shifted * SUMS_BYTES)
+    elements = PANEL * ((geo.blocks - 1) * geo.padded + geo.last_padded)
+    return elements * (1 if inner == "int8" else 2) + geo.blocks * (geo.tail_bytes + shifted * SUMS_BYTES)
 
 
 def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
@@ -61,13 +65,13 @@ def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
                 f.prefetch(source.value + (PREFETCH_BYTES + 64))
                 for v in range(vectors):
                     stored = source.value.load(isa.quads, v * 64, 64)
-                    codes = isa.nibbles(f, stored, spec.signed) if spec.bits == 4 else [stored ^ 128]
+                    codes = _unpacked(spec, isa, f, stored)
                     for i, code in enumerate(codes):
                         to.value.store(code, (i * vectors + v) * 64, 64)
                         if sums:
                             sums[v].value = isa.byte_sums(f, sums[v].value, code)
                 source.value = source.value + 4 * PANEL
-                to.value = to.value + 4 * PANEL * (8 // spec.bits)
+                to.value = to.value + 4 * PANEL * len(codes)
         for v, total in enumerate(sums):
             to.value.store(total.value, v * 64, 64)
         to.value = to.value + len(sums) * 64
@@ -75,6 +79,13 @@ def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
             to.value.store(source.value.load(isa.quads, at, 64), at, 64)
         source.value, to.value = source.value + spec.tail_bytes, to.value + spec.tail_bytes
     return module
+
+
+def _unpacked(spec: UnpackSpec, isa: AMXTiles, f: Function, stored: Value) -> list[Value]:
+    """Four bytes of each output as they are stored -> what a tile register has in its rows."""
+    if spec.inner == "bf16":
+        return isa.bf16_codes(f, stored, spec.signed)
+    return isa.nibbles(f, stored, spec.signed) if spec.bits == 4 else [stored ^ 128]
 
 
 def build(spec: TileSpec, isa: AMXTiles) -> Module:
@@ -94,7 +105,9 @@ class MatrixTile(Tile):
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.unit_bytes = PANEL * spec.unit
+        self.unit_bytes = PANEL * spec.unit * spec.activation_bytes
+        self.row_bytes = spec.unit * spec.activation_bytes
+        self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
         self.sums = f.alloca(isa.ints, 2 * self.count, 64)  # of the block that is scaled and of the one that is multiplied
@@ -105,11 +118,11 @@ class MatrixTile(Tile):
     def configure(self) -> None:
         spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
         for i, (_, rows) in enumerate(self.parts):
-            shapes[_FIRST_A + i] = Register(spec.unit, rows)
+            shapes[_FIRST_A + i] = Register(self.row_bytes, rows)
             for v in range(spec.vectors):
                 shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, rows)
         for v in range(spec.vectors):
-            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, spec.unit // 4)
+            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_bytes // 4)
         self.isa.configure(self.f, shapes)
 
     def emit(self, first: Value) -> None:
@@ -126,24 +139,29 @@ class MatrixTile(Tile):
             n, size = units_of(b), 4 * self.isa.lanes * self.count
             after = w.value + n * self.unit_bytes
             tail = after + SUMS_BYTES if spec.shifted else after
-            fields = a.value + n * (spec.rows * spec.unit)
+            fields = a.value + n * (spec.rows * self.row_bytes)
             w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
             parity = b & 1
             with f.when((b + 1).equals(blocks).equals(0)):
                 self._multiply(w.value, a.value, units_of(b + 1), first, self.sums + (1 - parity) * size)
             sums = self.sums + parity * size
             weight_sums = [(after + first * 4).load(self.isa.ints, v * 64, 64) for v in range(spec.vectors if spec.shifted else 0)]
-            self._scale(functools.partial(self._sum, sums, fields), fields, tail, first, weight_sums, n)
+            self._scale(functools.partial(self._sum, sums, fields, tail, first), fields, tail, first, weight_sums, n)
         self._end(first, a.value)
 
-    def _sum(self, sums: Value, fields: Value, n: int) -> Value:
-        total = sums.load(self.isa.ints, n * 64, 64)
-        corrected = self.isa.correction(self.spec.bits, self.spec.signed) != 0
-        return total + self._field(fields, 1, n // self.spec.vectors, "i32") if corrected else total
+    def _sum(self, sums: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
+        spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
+        total = sums.load(self.sum_type, n * 64, 64)
+        if spec.inner == "int8":
+            corrected = self.isa.correction(spec.bits, spec.signed) != 0
+            return total + self._field(fields, 1, row, "i32") if corrected else total
+        zero = self._zero(tail, first, v) if spec.zero == "point" else None
+        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
 
     def _multiply(self, w: Value, a: Value, units: Value, first: Value, to: Value) -> None:
         """The sums of one block."""
         spec, isa, f = self.spec, self.isa, self.f
+        product = isa.tile_product if spec.inner == "int8" else isa.tile_bf16_product
         totals = [(i, v) for i in range(len(self.parts)) for v in range(spec.vectors)]
         for n in range(len(totals)):
             isa.tile_zero(f, n)
@@ -151,13 +169,13 @@ class MatrixTile(Tile):
             for _ in f.loop(self.lines):
                 f.prefetch(self.ahead.value, locality=2)
                 self.ahead.value = self.ahead.value + 64
-            rows = a + u * (spec.rows * spec.unit)
+            rows = a + u * (spec.rows * self.row_bytes)
             for v in range(spec.vectors):
                 isa.tile_load(f, _FIRST_W + v, w + u * self.unit_bytes + first * 4 + v * 64, 4 * PANEL)
             for i, (start, _) in enumerate(self.parts):
-                isa.tile_load(f, _FIRST_A + i, rows + start * spec.unit, spec.unit)
+                isa.tile_load(f, _FIRST_A + i, rows + start * self.row_bytes, self.row_bytes)
                 for v in range(spec.vectors):
-                    isa.tile_product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
+                    product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
         for n, (i, v) in enumerate(totals):
             isa.tile_store(f, n, to + (self.parts[i][0] * spec.vectors + v) * 64, 64 * spec.vectors)
 

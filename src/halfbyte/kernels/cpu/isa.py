@@ -48,7 +48,7 @@ class ISA:
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
-    matrix: ClassVar[ISA | None] = None  # takes over int8 compute from `matrix_rows` rows on
+    matrix: ClassVar[ISA | None] = None  # takes over products of bytes and of bfloat16 from `matrix_rows` rows on
     matrix_rows = 0
 
     @property
@@ -73,7 +73,7 @@ class ISA:
         """
         return (1, 8) if m == 1 else (2, 4)
 
-    def unit(self, geo: Geometry) -> int:
+    def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""
         return geo.unit
 

@@ -1,7 +1,7 @@
-"""x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, summed in int32, in one instruction (Intel, from Sapphire Rapids on).
+"""x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, or of half as many bfloat16, in one instruction (Intel, from Sapphire Rapids on).
 
-Few rows of activations, and all that is not `int8` compute, go as on AVX-512; `matrix` is the instruction set of the others, whose
-tiles are those of `amx.py`. Weights stay packed as they are: a panel's bytes are unpacked to int8 once for all rows.
+Few rows of activations, and float32 compute, go as on AVX-512; `matrix` is the instruction set of the others, whose tiles are those
+of `amx.py`. Weights stay packed as they are: a panel is unpacked to int8 or bfloat16 once for all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.layouts.cpu_tiles import Geometry
 
 ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
-_FEATURES = "+amx-tile,+amx-int8,+gfni"
+_FEATURES = "+amx-tile,+amx-int8,+amx-bf16,+gfni"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux: arch_prctl(2), Documentation/arch/x86/xstate.rst
 
 
@@ -46,7 +46,7 @@ class AMXTiles(AVX512BF16):
     """What `amx.py` needs: tile registers, by number, and unpacking, to signed bytes: q, u of 4 bits, or u - 128."""
 
     name = "amx_int8"
-    needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "gfni"}
+    needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
     register_totals = ROWS
 
@@ -57,9 +57,9 @@ class AMXTiles(AVX512BF16):
         # Short blocks: the totals of 16 x 16 outputs stay in registers. Long ones: four products for four loads of tiles.
         return (min(m, ROWS), 1) if block <= COLUMN_BYTES else (min(m, 2 * ROWS), 2)
 
-    def unit(self, geo: Geometry) -> int:
-        """Bytes of a row of activations in a tile register: the greatest power of two that divides every block."""
-        return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES)
+    def unit(self, geo: Geometry, inner: str) -> int:
+        """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
+        return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES if inner == "int8" else COLUMN_BYTES // 2)
 
     def correction(self, bits: int, signed: bool) -> int:
         return 0 if signed or bits == 4 else 128
@@ -111,8 +111,12 @@ class AMXTiles(AVX512BF16):
         f.call("void", "llvm.x86.tilestored64", f.value("i8", register), at, f.value("i64", stride))
 
     def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
-        """total += a · weights, both signed; four bytes along K lie side by side in each column of the weights."""
+        """total += a · weights, both signed bytes; four along K lie side by side in each column of the weights."""
         f.call("void", "llvm.x86.tdpbssd", *(f.value("i8", register) for register in (total, a, weights)))
+
+    def tile_bf16_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """total += a · weights, both bfloat16, in float32; two along K lie side by side in each column of the weights."""
+        f.call("void", "llvm.x86.tdpbf16ps", *(f.value("i8", register) for register in (total, a, weights)))
 
 
 class AMXInt8(AVX512BF16):

@@ -96,7 +96,7 @@ class LinearKernel:
     ) -> None:
         self.isa, self.geometry = isa or current(), Geometry(fmt, n, k)
         geo, kind = self.geometry, KINDS[dtype]
-        self.unit = self.isa.unit(geo)
+        self.unit = self.isa.unit(geo, inner)
         single = geo.padded == geo.last_padded == self.unit and self.unit % 32 == 0
         shifted = inner == "int8" and activation.endswith("_offset")
         whole_row = inner == "int8" and activation.startswith("row")
@@ -121,15 +121,15 @@ class LinearKernel:
         self.number = next(_numbers)
         self.unpack_function, self.panel_bytes = 0, geo.panel_bytes
         if isinstance(self.isa, AMXTiles):
-            unpack = UnpackSpec(fmt.bits, fmt.signed, self.unit, shifted, geo.tail_bytes)
+            unpack = UnpackSpec(inner, fmt.bits, fmt.signed, self.unit, shifted, geo.tail_bytes)
             self.unpack_function = jit.load(unpack.name, functools.partial(amx.build_unpack, unpack), self.isa)[unpack.name]
-            self.panel_bytes = amx.unpacked_bytes(geo, shifted)
+            self.panel_bytes = amx.unpacked_bytes(geo, inner, shifted)
         self.compiled_for = fmt, n, k, dtype, inner, activation
 
     @functools.cached_property
     def matrix(self) -> LinearKernel | None:
         """The same product on the CPU's unit for products of matrices, for many rows; None where it has none."""
-        unit = self.isa.matrix if self.tile_spec.inner == "int8" else None
+        unit = self.isa.matrix if self.tile_spec.inner != "float" else None
         return None if unit is None else LinearKernel(*self.compiled_for, isa=unit)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
