@@ -68,6 +68,8 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None) ->
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
         model, tokenizer = load_gguf(path, device)
+        if tokenizer is None:
+            raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return _ready(model, device), tokenizer
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
@@ -162,7 +164,11 @@ def _from_pretrained(path: Path, device: str, **settings: Any) -> Any:
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32 if _is_cpu(device) else "auto"}
     with _clear_errors(path):
         # Only safetensors: other files may be pickles, which can run code.
-        return transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **settings)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True, **settings)
+    model, info = loaded
+    if missing := info["missing_keys"]:
+        raise CheckpointError(f"{path} has no {min(missing)}, which {type(model).__name__} needs: it holds another kind of model")
+    return model
 
 
 @contextmanager

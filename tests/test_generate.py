@@ -1,0 +1,263 @@
+"""Text from quantized models: the same however it is asked for, from every kind of folder, and on the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from language_model import TEXT, make_language_model
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, TextIteratorStreamer
+from transformers.generation.configuration_utils import CompileConfig
+
+import halfbyte
+from halfbyte.cli import main
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
+from halfbyte.nn.convert import Config
+from halfbyte.nn.modules import QuantModule
+
+PROMPT = "the quick brown fox"
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "float")
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> tuple[Any, Any]:
+    return open_model(folder, config=Config("q4_0"))
+
+
+def answer(model: Any, tokenizer: Any, text: str = PROMPT, **settings: Any) -> Any:
+    return generate(model, tokenizer, tokenizer(text, return_tensors="pt"), lambda _: None, **{**GREEDY, **settings})
+
+
+# Generating
+
+
+def test_what_is_told_is_true(opened: tuple[Any, Any]) -> None:
+    model, tokenizer = opened
+    pieces: list[str] = []
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    done = generate(model, tokenizer, prompt, pieces.append, **GREEDY)
+    expected = model.generate(**prompt, **GREEDY)[0]
+    assert torch.equal(done.tokens, expected)
+    count = prompt["input_ids"].shape[1]
+    assert (done.prompt_tokens, done.new_tokens) == (count, len(expected) - count)
+    assert done.text == tokenizer.decode(expected[count:], skip_special_tokens=True)
+    assert "".join(pieces) == done.text
+    assert len(pieces) > 2, "it comes as it is written"
+    assert done.prompt_rate == pytest.approx(count / done.prompt_seconds)
+    assert done.decode_rate == pytest.approx((done.new_tokens - 1) / done.decode_seconds)
+
+
+def test_one_token_has_no_rate(opened: tuple[Any, Any]) -> None:
+    done = answer(*opened, max_new_tokens=1)
+    assert (done.new_tokens, done.decode_rate) == (1, 0.0)
+
+
+def test_a_static_cache_compiles_without_graph_breaks(opened: tuple[Any, Any]) -> None:
+    model, tokenizer = opened
+    expected = answer(model, tokenizer).tokens
+    torch._dynamo.reset()
+    counters.clear()
+    settings = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
+    settings._compile_all_devices = True  # type: ignore[assignment]
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    found = model.generate(**prompt, **GREEDY, cache_implementation="static", compile_config=settings)
+    assert torch.equal(found[0], expected)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_batch_with_padding_on_the_left(opened: tuple[Any, Any]) -> None:
+    model, tokenizer = opened
+    texts = [PROMPT, "an old oak tree sleeps under the lazy dog", "hen"]
+    tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    assert not batch["attention_mask"].all()
+    found = model.generate(**batch, **GREEDY, eos_token_id=None)[:, batch["input_ids"].shape[1] :]
+    for row, text in zip(found, texts, strict=True):
+        done = answer(model, tokenizer, text, eos_token_id=None)
+        # Sums over padding are of zeros, but in another order: greedy choices agree unless two tokens are all but tied.
+        assert torch.equal(row, done.tokens[-done.new_tokens :])
+
+
+def test_transformers_own_streamer(opened: tuple[Any, Any]) -> None:
+    model, tokenizer = opened
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
+    model.generate(**tokenizer(PROMPT, return_tensors="pt"), **GREEDY, streamer=streamer)
+    assert "".join(streamer) == answer(model, tokenizer).text
+
+
+def test_a_cache_is_continued(opened: tuple[Any, Any]) -> None:
+    from transformers import DynamicCache
+
+    model, tokenizer = opened
+    cache = DynamicCache(config=model.config)
+    first = answer(model, tokenizer, cache=cache, eos_token_id=None)
+    longer = {"input_ids": torch.cat((first.tokens, torch.tensor([5, 6])))[None]}
+    done = generate(model, tokenizer, longer, lambda _: None, cache=cache, **GREEDY)
+    assert done.prompt_tokens == 3, "the last token that was written and the two that are new"
+    assert torch.equal(done.tokens, generate(model, tokenizer, longer, lambda _: None, **GREEDY).tokens)
+
+
+def test_tokens_of_another_model(opened: tuple[Any, Any]) -> None:
+    with pytest.raises(ArgumentError, match="token 4000"):
+        generate(*opened, {"input_ids": torch.tensor([[1, 4000]])}, print, **GREEDY)
+
+
+# Every kind of folder
+
+
+def test_every_kind_of_folder_says_the_same(folder: Path, opened: tuple[Any, Any], tmp_path: Path) -> None:
+    expected = answer(*opened).tokens
+    halfbyte.convert(folder, tmp_path / "converted", "q4_0")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=halfbyte.HalfbyteConfig("q4_0"))
+    model.save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "converted", tmp_path / "saved"):
+        model, tokenizer = open_model(path)
+        assert sum(isinstance(m, QuantModule) for m in model.modules()) == 16
+        assert torch.equal(answer(model, tokenizer).tokens, expected)
+        with pytest.raises(ArgumentError, match="quantized already"):
+            open_model(path, config=Config("q8_0"))
+
+
+def test_bfloat16_on_disk_computes_in_float32(folder: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    halfbyte.convert(tmp_path, tmp_path / "q", "q8_0")
+    for path, config in ((tmp_path, None), (tmp_path, Config("q8_0")), (tmp_path / "q", None)):
+        model, _ = open_model(path, config=config)
+        assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
+
+
+def test_what_is_no_language_model(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no language model"):
+        open_model(tmp_path)
+    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=9)).save_pretrained(
+        tmp_path / "bert"
+    )
+    with pytest.raises(CheckpointError, match="has no cls"):
+        open_model(tmp_path / "bert")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "mute")
+    with pytest.raises(CheckpointError, match="cannot load"):
+        open_model(tmp_path / "mute")
+
+
+def test_sizes(opened: tuple[Any, Any], folder: Path) -> None:
+    model, _ = opened
+    packed = {m.packed.data.data_ptr(): m.packed.nbytes for m in model.modules() if isinstance(m, QuantModule)}
+    norms = sum(p.nbytes for p in model.parameters())
+    assert weight_bytes(model) == sum(packed.values()) + norms
+    assert weight_bytes(open_model(folder)[0]) == (folder / "model.safetensors").stat().st_size - _header(folder / "model.safetensors")
+    peak = peak_memory("cpu")
+    assert peak is None or peak > 10_000_000
+
+
+def _header(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+# The command line
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_generate(run: Run, folder: Path, opened: tuple[Any, Any]) -> None:
+    expected = answer(*opened).text
+    asked = ("generate", folder, "--format", "q4_0", "--prompt", PROMPT, "--max-new-tokens", 12)
+    code, out, err = run(*asked)
+    assert (code, out) == (0, f"{PROMPT}{expected}\n")
+    assert all(word in err for word in ("prompt", "new", "weights", "peak memory"))
+    assert run(*asked, "--quiet") == (0, f"{PROMPT}{expected}\n", "")
+    found = json.loads(run(*asked, "--json")[1])
+    assert (found["text"], found["new_tokens"]) == (expected, 12)
+    assert found["weight_bytes"] == weight_bytes(opened[0])
+    drawn = [json.loads(run(*asked, "--json", "--temperature", 5, "--seed", seed)[1])["text"] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max-new-tokens", 0), "--max-new-tokens"),
+        (("--temperature", -1), "--temperature"),
+        (("--device", "abacus"), "--device"),
+        (("--format", "q9"), "q9"),
+    ],
+)
+def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, folder: Path) -> None:
+    code, out, err = run("generate", folder, "--prompt", "a", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_chat(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def talk(*lines: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        code, out, err = run("chat", folder, "--format", "q4_0", "--max-new-tokens", 6, "--system", "be brief")
+        assert code == 0
+        assert err.count("new") == len(lines)
+        return out
+
+    both, first = talk("the fox", "the hen"), talk("the fox")
+    assert both.startswith(first)
+    assert len(both) > len(first)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert "no chat template" in run("chat", tmp_path)[2]
+
+
+def test_eval(run: Run, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:1500])
+    asked = ("eval", folder, "--text", text, "--format", "q8_0", "q4_0", "--context", 64)
+    found = json.loads(run(*asked, "--stride", 32, "--json", "--plot", tmp_path / "p.svg")[1])
+    original, q8, q4 = found["models"]
+    assert (original["model"], original["divergence"]) == ("original", None)
+    assert 0 < q8["divergence"] < q4["divergence"]
+    assert 1 > q8["top1"] > q4["top1"] > 0.3
+    assert original["weight_bytes"] > q8["weight_bytes"] > q4["weight_bytes"]
+    assert original["tokens"] == q4["tokens"] == len(AutoTokenizer.from_pretrained(folder)(TEXT[:1500])["input_ids"]) - 1
+    assert ElementTree.parse(tmp_path / "p.svg").getroot().tag.endswith("svg")
+    table = run(*asked)[1]
+    assert all(word in table for word in ("perplexity", "divergence", "original", "q4_0"))
+    halfbyte.convert(folder, tmp_path / "q", "q4_0")
+    against = json.loads(run("eval", tmp_path / "q", "--against", folder, "--text", text, "--context", 64, "--stride", 32, "--json")[1])
+    assert against["models"][1]["perplexity"] == q4["perplexity"]
+    alone = json.loads(run("eval", tmp_path / "q", "--text", text, "--context", 64, "--stride", 32, "--json")[1])
+    assert alone["models"][0]["perplexity"] == q4["perplexity"]
+
+
+def test_eval_of_last_words(run: Run, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_text(TEXT[:200])
+    found = json.loads(run("eval", folder, "--lambada-like", text, "--json", "--format", "q8_0")[1])
+    assert all(0 <= row["last_word_accuracy"] <= 1 for row in found["models"])
+    assert "last word" in run("eval", folder, "--lambada-like", text)[1]
+    assert ".svg" in run("eval", folder, "--lambada-like", text, "--plot", "a.svg")[2]
+    assert "--against" in run("eval", folder, "--text", text, "--format", "q4_0", "--against", folder)[2]
