@@ -79,7 +79,7 @@ def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     later = recorded(run, memory[32:], y, (None, None), 10, 2.5, BLOCK=8)
     replay = direct.bind([call, later], (x, y, bias, None), device)
     assert not isinstance(replay, str)
-    replay((1000, 2000, 3000, 0))
+    replay(1000, 2000, 3000, 0)
     head = (5, 1, 1, 9, 77, False, False, None, None, (4, 1, 0), None, None, None)
     assert run.seen[0] == (*head, 1016, 2000, (3000, None), 10, 1.5, 8)
     assert run.seen[1] == (*head, memory.data_ptr() + 32, 2000, (None, None), 10, 2.5, 8)
@@ -91,7 +91,7 @@ def test_tensor_descriptors_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> No
     described = SimpleNamespace(base=x[2:], shape=[6, 16], strides=(16, 1), block_shape=[2, 16], padding="zero")
     replay = direct.bind([recorded(run, described, y, (None, None), 10, 1, BLOCK=8)], (x, y), torch.device("cpu", 0))
     assert not isinstance(replay, str)
-    replay((4096, 2000))
+    replay(4096, 2000)
     [made] = [value for value in run.seen[0] if hasattr(value, "base")]
     assert made.base.data_ptr() == 4096 + 2 * 64
     assert (list(made.shape), tuple(made.strides), made.padding) == ([6, 16], (16, 1), "zero")
@@ -122,7 +122,7 @@ def test_made_again_on_the_gpu(device: torch.device) -> None:
     replay = direct.bind(calls, (x, y, bias), device)
     assert not isinstance(replay, str)
     others = [torch.randint(0, 99, (100,), device=device) for _ in range(3)]
-    replay(tuple(t.data_ptr() for t in others))
+    replay(*(t.data_ptr() for t in others))
     assert torch.equal(others[1], others[0] + others[2] + 3)
 
 
@@ -131,7 +131,7 @@ def test_a_changed_interface_is_found_out(device: torch.device, monkeypatch: pyt
     def nonsense(*args: Any, **kwargs: Any) -> Any:
         raise TypeError("another number of arguments")
 
-    monkeypatch.setattr(direct, "_step", nonsense)
+    monkeypatch.setattr(direct._Source, "launch", nonsense)
     reason = direct._try(device)
     assert reason is not None
     assert "another number of arguments" in reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class Packed:
     layout  name of the byte order, as the file of that layout in this room defines it
     data    uint8, one dimension
     name    the format's, spelled once: looking it up costs more than a small kernel
+    calls   what operations keep to make a call of theirs again faster
     """
 
     format: Format
@@ -25,9 +27,13 @@ class Packed:
     layout: str
     data: Tensor
     name: str = field(init=False)
+    calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.format))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.format, self.shape, self.layout, self.data)
 
     @property
     def nbytes(self) -> int:

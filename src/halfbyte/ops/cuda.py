@@ -28,9 +28,63 @@ from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 
 _INFINITE = float("inf")
-_KEPT_PLANS = 4096
+_KEPT_PLANS = 4096  # of one kind of layer
+_KEPT_CALLS = 64  # of one weight
 
 _kernels: dict[tuple[Any, ...], _Linear] = {}
+
+
+def linear_again(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    """`linear`, where the weight is known: a call like an earlier one is a look-up and a launch."""
+    key = (
+        x.shape,
+        x.dtype,
+        compute,
+        activation,
+        low,
+        high,
+        None if bias is None else (bias.dtype, bias.shape),
+        None if residual is None else (residual.dtype, residual.shape),
+    )
+    weight, again = packed.data, packed.calls.get(key)
+    if again is not None and x.is_contiguous():
+        replay, shape, stride, device = again
+        px, pb, pr = x.data_ptr(), 0, 0
+        fits = x.get_device() == device
+        if bias is not None:
+            pb = bias.data_ptr()
+            fits = fits and bias.get_device() == device and bias.is_contiguous()
+        if residual is not None:
+            pr = residual.data_ptr()
+            fits = fits and residual.get_device() == device and residual.is_contiguous()
+        if fits and not (px | pb | pr) & 15 and torch._C._cuda_getDevice() == device:
+            out = _empty(shape, stride, x.dtype)
+            replay(px, weight.data_ptr(), out.data_ptr(), pb, pr)
+            return out
+    n, k = packed.shape
+    out = linear(x, weight, bias, residual, packed.name, n, k, compute, activation, low, high)
+    kernel = _kernels.get((packed.name, n, k, x.dtype, compute, activation, x.get_device()))
+    if kernel is not None and again is None and weight.is_contiguous() and not weight.data_ptr() % 16:
+        replay = kernel.plans.get(_key(x, k, bias, residual, low, high))
+        if replay is not None:
+            if len(packed.calls) >= _KEPT_CALLS:
+                packed.calls.clear()
+            packed.calls[key] = replay, tuple(out.shape), out.stride(), x.get_device()
+    return out
+
+
+def _key(x: Tensor, k: int, bias: Tensor | None, residual: Tensor | None, low: float, high: float) -> tuple[Any, ...]:
+    """What calls of one kernel have in common, if they differ in addresses alone."""
+    return x.numel() // max(1, k), low, high, None if bias is None else bias.dtype, residual is None
 
 
 def linear(
@@ -80,7 +134,7 @@ class _Linear:
         self.geometry = gpu_tiles.geometry(fmt, (n, k))
         self.nbytes, self.n, self.k, self.dtype = self.geometry.nbytes, n, k, x.dtype
         self.device, self.gpu = x.device, gpu(x.get_device())
-        self.plans: dict[tuple[Any, ...], Callable[[tuple[int, ...]], None] | None] = {}
+        self.plans: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, low: float, high: float) -> Tensor:
         """All fit, there is something to do, and the current device is theirs."""
@@ -92,26 +146,17 @@ class _Linear:
             bias = bias.float().contiguous()
         weight = aligned(weight)
         shape, n = x.shape, self.n
-        if len(shape) == 2:
-            out = _empty((shape[0], n), (n, 1), self.dtype)
-        else:
-            out = torch.empty((*shape[:-1], n), dtype=self.dtype, device=self.device)
-        m = x.numel() // self.k
-        key = (m, low, high, None if bias is None else bias.dtype, residual is None)
-        plan = self.plans.get(key)
-        addresses = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-        )
+        out = torch.empty((*shape[:-1], n), dtype=self.dtype, device=self.device)
+        key = _key(x, self.k, bias, residual, low, high)
+        replay = self.plans.get(key)
+        px, pb, pr = (0 if t is None else t.data_ptr() for t in (x, bias, residual))
         # Triton compiles for addresses that are multiples of 16, and for others.
-        if plan is None or (addresses[0] | addresses[3] | addresses[4]) & 15:
+        if replay is None or (px | pb | pr) & 15:
+            m = key[0]
             flat = None if residual is None else residual.view(m, n)
             self._launch(key, x.view(m, self.k), weight, out.view(m, n), Epilogue(bias, flat, low, high))
         else:
-            plan(addresses)
+            replay(px, weight.data_ptr(), out.data_ptr(), pb, pr)
         return out
 
     def _launch(self, key: tuple[Any, ...], x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -131,7 +176,8 @@ class _Linear:
 
         run()
         operands = (x, weight, out, epilogue.bias, epilogue.residual)
-        if capturing or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
+        odd = any(t is not None and t.data_ptr() % 16 for t in operands)
+        if capturing or odd or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
             return
         with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
             run()
@@ -151,12 +197,12 @@ def _overlap(operands: tuple[Tensor | None, ...]) -> bool:
     return any(start < end for (_, end), (start, _) in pairwise(ranges))
 
 
-def _public_empty(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
+def _public_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
 # On the current device. The private name takes 1.2 us, the public one 3.4.
-_empty: Callable[[tuple[int, int], tuple[int, int], torch.dtype], Tensor] = getattr(
+_empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
 )
 

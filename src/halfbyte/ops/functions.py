@@ -96,8 +96,9 @@ def linear(
     n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
     low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
     if _plain(x) and not differentiated(x, bias, residual):
-        run = cpu.linear if x.is_cpu else cuda.linear
-        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+        if x.is_cpu:
+            return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+        return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
     return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
 
 

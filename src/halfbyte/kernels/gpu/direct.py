@@ -21,8 +21,7 @@ from torch import Tensor
 from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.launch import Call
 
-Addresses = tuple[int, ...]
-Replay = Callable[[Addresses], None]
+Replay = Callable[..., None]
 
 
 class _Slot(NamedTuple):
@@ -42,7 +41,7 @@ class _Address(NamedTuple):
 
 
 class _Descriptor(NamedTuple):
-    """Has what Triton reads of a tensor descriptor. As an argument with a gap, `base` is a slot."""
+    """Has what Triton reads of a tensor descriptor."""
 
     base: Any
     shape: tuple[int, ...]
@@ -50,100 +49,80 @@ class _Descriptor(NamedTuple):
     padding: str
 
 
-class _Step(NamedTuple):
-    """One launch: the launcher in C, what it takes before and after the stream, and the arguments with gaps at `slots`."""
-
-    launch: Callable[..., None]
-    grid: tuple[int, ...]
-    rest: tuple[Any, ...]
-    arguments: list[Any]
-    slots: tuple[tuple[int, int, int], ...]  # argument, operand, offset
-    tuples: tuple[tuple[int, tuple[Any, ...]], ...]  # argument, its members, some of which are slots
-    descriptors: tuple[tuple[int, _Descriptor], ...]
-
-
 def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch.device) -> Replay | str:
-    """A function that makes `calls` again for the addresses of other operands (0 for None), or the reason why there is none.
+    """A function that makes `calls` again for the addresses of other operands, one argument each (0 for None); or why there is none.
 
     Operands must not overlap. Other tensors than they and the scratch memory of `launch` are not for kernels that are made again;
     numbers are frozen. The current device must be `device` at every call.
+
+    The function is written out as Python source: to walk over the arguments would cost as much as the launch.
     """
-    ranges = [(0, 0) if operand is None else _range(operand) for operand in operands]
-    buffers = [(launch.WORKSPACES, torch.uint8), (launch.LOCKS, torch.int32)]
-    scratch = [launch.buffer(buffers, device, 0, dtype) for buffers, dtype in buffers]
-    sizes = [tensor.numel() for tensor in scratch]
-    ranges += [_range(tensor) for tensor in scratch]
+    places = [*operands, *(launch.buffer(buffers, device, 0, dtype) for buffers, dtype in _SCRATCH)]
+    source = _Source([(0, 0) if place is None else (place.data_ptr(), place.data_ptr() + place.nbytes) for place in places])
     try:
-        steps = [_step(call, ranges) for call in calls]
+        launches = [source.launch(call) for call in calls]
     except _Unbindable as reason:
         return str(reason)
-    used = {slot.operand for step in steps for slot in _slots(step)}
     first = len(operands)
-    workspace, locks = sizes[0] if first in used else 0, sizes[1] if first + 1 in used else 0
-    index = device.index or 0
+    for i, (place, (buffers, dtype)) in enumerate(zip(places[first:], _SCRATCH, strict=True), first):
+        if i in source.used and place is not None:
+            names = [source.name(value) for value in (launch.buffer, buffers, device, dtype)]
+            launches.insert(0, f"p{i} = {names[0]}({names[1]}, {names[2]}, {place.numel()}, {names[3]}).data_ptr()")
+    parameters = ", ".join(f"p{i}" for i in range(first))
+    stream = f"stream = {source.name(launch.current_stream)}({device.index or 0})"
+    exec("\n    ".join([f"def replay({parameters}):", stream, *launches]), source.names)
+    return source.names["replay"]  # type: ignore[no-any-return]
 
-    def replay(addresses: Addresses) -> None:
-        if workspace:
-            addresses += (launch.buffer(launch.WORKSPACES, device, workspace, torch.uint8).data_ptr(),)
-        if locks:
-            addresses += (0,) * (first + 1 - len(addresses)) + (launch.buffer(launch.LOCKS, device, locks, torch.int32).data_ptr(),)
-        stream = launch.current_stream(index)
-        for run, grid, rest, arguments, slots, tuples, descriptors in steps:
-            filled = arguments.copy()
-            for i, operand, offset in slots:
-                filled[i] = addresses[operand] + offset
-            for i, members in tuples:
-                filled[i] = tuple(addresses[m.operand] + m.offset if type(m) is _Slot else m for m in members)
-            for i, (base, shape, strides, padding) in descriptors:
-                filled[i] = _Descriptor(_Address(addresses[base.operand] + base.offset), shape, strides, padding)
-            run(*grid, stream, *rest, *filled)
 
-    return replay
+_SCRATCH = ((launch.WORKSPACES, torch.uint8), (launch.LOCKS, torch.int32))
 
 
 class _Unbindable(Exception):
     pass
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+class _Source:
+    """Launches as Python expressions. `names` are the objects that stand in them, `used` the places whose addresses do."""
 
+    def __init__(self, ranges: list[tuple[int, int]]) -> None:
+        self.ranges = ranges
+        self.names: dict[str, Any] = {"Address": _Address, "Descriptor": _Descriptor}
+        self.used: set[int] = set()
 
-def _step(call: Call, ranges: list[tuple[int, int]]) -> _Step:
-    compiled, kernel = call.compiled, call.kernel
-    run = compiled.run
-    if run.global_scratch_size or run.profile_scratch_size:
-        raise _Unbindable(f"{compiled.name} needs memory that Triton allocates at each launch")
-    parameters = kernel.signature.parameters
-    bound = kernel.signature.bind(*call.args, **{name: value for name, value in call.options.items() if name in parameters})
-    bound.apply_defaults()
-    arguments: list[Any] = [_argument(value, ranges) for value in bound.arguments.values()]
-    grid = (*call.grid, 1, 1)[:3]
-    rest = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-    slots = tuple((i, *value) for i, value in enumerate(arguments) if type(value) is _Slot)
-    tuples = tuple((i, value) for i, value in enumerate(arguments) if type(value) is tuple and any(type(v) is _Slot for v in value))
-    descriptors = tuple((i, value) for i, value in enumerate(arguments) if type(value) is _Descriptor)
-    return _Step(run.launch, grid, rest, arguments, slots, tuples, descriptors)
+    def name(self, value: Any) -> str:
+        name = f"v{len(self.names)}"
+        self.names[name] = value
+        return name
 
+    def launch(self, call: Call) -> str:
+        compiled, signature = call.compiled, call.kernel.signature
+        run = compiled.run
+        if run.global_scratch_size or run.profile_scratch_size:
+            raise _Unbindable(f"{compiled.name} needs memory that Triton allocates at each launch")
+        bound = signature.bind(*call.args, **{name: value for name, value in call.options.items() if name in signature.parameters})
+        bound.apply_defaults()
+        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        values = [*map(self._value, (*call.grid, 1, 1)[:3]), "stream", *map(self._value, (*before, *bound.arguments.values()))]
+        return f"{self.name(run.launch)}({', '.join(values)})"
 
-def _argument(value: Any, ranges: list[tuple[int, int]]) -> Any:
-    if isinstance(value, Tensor):
-        address = value.data_ptr()
-        for operand, (start, end) in enumerate(ranges):
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._address(value.data_ptr())
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        if type(value) is tuple:
+            return f"({''.join(self._value(member) + ', ' for member in value)})"
+        if hasattr(value, "base") and hasattr(value, "block_shape"):
+            rest = ", ".join(self.name(part) for part in (tuple(value.shape), tuple(value.strides), value.padding))
+            return f"Descriptor(Address({self._value(value.base)}), {rest})"
+        return self.name(value)
+
+    def _address(self, address: int) -> str:
+        for place, (start, end) in enumerate(self.ranges):
             if start <= address < end:
-                return _Slot(operand, address - start)
+                self.used.add(place)
+                return f"p{place} + {address - start}" if address > start else f"p{place}"
         raise _Unbindable("a kernel was given a tensor of its own")
-    if isinstance(value, tuple):
-        return tuple(_argument(member, ranges) for member in value)
-    if hasattr(value, "base") and hasattr(value, "block_shape"):
-        return _Descriptor(_argument(value.base, ranges), tuple(value.shape), tuple(value.strides), value.padding)
-    return value
-
-
-def _slots(step: _Step) -> list[_Slot]:
-    found = [_Slot(operand, offset) for _, operand, offset in step.slots]
-    found += [base for _, (base, *_) in step.descriptors if type(base) is _Slot]
-    return found + [member for _, members in step.tuples for member in members if type(member) is _Slot]
 
 
 # Does it work?
@@ -175,7 +154,7 @@ def _try(device: torch.device) -> str | None:
         if isinstance(replay, str):
             return replay
         other, out = x.flip(0), torch.zeros_like(y)
-        replay((other.data_ptr(), out.data_ptr()))
+        replay(other.data_ptr(), out.data_ptr())
         if not torch.equal(out, other + 5) or not torch.equal(y, x + 5):
             return f"Triton {triton.__version__} launched a kernel on wrong arguments"
     except Exception as error:  # whatever a private interface that has changed may raise
