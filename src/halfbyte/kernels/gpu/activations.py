@@ -1,8 +1,8 @@
 """x [M, K] -> int8 codes, scales, offsets and sums, as `reference.quantize_activation` makes them, bit for bit, in one pass.
 
     q [M, K padded] int8    the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
-    scale, offset           float32 [groups, M]: a group is a block of the weight, or the whole row
-    sums                    float32 [granules or 1, M], of the codes: exact integers
+    scale, offset           float32 [groups, M with padding]: a group is a block of the weight, or the whole row
+    sums                    float32 [granules or 1, M with padding], of the codes: exact integers
 
 A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are made for each
 granule where x or the weight has several blocks, else for the row.
@@ -39,7 +39,8 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
 MAGIC_BITS = tl.constexpr(0x4B400000)
 _LONGEST_TILE = 32768  # elements that one program holds in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
-_ALIGNMENT = 256
+_LARGEST_TILE = 256  # rows
+_ALIGNMENT = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Plan:
     nibbles: bool
 
     @cached_property
+    def columns(self) -> int:
+        """M with padding: a kernel's tile may read beyond the last row."""
+        return -(-self.m // _LARGEST_TILE) * _LARGEST_TILE
+
+    @cached_property
     def granules(self) -> int:
         return self.k_padded // self.granule
 
@@ -81,7 +87,7 @@ class Plan:
         at, found = _round_up(self.m * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             found.append(at)
-            at += _round_up(4 * count * self.m)
+            at += _round_up(4 * count * self.columns)
         return found[0], found[1], found[2], at
 
     @cached_property
@@ -91,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M], sums float32, offset float32 or None."""
+    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M with padding], sums float32, offset float32 or None."""
 
     plan: Plan
     q: Tensor
@@ -136,12 +142,14 @@ def supports(problem: Problem) -> str | None:
 
 def views(plan: Plan, memory: Tensor) -> Quantized:
     """The parts of `memory`, uint8 [at least plan.nbytes]."""
-    at_scale, at_sums, at_offset, end = plan.offsets
+    at_scale, at_sums, at_offset, _ = plan.offsets
+
+    def part(start: int, groups: int) -> Tensor:
+        return memory[start:][: 4 * groups * plan.columns].view(torch.float32).view(groups, plan.columns)
+
     q = memory[: plan.m * plan.k_padded].view(torch.int8).view(plan.m, plan.k_padded)
-    scale = memory[at_scale:][: 4 * plan.groups * plan.m].view(torch.float32).view(plan.groups, plan.m)
-    sums = memory[at_sums:][: 4 * plan.sum_groups * plan.m].view(torch.float32).view(plan.sum_groups, plan.m)
-    offset = memory[at_offset:end][: 4 * plan.groups * plan.m].view(torch.float32).view(plan.groups, plan.m) if plan.with_offset else None
-    return Quantized(plan, q, scale, sums, offset)
+    offset = part(at_offset, plan.groups) if plan.with_offset else None
+    return Quantized(plan, q, part(at_scale, plan.groups), part(at_sums, plan.sum_groups), offset)
 
 
 def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
@@ -164,7 +172,7 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
         out.scale,
         out.sums,
         out.offset,
-        plan.m,
+        plan.columns,
         plan.k,
         plan.granules,
         x.stride(0),
@@ -252,9 +260,9 @@ def _extremes(v, real, WITH_OFFSET: tl.constexpr, AXIS: tl.constexpr):
     return most, low, high
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit
 def _quantize(
-    x, q, scale, sums, offset, m, k, granules, stride, block, padded, group,
+    x, q, scale, sums, offset, columns, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
 ):  # fmt: skip
@@ -296,11 +304,11 @@ def _quantize(
     middle = tl.where(good, middle, 0.0)
     inverse = tl.where(good & (inverse < float("inf")), inverse, 0.0)
     if SINGLE:
-        tl.store(scale + g * m + row, step, mask=g < end)
+        tl.store(scale + g * columns + row, step, mask=g < end)
         if WITH_OFFSET:
-            tl.store(offset + g * m + row, middle, mask=g < end)
+            tl.store(offset + g * columns + row, middle, mask=g < end)
     else:
-        here = tl.program_id(1) * m + row + tl.zeros_like(g)
+        here = tl.program_id(1) * columns + row + tl.zeros_like(g)
         tl.store(scale + here, step, mask=g == first)
         if WITH_OFFSET:
             tl.store(offset + here, middle, mask=g == first)
@@ -317,7 +325,7 @@ def _quantize(
         part = tl.sum(c, axis=1)
         total += part
         if not WHOLE:
-            tl.store(sums + gc * m + row, part.to(tl.float32), mask=gc < end)
+            tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
         at = gc[:, None] * G + tl.arange(0, G)[None, :]
         tl.store(q + at, ordered(c.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
     if WHOLE:

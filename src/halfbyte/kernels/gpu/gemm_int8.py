@@ -167,6 +167,7 @@ def multiply(
         partials,
         locks(out.device, tiles) if split else None,
         plan.m,
+        plan.columns,
         problem.n,
         geo.n_padded,
         geo.records,
@@ -293,7 +294,7 @@ def requantized(acc, table, rn, row, low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def _fetch(w, x, i, w_every, a_every, NP, M, rn, rm, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
+def _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
     """Of granule i: scale and zero of the weight, scale, sums and offset of x, sums of the weight; where there is none, another."""
     at = i // w_every * NP + rn
     s = tl.load(w[0] + at)
@@ -302,32 +303,32 @@ def _fetch(w, x, i, w_every, a_every, NP, M, rn, rm, ZERO: tl.constexpr, WITH_OF
         z = tl.load(w[1] + at)
     sa = s
     if not ROW:
-        sa = tl.load(x[0] + i // a_every * M + rm)
+        sa = tl.load(x[0] + i // a_every * MP + rm)
     sm = sa
     if ZERO != 0:
-        sm = tl.load(x[1] + i * M + rm)
+        sm = tl.load(x[1] + i * MP + rm)
     oa = sa
     ws = s
     if WITH_OFFSET and not ROW:
         ws = tl.load(w[2] + i * NP + rn)
-        oa = tl.load(x[2] + i // a_every * M + rm)
+        oa = tl.load(x[2] + i // a_every * MP + rm)
     return s, z, sa, sm, oa, ws
 
 
 @triton.jit
-def _fetch_record(w, x, t, w_every, a_every, NP, M, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
+def _fetch_record(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
     """The same of all granules of record t."""
     i = t * PIECES
-    f0 = _fetch(w, x, i, w_every, a_every, NP, M, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
+    f0 = _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
     if PIECES == 1:
         return (f0,)
     else:
-        f1 = _fetch(w, x, i + 1, w_every, a_every, NP, M, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
+        f1 = _fetch(w, x, i + 1, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
         if PIECES == 2:
             return f0, f1
         else:
-            f2 = _fetch(w, x, i + 2, w_every, a_every, NP, M, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
-            f3 = _fetch(w, x, i + 3, w_every, a_every, NP, M, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
+            f2 = _fetch(w, x, i + 2, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
+            f3 = _fetch(w, x, i + 3, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
             return f0, f1, f2, f3
 
 
@@ -348,7 +349,7 @@ def _product(
 @triton.jit(do_not_specialize=["M"])
 def _gemm(
     x, sa, sums, oa, codes, scale, zero, wsums, table, out, bias, residual, low, high, partials, locks,
-    M, N, NP, R, w_every, a_every, table_row,
+    M, MP, N, NP, R, w_every, a_every, table_row,
     BITS: tl.constexpr, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ROW: tl.constexpr,
     G: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, CLAMP: tl.constexpr, ASM: tl.constexpr,
@@ -394,10 +395,10 @@ def _gemm(
         p = nothing
         sm = tl.zeros([BM], tl.float32)
         ws = tl.zeros([BN], tl.float32)
-        f = _fetch_record(w, a, first, w_every, a_every, NP, M, rni, rmi, PIECES, FLAGS)
+        f = _fetch_record(w, a, first, w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
         for t in tl.range(first, end, num_stages=STAGES):
             # The next record's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
-            following = _fetch_record(w, a, tl.minimum(t + 1, R - 1), w_every, a_every, NP, M, rni, rmi, PIECES, FLAGS)
+            following = _fetch_record(w, a, tl.minimum(t + 1, R - 1), w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
             if FOLD > 1:
                 p = _product(p, wp, xp, t, 0, BITS, G, BN, 1, ASM)
                 if ZERO != 0:
@@ -440,11 +441,11 @@ def _gemm(
         tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=(rn < N)[:, None] & (rm < M)[None, :])
         return
     if ROW:
-        row_scale = tl.load(sa + rmi)
+        row_scale = tl.load(sa + rm)
         row_offset = row_scale
         ws = tl.zeros([BN], tl.float32)
         if WITH_OFFSET:
-            row_offset = tl.load(oa + rmi)
+            row_offset = tl.load(oa + rm)
             for i in range(R * PIECES):
                 ws += tl.load(wsums + i * NP + rni)
         if WHOLE:
@@ -453,7 +454,7 @@ def _gemm(
             sm = row_scale
             if ZERO != 0:
                 z = tl.load(zero + rni)
-                sm = tl.load(sums + rmi)
+                sm = tl.load(sums + rm)
             total = fold(tl.zeros([BN, BM], tl.float32), acc, s, z, row_scale, sm, row_offset, ws, BITS, FLAGS)
         else:
             total = acc

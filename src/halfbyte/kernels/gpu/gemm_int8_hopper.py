@@ -130,6 +130,7 @@ def multiply(
         epilogue.low,
         epilogue.high,
         plan.m,
+        plan.columns,
         problem.n,
         geo.n_padded,
         geo.records,
@@ -237,7 +238,7 @@ def _scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(scales, i, rn, rm, NP, M, ZERO: gl.constexpr, ROW: gl.constexpr):
+def _fetch(scales, i, rn, rm, NP, MP, ZERO: gl.constexpr, ROW: gl.constexpr):
     """Of granule i: scale and zero of the weight, scale and sums of x; where there is none, another."""
     s = gl.load(scales[0] + i * NP + rn)
     z = s
@@ -245,10 +246,10 @@ def _fetch(scales, i, rn, rm, NP, M, ZERO: gl.constexpr, ROW: gl.constexpr):
         z = gl.load(scales[1] + i * NP + rn)
     a = s
     if not ROW:
-        a = gl.load(scales[2] + i * M + rm)
+        a = gl.load(scales[2] + i * MP + rm)
     m = a
     if ZERO != 0:
-        m = gl.load(scales[3] + i * M + rm)
+        m = gl.load(scales[3] + i * MP + rm)
     return s, z, a, m
 
 
@@ -279,7 +280,7 @@ def _record(xt, wt, acc, HALF: gl.constexpr, BITS: gl.constexpr, OPERAND: gl.con
 
 @gluon.jit
 def _sum_records(
-    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M,
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Scaled sums of blocks of a record each."""
@@ -288,7 +289,7 @@ def _sum_records(
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         p = _record(xs.index(stage), ws.index(stage), start, HALF, BITS, OPERAND)
-        f = _fetch(scales, r, rn, rm, NP, M, ZERO, ROW)
+        f = _fetch(scales, r, rn, rm, NP, MP, ZERO, ROW)
         p = warpgroup_mma_wait(0, deps=[p])
         mbarrier.arrive(empty.index(stage), count=1)
         total = _fold(total, p, f, BITS, ZERO, ROW)
@@ -312,7 +313,7 @@ def _piece(xt, wt, q, start, J: gl.constexpr, HALF: gl.constexpr, BITS: gl.const
 
 @gluon.jit
 def _sum_pieces(
-    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M,
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
     STAGES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
@@ -330,7 +331,7 @@ def _sum_pieces(
             q = _planes(wt._reinterpret(gl.int16, [64, 64], WORDS), HALF, OPERAND)
         p = _piece(xt, wt, q, start, 0, HALF, BITS, G)
         for j in gl.static_range(PIECES):
-            f = _fetch(scales, r * PIECES + j, rn, rm, NP, M, ZERO, ROW)
+            f = _fetch(scales, r * PIECES + j, rn, rm, NP, MP, ZERO, ROW)
             if j + 1 < PIECES:
                 following = _piece(xt, wt, q, start, j + 1, HALF, BITS, G)
                 p = warpgroup_mma_wait(1 if BITS == 8 else G // 32, deps=[p])
@@ -346,7 +347,7 @@ def _sum_pieces(
 
 @gluon.jit
 def _consume(
-    xs, ws, full, empty, scales, out, bias, residual, low, high, M, N, NP, R,
+    xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
@@ -359,15 +360,15 @@ def _consume(
         pm, pn = _tile(tile, M, N, BM, GROUP)
         first_n = pn * 128 + HALF * 64
         rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
-        rm = gl.minimum(pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA)), M - 1)
+        rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
         if WHOLE:
             acc = _sum_whole(xs, ws, full, empty, step, R, start, HALF, BITS, STAGES, OPERAND)
-            f = _fetch(scales, 0, rn, rm, NP, M, ZERO, True)
+            f = _fetch(scales, 0, rn, rm, NP, MP, ZERO, True)
             total = _scaled(acc.to(gl.float32), f[0].to(gl.float32), f[1], f[3], BITS, ZERO)
         elif G == 128:
-            total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
+            total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
         else:
-            total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, M, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
+            total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
         step += R
         if BITS == 4:
             total *= 0.0625
@@ -393,7 +394,7 @@ def _write(total, out, bias, residual, first_n, first_m, M, N, low, high, BM: gl
 
 @gluon.jit(do_not_specialize=["M"])
 def _gemm(
-    xd, wd, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
+    xd, wd, sa, sums, scale, zero, out, bias, residual, low, high, M, MP, N, NP, R,
     BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
@@ -407,9 +408,9 @@ def _gemm(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, N, NP, R,
+            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
                         0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
-            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, N, NP, R,
+            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
                         1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
             (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
         ],
