@@ -36,7 +36,7 @@ def load(path: Path) -> Any:
         return None
     transformers = import_transformers("the tokenizer of a GGUF file")
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as e:  # anything, for metadata that make no sense
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise CheckpointError(f"transformers cannot make a tokenizer of {path} ({why}): load another with AutoTokenizer") from e
