@@ -359,26 +359,49 @@ def _consume(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = _tile(tile, M, N, BM, GROUP)
         first_n = pn * 128 + HALF * 64
-        rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
-        rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+        to = (out, bias, residual, low, high, M, N)
         if WHOLE:
             acc = _sum_whole(xs, ws, full, empty, step, R, start, HALF, BITS, STAGES, OPERAND)
-            f = _fetch(scales, 0, rn, rm, NP, MP, ZERO, True)
-            total = _scaled(acc.to(gl.float32), f[0].to(gl.float32), f[1], f[3], BITS, ZERO)
-        elif G == 128:
-            total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
+            if BM == 256:  # in two halves, so that what they are multiplied by fits the registers
+                first, second = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
+                _finish_whole(first, scales, to, first_n, pm * BM, NP, MP, BITS, ZERO, 128, CLAMP)
+                _finish_whole(second, scales, to, first_n, pm * BM + 128, NP, MP, BITS, ZERO, 128, CLAMP)
+            else:
+                _finish_whole(acc, scales, to, first_n, pm * BM, NP, MP, BITS, ZERO, BM, CLAMP)
         else:
-            total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
+            rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
+            rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+            if G == 128:
+                total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
+            else:
+                total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
+            if BITS == 4:
+                total *= 0.0625
+            if ROW:
+                total *= gl.expand_dims(gl.load(scales[2] + rm), 0)
+            _write(total, to, first_n, pm * BM, BM, CLAMP)
         step += R
-        if BITS == 4:
-            total *= 0.0625
-        if ROW:
-            total *= gl.expand_dims(gl.load(scales[2] + rm), 0)
-        _write(total, out, bias, residual, first_n, pm * BM, M, N, low, high, BM, CLAMP)
 
 
 @gluon.jit
-def _write(total, out, bias, residual, first_n, first_m, M, N, low, high, BM: gl.constexpr, CLAMP: gl.constexpr):
+def _finish_whole(
+    acc, scales, to, first_n, first_m, NP, MP, BITS: gl.constexpr, ZERO: gl.constexpr, BM: gl.constexpr, CLAMP: gl.constexpr
+):  # fmt: skip
+    """Integers of all of K [64, BM] -> y."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 32])
+    acc = gl.convert_layout(acc, MMA, assert_trivial=True)
+    rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
+    rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+    s, z, a, m = _fetch(scales, 0, rn, rm, NP, MP, ZERO, False)
+    total = _scaled(acc.to(gl.float32), s.to(gl.float32), z, m, BITS, ZERO)
+    if BITS == 4:
+        a *= 0.0625
+    _write(total * gl.expand_dims(a, 0), to, first_n, first_m, BM, CLAMP)
+
+
+@gluon.jit
+def _write(total, to, first_n, first_m, BM: gl.constexpr, CLAMP: gl.constexpr):
+    out, bias, residual, low, high, M, N = to
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     rn = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
