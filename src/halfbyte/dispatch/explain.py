@@ -118,7 +118,8 @@ def explain(
         # Shared machines drift by the second: what it could do is the best of just before and just after.
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = linear_roofline(m, n, k, geo.nbytes, dtype.itemsize, ceilings)
-    return Explanation(problem, isa, threads, choice, isa.tile(max(1, m), choice.taken.inner), geo.nbytes, roof, seconds)
+    tile = isa.taking(m, choice.taken.inner).tile(max(1, m), choice.taken.inner, fmt.bits, geo.block)
+    return Explanation(problem, isa, threads, choice, tile, geo.nbytes, roof, seconds)
 
 
 def _ceilings(choice: Choice, threads: int) -> Ceilings:

@@ -77,6 +77,10 @@ class ISA:
         """Elements of K that a tile takes at a time."""
         return geo.unit
 
+    def taking(self, m: int, inner: str) -> ISA:
+        """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
+        return self.matrix if self.matrix is not None and inner != "float" and m >= self.matrix_rows else self
+
     @property
     def floats(self) -> str:
         return vector("float", self.lanes)

@@ -124,13 +124,11 @@ class LinearKernel:
             unpack = UnpackSpec(inner, fmt.bits, fmt.signed, self.unit, shifted, geo.tail_bytes)
             self.unpack_function = jit.load(unpack.name, functools.partial(amx.build_unpack, unpack), self.isa)[unpack.name]
             self.panel_bytes = amx.unpacked_bytes(geo, inner, shifted)
-        self.compiled_for = fmt, n, k, dtype, inner, activation
+        self._of = fmt, n, k, dtype, inner, activation
 
     @functools.cached_property
-    def matrix(self) -> LinearKernel | None:
-        """The same product on the CPU's unit for products of matrices, for many rows; None where it has none."""
-        unit = self.isa.matrix if self.tile_spec.inner != "float" else None
-        return None if unit is None else LinearKernel(*self.compiled_for, isa=unit)
+    def _on_matrix_unit(self) -> LinearKernel:
+        return LinearKernel(*self._of, isa=self.isa.matrix)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes. `residual` [M, N] is added before the clamp."""
@@ -171,7 +169,8 @@ class LinearKernel:
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
-        geo, taken = self.geometry, (m >= self.isa.matrix_rows and self.matrix) or self
+        geo, isa = self.geometry, self.isa.taking(m, self.tile_spec.inner)
+        taken = self if isa is self.isa else self._on_matrix_unit
         fields = taken.fields(m)
         threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
         most = (_UNPACKED_BYTES if taken.unpack_function else _GROUP_BYTES) // fields["panel_bytes"]
