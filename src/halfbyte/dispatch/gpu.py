@@ -44,6 +44,10 @@ GPU_LINEAR = (
         lambda c: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
     ),
     GpuCandidate(
+        "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
+        lambda c: Tiles(c.block_m, 2 * c.rows, c.split),
+    ),
+    GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
         lambda c: Tiles(c.block_m, c.block_n, c.split),
     ),

@@ -102,6 +102,7 @@ class Skill(NamedTuple):
 # Measured on an H200.
 SKILLS = {
     "skinny": Skill(0.85, 0.45),
+    "gemm_hopper": Skill(0.80, 0.90, 3e-6),
     "gemm_int8": Skill(0.85, 0.55, 2e-6),
     "gemm_int8_hopper": Skill(0.80, 0.90, 4e-6),
 }

@@ -172,10 +172,10 @@ def quantize_(
             if (tied := by_weight.get(id(weight))) is not None:
                 packed, error = tied.packed, tied.error
             elif (result := results.get(f"{name}.weight")) is not None and isinstance(result.value, Codes):
-                packed, error = ops.pack(result.value), result.error
+                packed, error = ops.pack(result.value, weight.device), result.error
             else:
                 codes = ops.quantize(weight, fmt, method, name=f"{name}.weight")
-                packed, error = ops.pack(codes), relative_error(weight, codes)
+                packed, error = ops.pack(codes, weight.device), relative_error(weight, codes)
             made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)

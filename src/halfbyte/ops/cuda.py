@@ -138,25 +138,20 @@ class _Linear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, low: float, high: float) -> Tensor:
         """All fit, there is something to do, and the current device is theirs."""
-        if not x.is_contiguous():
-            x = x.contiguous()
-        if residual is not None and not residual.is_contiguous():
-            residual = residual.contiguous()
-        if bias is not None and (bias.dtype == torch.float64 or not bias.is_contiguous()):
-            bias = bias.float().contiguous()
-        weight = aligned(weight)
+        x, weight = aligned(x), aligned(weight)
+        residual = None if residual is None else aligned(residual)
+        if bias is not None:
+            bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
         shape, n = x.shape, self.n
         out = torch.empty((*shape[:-1], n), dtype=self.dtype, device=self.device)
         key = _key(x, self.k, bias, residual, low, high)
         replay = self.plans.get(key)
-        px, pb, pr = (0 if t is None else t.data_ptr() for t in (x, bias, residual))
-        # Triton compiles for addresses that are multiples of 16, and for others.
-        if replay is None or (px | pb | pr) & 15:
+        if replay is None:
             m = key[0]
             flat = None if residual is None else residual.view(m, n)
             self._launch(key, x.view(m, self.k), weight, out.view(m, n), Epilogue(bias, flat, low, high))
         else:
-            replay(px, weight.data_ptr(), out.data_ptr(), pb, pr)
+            replay(*(0 if t is None else t.data_ptr() for t in (x, weight, out, bias, residual)))
         return out
 
     def _launch(self, key: tuple[Any, ...], x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -176,8 +171,7 @@ class _Linear:
 
         run()
         operands = (x, weight, out, epilogue.bias, epilogue.residual)
-        odd = any(t is not None and t.data_ptr() % 16 for t in operands)
-        if capturing or odd or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
+        if capturing or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
             return
         with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
             run()
@@ -224,7 +218,23 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
 
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
     check_qlinear(x, weight, table, format, n, k, low, high)
-    raise UnsupportedError("there is no qlinear for GPUs in this version: use the CPU")
+    if k == 0:  # a sum of nothing: the same as one code that is 0
+        return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+    out = torch.empty((*x.shape[:-1], n), dtype=torch.int8, device=x.device)
+    if out.numel() == 0:
+        return out
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"qlinear has no way around it: {trouble}, or use the CPU")
+    from halfbyte.kernels.gpu import qlinear as kernel
+
+    here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
+    problem = Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row")
+    if (reason := kernel.supports(problem, here)) is not None:
+        raise UnsupportedError(f"there is no kernel for qlinear with {format} of shape [{n}, {k}] on {here.name}: {reason}")
+    codes, scale, _ = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(fmt, (n, k)))
+    with _on(x):
+        kernel.launch(problem, kernel.configs(problem, here)[0], flat, codes, scale, table, out.view(-1, n), (low, high))
+    return out
 
 
 def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -254,5 +264,6 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
     return gpu_tiles.unpack(Packed(as_format(format), (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
 
 
-def aligned(weight: Tensor) -> Tensor:
-    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else weight.clone(memory_format=torch.contiguous_format)
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, at an address that is a multiple of 16: kernels read 16 bytes at a time, and are compiled for that."""
+    return tensor if tensor.is_contiguous() and not tensor.data_ptr() % 16 else tensor.clone(memory_format=torch.contiguous_format)
