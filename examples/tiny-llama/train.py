@@ -29,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 START = time.monotonic()
 VOCAB = 8192
 CONTEXT = 1024
-PROMPTS = ("The ", "def ", "Return a new list ", "import os\nimport sys\n\n")
+# None ends in a space: to the tokenizer a space belongs to the word after it.
+PROMPTS = ("The", "This function returns", "import os\nimport sys\n\n", "class Stack:\n    def")
 
 
 def config(arguments: argparse.Namespace) -> LlamaConfig:
