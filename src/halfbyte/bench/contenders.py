@@ -15,6 +15,7 @@ from halfbyte.bench import onnxruntime_peer, openvino_peer, own, torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.cpu.isas import current
 
 Peak = Literal["dot_peak", "fma_peak"]
 
@@ -71,10 +72,12 @@ PEERS = (
     Contender("ov_int8", "OpenVINO i8", "int8_channel", _INT8, partial(openvino_peer.compressed, format="int8_channel")),
 )
 _PEERS = {peer.name: peer for peer in PEERS}
+# The ways in which halfbyte multiplies. The rate of bfloat16 products is not probed.
+_OWN = {"": _INT8, "float": _FLOAT, "bf16": _BFLOAT16}
 
 
 def contender(name: str) -> Contender:
-    """The contender of a name: a peer's, or `halfbyte:<format>` with `:float` behind it for float compute.
+    """The contender of a name: a peer's, or `halfbyte:<format>` with `:float` behind it for float compute, `:bf16` for that on bfloat16.
 
     Raises ArgumentError or FormatError if there is none.
     """
@@ -82,14 +85,17 @@ def contender(name: str) -> Contender:
         return _PEERS[name]
     own_name, _, rest = name.partition(":")
     format, _, compute = rest.partition(":")
-    if own_name != "halfbyte" or compute not in ("", "float"):
-        raise ArgumentError(f"there is no contender {name!r}: use one of {', '.join(_PEERS)}, halfbyte:<format> or halfbyte:<format>:float")
-    fmt = str(as_format(format))
-    build = partial(own.linear, format=fmt, compute=compute or "auto")
-    return Contender(name, " ".join(filter(None, ("halfbyte", fmt, compute))), fmt, _FLOAT if compute else _INT8, build, peer=False)
+    if own_name != "halfbyte" or compute not in _OWN:
+        ways = ", ".join(f"halfbyte:<format>{':' if way else ''}{way}" for way in _OWN)
+        raise ArgumentError(f"there is no contender {name!r}: use one of {', '.join(_PEERS)}, {ways}")
+    fmt, arithmetic = str(as_format(format)), _OWN[compute]
+    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
+    build = partial(own.linear, format=fmt, compute="float" if compute else "auto", dtype=dtype)
+    return Contender(name, " ".join(filter(None, ("halfbyte", fmt, compute))), fmt, arithmetic, build, peer=False)
 
 
 def select(formats: Sequence[str], peers: Sequence[str]) -> list[str]:
     """Names of the contenders, halfbyte's first. Raises ArgumentError or FormatError for a name that means nothing."""
-    own_names = [f"halfbyte:{fmt}{compute}" for fmt in formats for compute in ("", ":float")]
+    ways = ("", ":float", ":bf16") if current().bf16_dot else ("", ":float")
+    own_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
     return [contender(name).name for name in (*own_names, *peers)]
