@@ -148,8 +148,8 @@ def blocks(kind: str, codes: Codes) -> Tensor:
     step = max(1, _CHUNK // max(1, k))
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
-        scales = scale[part].half().repeat_interleave(block // _BLOCK, dim=1)
-        points = None if zero is None else zero[part].repeat_interleave(block // _BLOCK, dim=1)
+        scales = scale[part].half().repeat_interleave(block // _BLOCK, dim=1)[:, : k // _BLOCK]
+        points = None if zero is None else zero[part].repeat_interleave(block // _BLOCK, dim=1)[:, : k // _BLOCK]
         shape = (scales.shape[0], k)
         if kind == "q5_0":
             assert points is not None

@@ -41,7 +41,8 @@ class Target(ABC):
         self.kept = {name: weight for name, weight in model.weights.items() if name not in self.reasons}
         self._settle()
         if not self.kept:
-            why = next(iter(self.reasons.values()), "nothing in it is quantized, quantize it first")
+            reasons = Counter(self.reasons.values()).most_common(1)
+            why = reasons[0][0] if reasons else "nothing in it is quantized, quantize it first"
             raise ArgumentError(f"no weight of {model.path} can be written as {self.name}: {why}")
         self.others = sorted(
             {name.removesuffix(".weight") for name in self._linears(model)} - {n.removesuffix(".weight") for n in self.kept}

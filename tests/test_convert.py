@@ -1,0 +1,343 @@
+"""Models of one kind written as another: code for code, or said in the report where that cannot be; killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from halfbyte.checkpoint import convert, describe, export, load, load_tensors
+from halfbyte.cli import main
+from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.formats import Codes
+from halfbyte.integrations.gguf import load_gguf
+from halfbyte.nn.convert import Config
+from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.permuted import PermutedLinear
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+KINDS = ("gguf", "awq", "gptq", "compressed-tensors", "halfbyte")
+
+
+def make(tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, vocab_size=96, max_position_embeddings=64, tie_word_embeddings=tied)
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float model, and what it is quantized: float, tied, and by the name of each format."""
+    root = tmp_path_factory.mktemp("models")
+    make().save_pretrained(root / "float")
+    make(tied=True).save_pretrained(root / "tied")
+    (root / "float" / "tokenizer_config.json").write_text("{}")
+    for name in ("q4_0", "int4_g32_zp", "int4_g64", "int8_channel_bf16", "q8_0", "q4_1"):
+        convert(root / "float", root / name, name)
+    convert(root / "tied", root / "tied-q4_0", "q4_0")
+    return root
+
+
+def place(folder: Path, kind: str) -> Path:
+    return folder / ("m.gguf" if kind == "gguf" else kind)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model((torch.arange(48)[None] * 7) % 96).logits.float()
+    return found
+
+
+def linears(tensors: dict[str, Codes | Tensor]) -> dict[str, Codes]:
+    return {name: value for name, value in tensors.items() if isinstance(value, Codes) and "proj" in name}
+
+
+def same_codes(a: Codes, b: Codes) -> bool:
+    first, second = a.tensors(), b.tensors()
+    return a.shape == b.shape and first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# What stays what it is
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", ["q4_0", "tied-q4_0"])
+def test_every_kind_holds_the_same_codes(source: str, kind: str, folders: Path, tmp_path: Path) -> None:
+    report = export(folders / source, place(tmp_path, kind), kind)
+    mine, theirs = load_tensors(folders / source), load_tensors(place(tmp_path, kind))
+    codes, others = linears(mine), linears(theirs)
+    assert codes.keys() == others.keys()
+    assert len(codes) == 14
+    assert all(same_codes(codes[name], others[name]) for name in codes)
+    quantized = {row.name for row in report.quantized}
+    assert {name.removesuffix(".weight") for name in codes} <= quantized
+    plain = {name: value for name, value in mine.items() if isinstance(value, Tensor)}
+    assert all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in plain.items())  # type: ignore[union-attr,arg-type]
+    expected = load(folders / source)  # a GGUF file does not say what a model computes in
+    model = load_gguf(tmp_path / "m.gguf", dtype=torch.bfloat16)[0] if kind == "gguf" else load(place(tmp_path, kind))
+    # Only an output head that became bfloat16 may round otherwise: each weight by 2^-9, 64 of them in a sum.
+    kept = theirs["lm_head.weight"].__class__ is mine["lm_head.weight"].__class__
+    assert torch.allclose(logits(model), logits(expected), rtol=0, atol=0.0 if kept else 0.02)
+    assert describe(place(tmp_path, kind)).quantized
+    # And back.
+    export(place(tmp_path, kind), tmp_path / "back", "halfbyte")
+    again = linears(load_tensors(tmp_path / "back"))
+    assert all(same_codes(codes[name], again[name]) for name in codes)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "kept"),
+    [
+        ("int4_g32_zp", "awq", True),
+        ("int4_g32_zp", "gptq", True),
+        ("int4_g32_zp", "compressed-tensors", True),
+        ("int4_g64", "gptq", True),
+        ("q8_0", "gptq", True),
+        ("int8_channel_bf16", "compressed-tensors", True),
+        ("q4_1", "gguf", True),
+        ("q8_0", "gguf", True),
+        ("q8_0", "compressed-tensors", True),
+    ],
+)
+def test_formats_that_a_kind_holds(source: str, kind: str, kept: bool, folders: Path, tmp_path: Path) -> None:
+    export(folders / source, place(tmp_path, kind), kind)
+    codes, others = linears(load_tensors(folders / source)), linears(load_tensors(place(tmp_path, kind)))
+    fits = {name for name, value in codes.items() if value.shape[1] % value.format.block_size(value.shape[1]) == 0}
+    assert fits <= others.keys()
+    assert fits
+    assert all(same_codes(codes[name], others[name]) for name in fits)
+
+
+@pytest.mark.parametrize(("source", "numbers"), [("int4_g64", "q4_0"), ("int4_g32_zp", "int8_g32")])
+def test_gguf_holds_longer_blocks_and_points_exactly(source: str, numbers: str, folders: Path, tmp_path: Path) -> None:
+    """As several blocks with one scale, and as q5_0 with q - point."""
+    export(folders / source, tmp_path / "m.gguf", "gguf")
+    mine, theirs = load_tensors(folders / source), load_tensors(tmp_path / "m.gguf")
+    for name, codes in linears(mine).items():
+        other = theirs[name]
+        assert isinstance(other, Codes)
+        assert str(other.format) == numbers
+        assert torch.equal(other.dequantize(torch.float64), codes.dequantize(torch.float64))
+
+
+def test_what_a_kind_does_not_hold_is_said(folders: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"no weight of .* can be written as awq: it has 8 bits"):
+        export(folders / "q8_0", tmp_path / "awq", "awq")
+    with pytest.raises(ArgumentError, match="offsets"):
+        export(folders / "q4_1", tmp_path / "gptq", "gptq")
+    with pytest.raises(ArgumentError, match="nothing in it is quantized, quantize it first"):
+        export(folders / "float", tmp_path / "gptq", "gptq")
+    convert(folders / "float", tmp_path / "mixed", Config("q4_0", overrides={"*.down_proj": "q8_0", "*.up_proj": "q4_1"}))
+    report = export(tmp_path / "mixed", tmp_path / "gptq", "gptq")
+    reasons = {row.name: row.reason or "" for row in report.kept}
+    assert "one format, and most weights have another" in reasons["model.layers.0.mlp.down_proj.weight"]
+    assert "offsets, no integer points" in reasons["model.layers.1.mlp.up_proj.weight"]
+    settings = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    assert any("down_proj" in pattern for pattern in settings["dynamic"])
+    assert isinstance(load(tmp_path / "gptq").get_submodule("model.layers.0.mlp.gate_proj"), QuantLinear)
+    report = export(tmp_path / "mixed", tmp_path / "ct", "compressed-tensors")
+    assert {row.name for row in report.kept if "dequantized" in (row.reason or "")} >= {"model.layers.0.mlp.up_proj.weight"}
+    groups = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert len(groups) == 2
+    formats = {str(module.packed.format) for module in load(tmp_path / "ct").modules() if isinstance(module, QuantLinear)}
+    assert formats == {"int4_g32", "int8_g32"}
+
+
+def test_integer_activations_go_along(folders: Path, tmp_path: Path) -> None:
+    convert(folders / "float", tmp_path / "q", Config("int8_channel_bf16", compute="int8", activation="row"))
+    export(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
+    settings = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "int-quantized"
+    assert settings["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+    model = load(tmp_path / "ct")
+    settings_of = {(module.compute, module.activation) for module in model.modules() if isinstance(module, QuantLinear)}
+    assert settings_of == {("int8", "row")}
+    assert torch.equal(logits(model), logits(load(tmp_path / "q")))
+
+
+def test_places_that_are_taken(folders: Path, tmp_path: Path) -> None:
+    for kind in KINDS:
+        with pytest.raises(ArgumentError, match="exists: choose another place"):
+            export(folders / "q4_0", folders / "float", kind)
+    with pytest.raises(ArgumentError, match="models are converted to"):
+        export(folders / "q4_0", tmp_path / "x", "onnx")
+    with pytest.raises(CheckpointError, match="there is no"):
+        export(tmp_path / "nothing", tmp_path / "x", "gguf")
+    export(folders / "q4_0", tmp_path / "m.gguf", "gguf")
+    with pytest.raises(ArgumentError, match="only models in folders"):
+        export(tmp_path / "m.gguf", tmp_path / "n.gguf", "gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf"]
+
+
+# Activation order
+
+
+def test_activation_order(folders: Path, tmp_path: Path) -> None:
+    """A GPTQ folder whose inputs are in disorder: loaded, saved, converted, and always the same product."""
+    export(folders / "int4_g32_zp", tmp_path / "gptq", "gptq")
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "gptq" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name] = tensors[name][torch.randperm(len(tensors[name]))].contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    model: Any = load(tmp_path / "gptq")
+    linear = model.model.layers[0].self_attn.q_proj
+    assert isinstance(linear, PermutedLinear)
+    x = torch.randn(5, 64)
+    weight = linear.weight.float()
+    parts = {part: tensors[f"model.layers.0.self_attn.q_proj.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx")}
+    k = torch.arange(64)
+    q = (parts["qweight"][k // 8].T >> 4 * (k % 8)) & 15
+    z = torch.stack([(parts["qzeros"][:, n // 8] >> 4 * (n % 8)) & 15 for n in range(64)])[:, parts["g_idx"].long()]
+    definition = (q - z) * parts["scales"].T[:, parts["g_idx"].long()].float()
+    assert torch.equal(weight, definition.bfloat16().float())
+    linear.compute = "float"
+    assert torch.allclose(linear(x), x @ definition.T, rtol=1e-5, atol=1e-5)
+    linear.compute = "auto"
+    expected = logits(model)
+    # Saved and loaded, converted and loaded: the same columns in the same order.
+    export(tmp_path / "gptq", tmp_path / "halfbyte", "halfbyte")
+    assert torch.equal(logits(load(tmp_path / "halfbyte")), expected)
+    export(tmp_path / "halfbyte", tmp_path / "again", "gptq")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors if "proj" in name)
+    export(tmp_path / "halfbyte", tmp_path / "ct", "compressed-tensors")
+    assert torch.equal(logits(load(tmp_path / "ct")), expected)
+    with pytest.raises(ArgumentError, match="activation order, which AWQ does not have"):
+        export(tmp_path / "halfbyte", tmp_path / "awq", "awq")
+    report = export(tmp_path / "halfbyte", tmp_path / "m.gguf", "gguf")
+    assert any("activation order, which GGUF does not have" in (row.reason or "") for row in report.kept)
+
+
+# Killed and resumed
+
+
+def wait_for(path: Path, pattern: str, lines: int) -> Iterator[None]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [p for p in path.glob(pattern) if len(p.read_text().splitlines()) > lines]
+        if found:
+            yield
+            return
+        time.sleep(0.01)
+    raise AssertionError("nothing was written")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+@pytest.mark.parametrize("kind", ["gguf", "gptq", "halfbyte"])
+def test_a_conversion_that_was_killed_is_resumed(kind: str, folders: Path, tmp_path: Path) -> None:
+    target = place(tmp_path, kind)
+    slow = (
+        "import sys, time; from halfbyte.checkpoint import export\n"
+        "export(sys.argv[1], sys.argv[2], sys.argv[3], lambda done, total, name: time.sleep(0.05), shard_bytes=20000)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", slow, str(folders / "q4_0"), str(target), kind])
+    try:
+        list(wait_for(tmp_path, ".*halfbyte-*/journal", 8))
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not target.exists()
+    left = next(tmp_path.glob(".*halfbyte-*"))
+    done = len((left / "journal").read_text().splitlines()) - 1
+    told: list[int] = []
+    report = export(folders / "q4_0", target, kind, lambda done, total, name: told.append(done), resume=True, shard_bytes=20000)
+    assert any(note.startswith("resumed: ") and int(note.split()[1]) >= done - 1 for note in report.notes)
+    assert told == sorted(told)
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    export(folders / "q4_0", place(tmp_path / "whole", kind), kind, shard_bytes=20000)
+    written = [target] if target.is_file() else sorted(target.rglob("*.safetensors"))
+    for path in written:
+        other = place(tmp_path / "whole", kind) / ("" if target.is_file() else path.name)
+        assert path.read_bytes() == Path(os.path.normpath(other)).read_bytes()
+
+
+def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None:
+    """Another source, a damaged tensor, a cut journal: what does not fit is written again."""
+
+    class StopError(BaseException):
+        pass
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    def interrupted(source: str) -> Path:
+        with pytest.raises(KeyboardInterrupt):
+            export(folders / source, tmp_path / "m", "halfbyte", stop, shard_bytes=20000)
+        return next(tmp_path.glob(".m.halfbyte-*"))
+
+    interrupted("q4_0")
+    report = export(folders / "q8_0", tmp_path / "m", "halfbyte", resume=True)
+    assert not any("resumed" in note for note in report.notes)
+    assert load_tensors(tmp_path / "m").keys() == load_tensors(folders / "q8_0").keys()
+    for path in sorted((tmp_path / "m").iterdir()):
+        path.unlink()
+    (tmp_path / "m").rmdir()
+    left = interrupted("q4_0")
+    shard = max(left.glob("*00001-of-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with open(left / "journal", "a") as journal:
+        journal.write("0000")
+    report = export(folders / "q4_0", tmp_path / "m", "halfbyte", resume=True, shard_bytes=20000)
+    assert any("resumed" in note for note in report.notes)
+    mine, theirs = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
+    assert all(same_codes(mine[name], value) for name, value in theirs.items() if isinstance(value, Codes))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="exists"):
+        export(folders / "q4_0", tmp_path / "m", "halfbyte", resume=True)
+
+
+def test_what_fails_leaves_no_trace(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.io.tensors import Placed
+
+    calls = 0
+
+    def full(self: Placed, name: str, tensor: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise OSError(28, "No space left on device")
+        original(self, name, tensor)
+
+    original = Placed.write
+    monkeypatch.setattr(Placed, "write", full)
+    for kind in KINDS:
+        calls = 0
+        with pytest.raises(CheckpointError, match=r"No space left on device.*free some space"):
+            export(folders / "q4_0", place(tmp_path, kind), kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+# The command line
+
+
+def test_the_command(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(folders / "q4_0"), str(tmp_path / "m.gguf"), "--to", "gguf"]) == 0
+    assert "written to" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "m.gguf"), str(tmp_path / "q"), "--to", "halfbyte", "--json", "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "halfbyte"
+    assert main(["inspect", str(tmp_path / "m.gguf"), "--json"]) == 0
+    rows = {row["name"]: row["format"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["model.layers.0.mlp.up_proj.weight"] == "q4_0"
+    assert main(["convert", str(folders / "q8_0"), str(tmp_path / "x"), "--to", "awq"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    export(folders / "q4_0", tmp_path / "gptq", "gptq")
+    assert main(["inspect", str(tmp_path / "gptq"), "--against", str(folders / "float"), "--json"]) == 0
+    errors = {row["name"]: row["error"] for row in json.loads(capsys.readouterr().out)["rows"] if row["error"] is not None}
+    assert len(errors) == 15
+    assert all(0 < error < 0.2 for error in errors.values())
