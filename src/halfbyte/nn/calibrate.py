@@ -25,6 +25,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.folding import Fold, find_folds
 from halfbyte.quantizers.awq import AWQ, awq, search_scale
+from halfbyte.quantizers.check import check_finite
 from halfbyte.quantizers.gptq import GPTQ, gptq
 from halfbyte.quantizers.mse import mse
 
@@ -131,15 +132,15 @@ def calibrate(
         runs = _Runs(model, layers, calibration)
     folds: _Folds = {}
     for i, layer in enumerate(layers):
-        prefix = f"{name}.{i}."
-        mine = {full.removeprefix(prefix): fmt for full, fmt in formats.items() if full.startswith(prefix)}
+        prefix = f"{name}.{i}"
+        mine = {full[len(prefix) + 1 :]: fmt for full, fmt in formats.items() if full.startswith(f"{prefix}.")}
         with torch.no_grad():
-            block = copy(f"{name}.{i}", layer).eval().float().to(runs.device)
-            results = _quantize_layer(runs, i, block, mine, method, calibration, folds) if mine else []
+            block = copy(prefix, layer).eval().float().to(runs.device)
+            results = _quantize_layer(runs, i, block, prefix, mine, method, calibration, folds) if mine else []
             runs.advance(i, block)
-        yield from (Result(f"{prefix}{result.name}", result.value, result.error) for result in results)
+        yield from results
         if progress is not None:
-            progress(i + 1, len(layers), f"{name}.{i}")
+            progress(i + 1, len(layers), prefix)
     outside = {full: fmt for full, fmt in formats.items() if not full.startswith(f"{name}.")}
     with torch.no_grad():
         measured = runs.outside(list(outside))
@@ -152,12 +153,16 @@ def _quantize_layer(
     runs: _Runs,
     i: int,
     block: nn.Module,
+    prefix: str,
     formats: Mapping[str, Format],
     method: str,
     calibration: Calibration,
     folds: _Folds,
 ) -> list[Result]:
     """Quantizes the linear layers of decoder layer i in `block`, a copy of it. `folds` remembers those of layers of one structure."""
+    linears = {name: block.get_submodule(name) for name in formats}
+    for name, linear in linears.items():
+        check_finite(linear.get_parameter("weight"), f"{prefix}.{name}.weight")
     moments = runs.measure(i, block, list(formats))
     results = []
     if method == "awq":
@@ -166,10 +171,10 @@ def _quantize_layer(
             folds[structure] = find_folds(block, list(formats), lambda copy: runs.forward(i, copy, 0))
         dtypes = {name: parameter.dtype for name, parameter in runs.layers[i].named_parameters()}
         changed = _scale(block, formats, moments, folds[structure], calibration.awq, dtypes)
-        results += [Result(name, value.cpu()) for name, value in changed.items()]
-    for name, fmt in formats.items():
+        results += [Result(f"{prefix}.{name}", value.cpu()) for name, value in changed.items()]
+    for name, linear in linears.items():
         if name in moments:
-            results.append(_quantize(block.get_submodule(name), name, fmt, method, moments[name], calibration))
+            results.append(_quantize(linear, f"{prefix}.{name}", formats[name], method, moments[name], calibration))
     return results
 
 

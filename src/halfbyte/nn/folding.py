@@ -36,9 +36,9 @@ class Fold:
     consumers: tuple[str, ...]
 
     def apply(self, block: nn.Module, scale: Tensor, dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Divides in the float32 module `block`, and multiplies the weights of the consumers.
+        """Divides in `block`, a module in float32, and multiplies the weights of the consumers.
 
-        scale   float32 [K], above 0, equal for columns of the same channel
+        scale   [K], above 0, equal for columns of the same channel
         dtypes  of the producer's parameters in the model, by name, to which their new values are rounded
 
         Returns the scale that was used, and the new values of parameters that stay in floating point, by name. Norms are divided by
@@ -46,7 +46,7 @@ class Fold:
         """
         producer = block.get_submodule(self.producer)
         weight, bias = producer.get_parameter("weight"), producer._parameters.get("bias")
-        by = torch.ones(int(self.channel.max()) + 1, device=scale.device).index_copy_(0, self.channel, scale)
+        by = scale.new_ones(int(self.channel.max()) + 1).index_copy_(0, self.channel, scale)
         changed: dict[str, Tensor] = {}
         if self.kind == "linear":
             rows = slice(len(weight) - len(by), None)
@@ -55,9 +55,9 @@ class Fold:
             rows, one = slice(None), float(self.kind == "shifted")
             key = f"{self.producer}.weight"
             changed[key] = ((weight.data + one) / by - one).to(dtypes[key])
-            old, new = weight.data + one, changed[key].float() + one
+            old, new = weight.data + one, changed[key].to(weight.dtype) + one
             by = torch.where((new == 0) | (old == 0), 1.0, old / new)
-            weight.data.copy_(torch.where(by == 1, weight.data, changed[key].float()))
+            weight.data.copy_(torch.where(by == 1, weight.data, changed[key].to(weight.dtype)))
             changed[key] = weight.data.to(dtypes[key])
             scale = by[self.channel]
         if bias is not None:
@@ -71,6 +71,7 @@ class Fold:
         return scale, changed
 
 
+@torch.no_grad()
 def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Module], Tensor]) -> list[Fold]:
     """The folds of a decoder layer, in the order in which it runs; at most one for each tensor that its linear layers read.
 
