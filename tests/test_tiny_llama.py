@@ -1,0 +1,59 @@
+"""The tiny Llama that ships under models/: it loads, it has learnt, and it says the same thing twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "models" / "tiny-llama"
+HELD_OUT = ROOT / "examples" / "tiny-llama" / "heldout.txt"
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="models/ is in the repository, not in the source distribution")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def test_its_files() -> None:
+    assert (MODEL / "model.safetensors").stat().st_size <= 60_000_000
+    config = json.loads((MODEL / "config.json").read_text())
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    sizes = config["hidden_size"], config["intermediate_size"], *(count * config["head_dim"] for count in heads)
+    assert not [size for size in sizes if size % 128], "blocks of 128 divide every dimension"
+
+
+def test_the_tokenizer_gives_any_text_back(tokenizer: Any) -> None:
+    for text in (HELD_OUT.read_text(encoding="utf-8")[:20_000], "tabs\tand  spaces\n\n    naïve 世界 🙂\r\n", ""):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_it_predicts_text_that_it_has_not_seen(model: Any, tokenizer: Any) -> None:
+    ids = torch.tensor(tokenizer(HELD_OUT.read_text(encoding="utf-8")[:20_000])["input_ids"])[: 4 * 512].view(4, 512)
+    logits = model(ids).logits[:, :-1]
+    perplexity = math.exp(functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    assert perplexity < 7.6
+
+
+def test_greedy_text_is_reproducible(model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer("import os\nimport sys\n\n", return_tensors="pt")
+    first, second = (model.generate(**inputs, max_new_tokens=32, do_sample=False, pad_token_id=0) for _ in range(2))
+    assert first.tolist() == second.tolist()
+    assert tokenizer.decode(first[0]).startswith("import os\nimport sys\n\n")
