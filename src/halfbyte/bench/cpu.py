@@ -82,7 +82,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
     report = Report(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         machine={"cpu": machine().cpu, "cores": machine().cores, "last-level cache": f"{plan.cache_bytes / 2**20:.0f} MiB"},
-        versions={"python": sys.version.split()[0], "halfbyte": halfbyte.__version__, **_versions()},
+        versions={"python": sys.version.split()[0], "halfbyte": halfbyte.__version__, **versions()},
         settings=asdict(plan),
     )
     groups = [Workload(n, k, threads, plan.cache_bytes, plan.memory_bytes) for threads in plan.threads for n, k in plan.shapes]
@@ -216,7 +216,7 @@ def _run_with_progress(plan: Plan) -> Report:
         return run(plan, lambda doing, done: bar.update(task, description=doing, completed=done))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     installed = metadata.packages_distributions()
     return {package: metadata.version(installed[package][0]) if package in installed else "absent" for package in _PACKAGES}
 

@@ -7,6 +7,7 @@ It runs on the CPUs of those numbers (anywhere, if none is named) and takes its 
     {"do": "measure", "m": …, "min_time": …}        -> seconds a product: median, min, max; runs; idle
     {"do": "probe", "names": […], "threads": …}     -> each function of `kernels.cpu.probe` by its name
     {"do": "kernel"}                                -> kernel
+    {"do": "convolve", "name": …, "layer": {…}, …}  -> seconds a convolution, as `measure`; error, allowed
 
 Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
 when the runtime's threads have stopped spinning, so that nobody else's time is taken.
@@ -26,6 +27,7 @@ import torch
 
 from halfbyte import timing
 from halfbyte.bench.contenders import Contender, contender
+from halfbyte.bench.conv_contenders import CONTENDERS, Layer, Ready
 from halfbyte.bench.workload import Built, Workload, relative_error
 from halfbyte.kernels.cpu import probe
 
@@ -36,6 +38,9 @@ class Bench:
     contender: Contender
     work: Workload
     built: Built
+
+    def __init__(self) -> None:
+        self.convolutions: dict[tuple[str, Layer], Ready] = {}
 
     def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
         if hasattr(self, "built"):
@@ -59,6 +64,16 @@ class Bench:
         taken = timing.measure(run, min_time=min_time, min_runs=1, warmup=0)
         seconds = {name: getattr(taken, name) / self.built.copies for name in ("median", "min", "max")}
         return {**seconds, "runs": taken.runs, "idle": _wait_until_idle()}
+
+    def convolve(self, name: str, layer: dict[str, int], min_time: float) -> dict[str, Any]:
+        work = Layer(**layer)
+        ready = self.convolutions.get((name, work))
+        checked = {}
+        if ready is None:
+            ready = self.convolutions[name, work] = CONTENDERS[name](work)
+            checked = {"error": float((ready.result().double() - work.wanted).abs().max()), "allowed": ready.error}
+        taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=3)
+        return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
 
     def kernel(self) -> dict[str, Any]:
         return {"kernel": self.built.kernel()}

@@ -1,0 +1,97 @@
+"""The convolution benchmark: layers of ResNet-50 on the CPU, halfbyte and its peers in turn, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from halfbyte.bench.conv_contenders import CONTENDERS, INTEGER, Layer
+from halfbyte.bench.cpu import versions
+from halfbyte.bench.process import Worker, WorkerError
+from halfbyte.machine import machine
+
+LAYERS = (
+    Layer(64, 56, 64, 3),
+    Layer(128, 28, 128, 3),
+    Layer(256, 14, 256, 3),
+    Layer(512, 7, 512, 3),
+    Layer(256, 56, 64, 1),
+    Layer(1024, 14, 256, 1),
+    Layer(3, 224, 64, 7, 2),
+    Layer(144, 56, 144, 3, 1, 144),
+)
+
+
+def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> list[dict[str, Any]]:
+    """One row a layer and contender: seconds (median of the rounds), or the reason why there are none."""
+    rows = []
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(threads)) for name in CONTENDERS}
+        probe = stack.enter_context(Worker(threads))
+        for layer in layers:
+            seconds: dict[str, list[float]] = defaultdict(list)
+            absent: dict[str, str] = {}
+            peaks = []
+            for turn in range(rounds):
+                peaks.append(probe.ask("probe", names=["dot_peak"], threads=threads)["dot_peak"])
+                for name in list(CONTENDERS)[:: -1 if turn % 2 else 1]:
+                    if name in absent:
+                        continue
+                    try:
+                        taken = workers[name].ask("convolve", name=name, layer=asdict(layer), min_time=min_time)
+                        if not taken.get("error", 0) <= taken.get("allowed", 0):
+                            raise WorkerError(f"wrong result: off by {taken['error']:.2g}, {taken['allowed']:.2g} is right")
+                        seconds[name].append(taken["seconds"])
+                    except WorkerError as error:
+                        absent[name] = str(error)
+            for name in CONTENDERS:
+                middle = None if name in absent else median(seconds[name])
+                fraction = layer.operations / middle / max(peaks) if middle else None
+                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "seconds": middle, "of_dot_peak": fraction})
+                rows[-1] |= {"reason": absent[name]} if name in absent else {}
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds; for halfbyte's int8 also the ratio to the best integer peer and the part of the probed int8 peak."""
+    layers = list(dict.fromkeys((str(Layer(**row["layer"])), row["threads"]) for row in rows))
+    by_cell = {(str(Layer(**row["layer"])), row["threads"], row["contender"]): row for row in rows}
+    lines = ["| layer | threads | " + " | ".join(CONTENDERS) + " |", "|" + " --- |" * (len(CONTENDERS) + 2)]
+    for layer, threads in layers:
+        cells = []
+        for name in CONTENDERS:
+            row = by_cell[layer, threads, name]
+            cells.append("-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.3f}")
+            if name == INTEGER[0] and row["seconds"]:
+                peers = [s for peer in INTEGER[1:] if (s := by_cell[layer, threads, peer]["seconds"]) is not None]
+                cells[-1] += f" (×{min(peers) / row['seconds']:.2f}, {row['of_dot_peak']:.0%})" if peers else f" ({row['of_dot_peak']:.0%})"
+        lines.append(f"| {layer} | {threads} | " + " | ".join(cells) + " |")
+    reasons = {f"{row['contender']}: {row['reason']}" for row in rows if "reason" in row}
+    return "\n".join([*lines, *(f"not measured: {reason}" for reason in sorted(reasons))])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of benchmarks/conv.py."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, nargs="+", default=[t for t in (1, 2) if t <= machine().cores])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5, help="visits to each contender (default: %(default)s)")
+    parser.add_argument("--min-time", type=float, default=0.05, help="seconds of a visit (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write every row to this file")
+    args = parser.parse_args(argv)
+    layers = [Layer(**(asdict(layer) | {"batch": args.batch})) for layer in LAYERS]
+    rows = [row for threads in args.threads for row in run(layers, threads, args.rounds, args.min_time)]
+    about = {"machine": machine().cpu, "versions": versions()}
+    print(f"{about['machine']} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
+    print("ms; in brackets the best integer peer's time over ours, and the part of the int8 rate probed meanwhile\n")
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0

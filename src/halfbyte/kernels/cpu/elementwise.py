@@ -1,0 +1,123 @@
+"""Sums of one or two tensors with scales, element by element: what int8 networks do between their products.
+
+    y = clamp(fma(b, scale_b, fma(a, scale_a, offset)), low, high)      each step rounded once, in float32
+
+Inputs and output are float32, bfloat16, float16 or int8; an int8 output is y to the nearest integer, ties to even, and a NaN becomes
+`low` there. With codes that stand for scale * (q - zero) this quantizes, dequantizes, changes a scale, and adds two tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.linear import KINDS
+from halfbyte.kernels.cpu.tile import ROUND
+
+ELEMENTWISE = Block((*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"), frozenset({"scales", "offset", "clamp"}))
+_TOGETHER = 4  # vectors in flight
+_ELEMENTS_A_THREAD = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseSpec:
+    """Kinds "f32", "bf16", "f16" or "i8" of the inputs and the output; b is "" where there is only one input."""
+
+    a: str
+    b: str
+    out: str
+
+    @property
+    def name(self) -> str:
+        return f"elementwise_{self.a}_{self.b or 'none'}_{self.out}"
+
+
+def build(spec: ElementwiseSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    args, thread, threads = f.parameters
+    n, step = ELEMENTWISE.load(args, "n"), isa.lanes * _TOGETHER
+    start = thread * n // threads
+    stop = (thread + 1) * n // threads
+    whole = start + (stop - start) // step * step
+    for i in f.loop(whole, start=start, step=step):
+        for v in range(_TOGETHER):
+            _elements(spec, isa, f, i + v * isa.lanes, isa.lanes)
+    for i in f.loop(stop, start=whole):
+        _elements(spec, isa, f, i, 1)
+    return module
+
+
+def _elements(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int) -> None:
+    args = f.parameters[0]
+
+    def number(field: str, half: int) -> Value:
+        return (args + ELEMENTWISE.offset(field)).load("float", 4 * half, 4).splat(lanes)
+
+    total = f.fma(_load(isa, ELEMENTWISE.load(args, "a", "ptr"), i, spec.a, lanes), number("scales", 0), number("offset", 0))
+    if spec.b:
+        total = f.fma(_load(isa, ELEMENTWISE.load(args, "b", "ptr"), i, spec.b, lanes), number("scales", 1), total)
+    low, high, out = number("clamp", 0), number("clamp", 1), ELEMENTWISE.load(args, "out", "ptr")
+    if spec.out == "i8":
+        y = (low.max_or(total).min_or(high) + ROUND).bits(vector("i32", lanes)).to("i8")  # in this order a NaN becomes low
+        out.store(y, i)
+    else:
+        y = isa.from_float(total.max_or(low).min_or(high), spec.out)
+        size = bytes_of(y.type) // lanes
+        out.store(y, i * size, size)
+
+
+def _load(isa: ISA, x: Value, i: Value, kind: str, lanes: int) -> Value:
+    if kind == "i8":
+        return x.load(vector("i8", lanes), i).to("i32").to("float")
+    size = 4 if kind == "f32" else 2
+    return isa.to_float(x.load(vector("float" if kind == "f32" else "i16", lanes), i * size, size), kind)
+
+
+def combine(
+    a: Tensor,
+    scale_a: float,
+    offset: float,
+    dtype: torch.dtype,
+    *,
+    b: Tensor | None = None,
+    scale_b: float = 0.0,
+    clamp: tuple[float, float] = (-torch.inf, torch.inf),
+) -> Tensor:
+    """This module's sum of `a` and, where it is there, `b`, of the same shape and strides -> the same shape and strides in `dtype`.
+
+    The caller has checked: tensors on the CPU without gaps (dense in some order of dimensions), of the dtypes above.
+    """
+    isa = current()
+    out = torch.empty_like(a, dtype=dtype if isa.half_conversions or dtype != torch.float16 else torch.float32)
+    spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out.dtype])
+    block = ELEMENTWISE.buffer(
+        {
+            "first_phase": _phase(spec, isa),
+            "openmp": runtime.openmp_address(),
+            "a": a.data_ptr(),
+            "b": 0 if b is None else b.data_ptr(),
+            "out": out.data_ptr(),
+            "n": a.numel(),
+            "scales": (scale_a, scale_b),
+            "offset": (offset, 0.0),
+            "clamp": clamp,
+        }
+    )
+    runtime.runner()(ctypes.addressof(block), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))
+    return out.to(dtype)
+
+
+@functools.cache
+def _phase(spec: ElementwiseSpec, isa: ISA) -> int:
+    return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]
