@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, Inner, RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -110,7 +110,8 @@ class MatrixTile(Tile):
         self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
-        self.sums = f.alloca(isa.ints, 2 * self.count, 64)  # of the block that is scaled and of the one that is multiplied
+        self.slots = 1 << isa.blocks_ahead.bit_length()  # more than are multiplied before one is scaled
+        self.sums = f.alloca(isa.ints, self.slots * self.count, 64)
 
         self.ahead = f.variable(f.emit("ptr", f"inttoptr i64 {self.prefetching.name} to ptr"))
         self.lines = (self.prefetching > 1).select(LINEAR.load(self.args, "ahead_lines"), 0)
@@ -129,25 +130,37 @@ class MatrixTile(Tile):
         spec, f = self.spec, self.f
         self._begin(first)
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-        w, a = f.variable(self.weights), f.variable(self.activations)
 
-        def units_of(b: Value) -> Value:
-            return f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
+        def record(w: Variable, a: Variable, b: Value) -> tuple[Value, Value, Value]:
+            """Units of block b, and its fields and scales; w and a go on to the next one."""
+            n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
+            fields, after = a.value + n * (spec.rows * self.row_bytes), w.value + n * self.unit_bytes
+            w.value = after + (self.tail_bytes + (SUMS_BYTES if spec.shifted else 0))
+            a.value = fields + 4 * FIELDS * spec.rows
+            return n, fields, after
 
-        self._multiply(w.value, a.value, units_of(f.value("i64", 0)), first, self.sums)
+        # Two walks over the blocks: one multiplies, the other scales what the first has done some blocks ago.
+        ahead, behind = ([f.variable(self.weights), f.variable(self.activations)] for _ in range(2))
+
+        def multiply(b: Value) -> None:
+            at = ahead[0].value, ahead[1].value
+            n, _, _ = record(*ahead, b)
+            self._multiply(*at, n, first, self._slot(b))
+
+        for b in f.loop(f.umin(blocks, f.value("i64", self.isa.blocks_ahead))):
+            multiply(b)
         for b in f.loop(blocks):
-            n, size = units_of(b), 4 * self.isa.lanes * self.count
-            after = w.value + n * self.unit_bytes
+            with f.when(b + self.isa.blocks_ahead < blocks):
+                multiply(b + self.isa.blocks_ahead)
+            n, fields, after = record(*behind, b)
             tail = after + SUMS_BYTES if spec.shifted else after
-            fields = a.value + n * (spec.rows * self.row_bytes)
-            w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
-            parity = b & 1
-            with f.when((b + 1).equals(blocks).equals(0)):
-                self._multiply(w.value, a.value, units_of(b + 1), first, self.sums + (1 - parity) * size)
-            sums = self.sums + parity * size
             weight_sums = [(after + first * 4).load(self.isa.ints, v * 64, 64) for v in range(spec.vectors if spec.shifted else 0)]
-            self._scale(functools.partial(self._sum, sums, fields, tail, first), fields, tail, first, weight_sums, n)
-        self._end(first, a.value)
+            self._scale(functools.partial(self._sum, self._slot(b), fields, tail, first), fields, tail, first, weight_sums, n)
+        self._end(first, behind[1].value)
+
+    def _slot(self, b: Value) -> Value:
+        """Where the sums of block b lie until they are scaled."""
+        return self.sums + (b & self.slots - 1) * (64 * self.count)
 
     def _sum(self, sums: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
         spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
@@ -169,6 +182,11 @@ class MatrixTile(Tile):
             for _ in f.loop(self.lines):
                 f.prefetch(self.ahead.value, locality=2)
                 self.ahead.value = self.ahead.value + 64
+            if isa.near:
+                for line in range(0, self.unit_bytes * spec.vectors // 2, 64):
+                    f.prefetch(w + u * self.unit_bytes + first * 4 + (isa.near * self.unit_bytes + line * 2 // spec.vectors))
+                for line in range(0, spec.rows * self.row_bytes, 64):
+                    f.prefetch(a + u * (spec.rows * self.row_bytes) + (isa.near * spec.rows * self.row_bytes + line))
             rows = a + u * (spec.rows * self.row_bytes)
             for v in range(spec.vectors):
                 isa.tile_load(f, _FIRST_W + v, w + u * self.unit_bytes + first * 4 + v * 64, 4 * PANEL)

@@ -49,6 +49,8 @@ class AMXTiles(AVX512BF16):
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
     register_totals = ROWS
+    blocks_ahead = 1
+    near = 0
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
