@@ -92,36 +92,54 @@ def gpu_ceilings(gpu: Gpu) -> GpuCeilings:
 
 
 class Skill(NamedTuple):
-    """What part of the ceilings a kernel reaches where it is at its best, and seconds that it needs besides."""
+    """What part of the ceilings a kernel reaches where it is at its best, and seconds that it needs besides.
+
+    overlaps  reading and arithmetic run at the same time; else one after the other, as where the same warps do both
+    """
 
     memory: float
     arithmetic: float
-    more: float = 0.0
+    more: float
+    overlaps: bool
 
 
-# Measured on an H200.
+# Fitted to times on an H100 and an H200.
 SKILLS = {
-    "skinny": Skill(0.85, 0.45),
-    "gemm_hopper": Skill(0.80, 0.90, 3e-6),
-    "gemm_int8": Skill(0.85, 0.55, 2e-6),
-    "gemm_int8_hopper": Skill(0.80, 0.90, 4e-6),
+    "skinny": Skill(0.90, 1.00, 0.5e-6, overlaps=False),
+    "gemm_hopper": Skill(0.80, 0.90, 3e-6, overlaps=True),
+    "gemm_int8": Skill(0.90, 0.90, 0.5e-6, overlaps=False),
+    "gemm_int8_hopper": Skill(0.80, 0.95, 3e-6, overlaps=True),
 }
+# Of the integer units' rate, where scales come between the products: for each block of the weight, for blocks on both sides.
+_OF_SCALED_ROWS = 0.57
+_OF_SCALED_BLOCKS = 0.33
+_QUANTIZE_START = 2e-6
+_OF_QUANTIZE = 0.6
 
 
 def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
-    """Seconds of a linear layer: bytes over bandwidth or operations of whole waves of tiles over the matrix units' rate."""
+    """Seconds of a linear layer: bytes over bandwidth, operations of whole waves of tiles over the matrix units' rate."""
     ceilings, skill = gpu_ceilings(gpu), SKILLS[candidate]
-    geo, element = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), problem.dtype.itemsize
-    row_tiles, column_tiles = -(-problem.m // tiles.rows), -(-problem.n // tiles.columns)
+    m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
+    geo = gpu_tiles.geometry(problem.format, (n, k))
+    row_tiles, column_tiles = -(-m // tiles.rows), -(-n // tiles.columns)
     count = row_tiles * column_tiles * tiles.split
-    waves = -(-count // gpu.sms) * gpu.sms / count
-    rate = ceilings.integer if problem.compute == "int8" else ceilings.half / (3 if element == 4 else 1)
-    operations = 2 * row_tiles * tiles.rows * column_tiles * tiles.columns * problem.k
-    # Weights that do not stay in the cache are read again for each of its fills.
-    again = max(1, row_tiles * tiles.rows * problem.k * element / gpu.l2)
-    nbytes = (
-        geo.nbytes * again + element * problem.m * (problem.k + problem.n) + 8 * problem.m * problem.n * (tiles.split > 1) * tiles.split
-    )
-    arithmetic = operations * waves / (rate * skill.arithmetic)
-    memory = nbytes / (ceilings.bandwidth * skill.memory)
-    return ceilings.start + skill.more + max(arithmetic, memory)
+    # A multiprocessor runs several small tiles at once, so that less than a wave of them leaves some idle, and more than a few none.
+    waves = -(-count // gpu.sms) * gpu.sms / count if count > gpu.sms else 1.0
+    idle = max(1.0, gpu.sms / count)
+    operations = 2 * row_tiles * tiles.rows * column_tiles * tiles.columns * k
+    partial_sums = 8 * m * n * tiles.split if tiles.split > 1 else 0
+    # What does not stay in the cache is read again.
+    again = max(1.0, row_tiles * tiles.rows * k * element / gpu.l2) if row_tiles > 1 else 1.0
+    nbytes = geo.nbytes * again + element * m * (k + n) + partial_sums
+    seconds = ceilings.start + skill.more
+    if problem.compute == "int8":
+        rate = ceilings.integer
+        if geo.block_rows > 1:
+            rate *= _OF_SCALED_ROWS if problem.activation.startswith("row") else _OF_SCALED_BLOCKS * min(1.0, geo.padded / 128)
+        seconds += _QUANTIZE_START + (element + 1) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
+    else:
+        rate = ceilings.half / (3 if element == 4 else 1)
+    arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
+    memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
+    return seconds + (max(arithmetic, memory) if skill.overlaps else arithmetic + memory)
