@@ -75,6 +75,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         split *= 2
     wide = 2 if plan.whole and block_m <= 16 and records % 2 == 0 else 1
     stages = 4 if gpu.shared > 120 << 10 or block_m < 128 else 3
+    if gpu.backend == "hip":
+        stages = 1  # Triton 3.6's pipeliner for AMD fails on a load that two dots take
     return (Config(block_m, block_n, wide, split, stages, 4 if block_n * block_m < 128 * 64 else 8, asm),)
 
 

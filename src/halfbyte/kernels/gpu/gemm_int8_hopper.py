@@ -52,6 +52,7 @@ class Config:
     stages: int
     group: int
     programs: int
+    turns: int = 1
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -142,6 +143,7 @@ def multiply(
         BM=config.block_m,
         STAGES=config.stages,
         GROUP=config.group,
+        TURNS=config.turns,
         CLAMP=epilogue.clamps,
         num_warps=4,
     )
@@ -260,7 +262,7 @@ def _sum_whole(xs, ws, full, empty, step, R, start, HALF: gl.constexpr, BITS: gl
     for _ in range(R):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        acc = _record(xs.index(stage), ws.index(stage), acc, HALF, BITS, OPERAND)
+        acc = _record(xs.index(stage), _weight(ws.index(stage), HALF, BITS, OPERAND), acc, HALF, BITS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
@@ -268,29 +270,44 @@ def _sum_whole(xs, ws, full, empty, step, R, start, HALF: gl.constexpr, BITS: gl
 
 
 @gluon.jit
-def _record(xt, wt, acc, HALF: gl.constexpr, BITS: gl.constexpr, OPERAND: gl.constexpr):
-    """Starts acc + the integers of a record."""
+def _record(xt, w, acc, HALF: gl.constexpr, BITS: gl.constexpr):
+    """Starts acc + the integers of a record; w is what `_weight` gave."""
     if BITS == 4:
-        w0, w1 = _halves(wt, HALF, OPERAND)
-        acc = warpgroup_mma(w0, xt.slice(0, 64, dim=1).permute([1, 0]), acc, is_async=True)
-        return warpgroup_mma(w1, xt.slice(64, 64, dim=1).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(w[0], xt.slice(0, 64, dim=1).permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma(w[1], xt.slice(64, 64, dim=1).permute([1, 0]), acc, is_async=True)
     else:
-        return warpgroup_mma(wt.slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma(w[0], xt.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def _weight(wt, HALF: gl.constexpr, BITS: gl.constexpr, OPERAND: gl.constexpr):
+    """The weight's operand of a record, in registers or in shared memory."""
+    if BITS == 4:
+        return _halves(wt, HALF, OPERAND)
+    else:
+        return (wt.slice(HALF * 64, 64, dim=0),)
 
 
 @gluon.jit
 def _sum_records(
-    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
-    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
+    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP,
+    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Scaled sums of blocks of a record each."""
+    """Scaled sums of blocks of a record each. The warpgroups take turns: one multiplies while the other scales."""
     total = gl.zeros_like(start).to(gl.float32)
     for r in range(R):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        p = _record(xs.index(stage), ws.index(stage), start, HALF, BITS, OPERAND)
+        w = _weight(ws.index(stage), HALF, BITS, OPERAND)
         f = _fetch(scales, r, rn, rm, NP, MP, ZERO, ROW)
+        if TURNS > 0:
+            mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
+        p = _record(xs.index(stage), w, start, HALF, BITS)
+        if TURNS == 2:
+            mbarrier.arrive(turn.index(1 - HALF), count=1)
         p = warpgroup_mma_wait(0, deps=[p])
+        if TURNS == 1:
+            mbarrier.arrive(turn.index(1 - HALF), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         total = _fold(total, p, f, BITS, ZERO, ROW)
         step += 1
@@ -313,11 +330,11 @@ def _piece(xt, wt, q, start, J: gl.constexpr, HALF: gl.constexpr, BITS: gl.const
 
 @gluon.jit
 def _sum_pieces(
-    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
+    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr,
+    STAGES: gl.constexpr, OPERAND: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Scaled sums of blocks of 32 or 64: while one is scaled, the next is multiplied."""
+    """Scaled sums of blocks of 32 or 64, those of a record together."""
     PIECES: gl.constexpr = 128 // G
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     total = gl.zeros_like(start).to(gl.float32)
@@ -329,27 +346,33 @@ def _sum_pieces(
         q = (start,)
         if BITS == 4:
             q = _planes(wt._reinterpret(gl.int16, [64, 64], WORDS), HALF, OPERAND)
-        p = _piece(xt, wt, q, start, 0, HALF, BITS, G)
-        for j in gl.static_range(PIECES):
-            f = _fetch(scales, r * PIECES + j, rn, rm, NP, MP, ZERO, ROW)
-            if j + 1 < PIECES:
-                following = _piece(xt, wt, q, start, j + 1, HALF, BITS, G)
-                p = warpgroup_mma_wait(1 if BITS == 8 else G // 32, deps=[p])
-                total = _fold(total, p, f, BITS, ZERO, ROW)
-                p = following
-            else:
-                p = warpgroup_mma_wait(0, deps=[p])
-                mbarrier.arrive(empty.index(stage), count=1)
-                total = _fold(total, p, f, BITS, ZERO, ROW)
+        if TURNS > 0:
+            mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
+        p0 = _piece(xt, wt, q, start, 0, HALF, BITS, G)
+        p1 = _piece(xt, wt, q, start, 1, HALF, BITS, G)
+        if G == 64:
+            p0, p1 = warpgroup_mma_wait(0, deps=[p0, p1])
+        else:
+            p2 = _piece(xt, wt, q, start, 2, HALF, BITS, G)
+            p3 = _piece(xt, wt, q, start, 3, HALF, BITS, G)
+            p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=[p0, p1, p2, p3])
+        if TURNS > 0:
+            mbarrier.arrive(turn.index(1 - HALF), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        total = _fold(total, p0, _fetch(scales, r * PIECES, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
+        total = _fold(total, p1, _fetch(scales, r * PIECES + 1, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
+        if G == 32:
+            total = _fold(total, p2, _fetch(scales, r * PIECES + 2, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
+            total = _fold(total, p3, _fetch(scales, r * PIECES + 3, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
         step += 1
     return total
 
 
 @gluon.jit
 def _consume(
-    xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+    xs, ws, full, empty, turn, scales, out, bias, residual, low, high, M, MP, N, NP, R,
     HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM if BM < 128 else 128, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -372,9 +395,9 @@ def _consume(
             rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
             rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
             if G == 128:
-                total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND)
+                total = _sum_records(xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND, TURNS)
             else:
-                total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND)
+                total = _sum_pieces(xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND, TURNS)
             if BITS == 4:
                 total *= 0.0625
             if ROW:
@@ -419,22 +442,25 @@ def _write(total, to, first_n, first_m, BM: gl.constexpr, CLAMP: gl.constexpr):
 def _gemm(
     xd, wd, sa, sums, scale, zero, out, bias, residual, low, high, M, MP, N, NP, R,
     BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, 16 * BITS, 128], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
-                        0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
-            (_consume, (xs, ws, full, empty, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
-                        1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP)),
+            (_consume, (xs, ws, full, empty, turn, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
+                        0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, TURNS, CLAMP)),
+            (_consume, (xs, ws, full, empty, turn, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
+                        1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, TURNS, CLAMP)),
             (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
         ],
         [4, 1],
