@@ -1,0 +1,223 @@
+"""The generated code of a convolution: patches of an image are gathered where the linear tiles read them, and multiplied.
+
+Threads draw items: a chunk of row tiles times some panels of a group's outputs. An item's patches are gathered into the thread's
+own memory, unless the item before had the same. `direct`: codes go straight to their places, a unit of 32 at a time, with their
+sum. Otherwise a patch is first laid out as a row of K elements, which a row function of `activations.py` then converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.kernels.cpu import driver
+from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.layouts.cpu_tiles import PANEL
+
+CONV = Block(
+    (
+        *LINEAR.fields,
+        # a thread's memory: its patches in the order of tiles, and one patch as a row
+        *("thread_bytes", "row_at"),
+        # items: groups of channels x chunks of row tiles x parts of the panels
+        *("items", "parts", "chunks", "chunk_tiles"),
+        *("group_bytes", "group_weights", "group_bias", "group_out"),
+        # the image and the way of the kernel over it, in elements and bytes
+        *("height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w"),
+        *("kernel_h", "kernel_w", "image_bytes", "line_bytes", "pixel_bytes"),
+        # a tap's channels in the image and in a row; `outside`: what stands for a pixel outside of the image
+        *("tap_bytes", "tap_stride", "outside"),
+        # where the whole kernel lies inside: pieces of a line that are copied at once
+        *("pieces", "piece_bytes", "piece_stride"),
+    ),
+    LINEAR.floats,
+)
+
+UNIT = 32  # codes that a tile reads of one row, before those of the next row come
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSpec:
+    """What the gathering of patches is compiled for.
+
+    direct      int8 codes whose taps are whole units, with one scale for all of K
+    correction  for `direct`: what the sum of a patch's codes is multiplied by for the int32 accumulators (`ISA.correction`)
+    inside, border   else: bytes that are copied at a time from inside of the image and at its border, powers of two that are at
+                most what is copied
+    """
+
+    direct: bool
+    correction: int = 0
+    inside: int = 1
+    border: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"conv_direct_{'m' if self.correction < 0 else ''}{abs(self.correction)}" if self.direct else f"conv_{self.inside}_{self.border}"
+
+
+def build(spec: GatherSpec, isa: ISA) -> Module:
+    """A module with the one phase of a convolution: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    _Phase(spec, isa, f).emit()
+    return module
+
+
+class _Phase:
+    def __init__(self, spec: GatherSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, self.thread, _ = f.parameters
+        self.x, self.y, self.image = (f.variable(f.value(kind, 0)) for kind in ("i64", "i64", "i64"))  # of the next output
+        self.patches = self.pointer("scratch") + self.thread * self.get("thread_bytes")
+        self.as_row = self.patches + self.get("row_at")
+
+    def get(self, name: str) -> Value:
+        return CONV.load(self.args, name)
+
+    def pointer(self, name: str) -> Value:
+        return CONV.load(self.args, name, "ptr")
+
+    def emit(self) -> None:
+        f, get = self.f, self.get
+        if not self.spec.direct:
+            for at in f.loop(get("thread_bytes") - get("row_at"), step=64):  # what pads a tap or a row is never written
+                self.as_row.store(f.value("<64 x i8>", 0), at)
+        parts, chunks, group = get("parts"), get("chunks"), get("group")
+        counter, big, count = self.args + CONV.offset("counter"), get("tile_rows"), get("tiles")
+        panels = (get("n") + (PANEL - 1)) // PANEL
+        gathered = f.variable(f.value("i64", -1))
+        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
+            part, place = item % parts, item // parts
+            chunk, g = place % chunks, place // chunks
+            first = chunk * get("chunk_tiles")
+            stop = f.umin(first + get("chunk_tiles"), count + get("lesser_tiles"))
+            row = first * big - (first - f.umin(first, count))
+            new = gathered.value.equals(place).equals(0)
+            with f.when(new):
+                self._gather(self.pointer("x") + g * get("group_bytes"), first, stop, row)
+                gathered.value = place
+            out = self.pointer("out") + g * get("group_out") + row * get("out_stride")
+            weights, bias = self.pointer("weights") + g * get("group_weights"), self.pointer("bias")
+            bias = f.emit("i1", f"icmp eq ptr {bias.name}, null").select(bias, bias + g * get("group_bias"))
+            driver.multiply(f, self.args, (first, stop), (part * group, f.umin(part * group + group, panels)), self.patches, out, weights, bias)
+
+    def _gather(self, image: Value, first: Value, stop: Value, row: Value) -> None:
+        """The patches of row tiles first … stop - 1, whose first row is `row`."""
+        f, get = self.f, self.get
+        big, count = get("tile_rows"), get("tiles")
+        line = row // get("out_width")
+        self.x.value, self.y.value = row % get("out_width"), line % get("out_height")
+        self.image.value = line // get("out_height") * get("image_bytes")
+        tile = f.variable(self.patches)
+        for t in f.loop(stop, first):
+            rows = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}").select(big, big - 1)
+            for i in f.loop(rows):
+                self._patch(image + self.image.value, tile.value, rows, i)
+                self._next()
+            tile.value = tile.value + rows * get("row_bytes")
+
+    def _next(self) -> None:
+        """To the next output: along a line, from line to line, from image to image."""
+        f, get = self.f, self.get
+        self.x.value = self.x.value + 1
+        line_ends = self.x.value.equals(get("out_width"))
+        with f.when(line_ends):
+            self.x.value = f.value("i64", 0)
+            self.y.value = self.y.value + 1
+        image_ends = self.y.value.equals(get("out_height"))
+        with f.when(image_ends):
+            self.y.value = f.value("i64", 0)
+            self.image.value = self.image.value + get("image_bytes")
+
+    def _patch(self, image: Value, tile: Value, rows: Value, i: Value) -> None:
+        """The patch of the next output into row i of a tile."""
+        f, get = self.f, self.get
+        top = self.y.value * get("stride_h") - get("top")
+        left = self.x.value * get("stride_w") - get("left")
+        reach_h, reach_w = (get("kernel_h") - 1) * get("dilation_h"), (get("kernel_w") - 1) * get("dilation_w")
+        inside = self._within(top, left) & self._within(top + reach_h, left + reach_w)
+        place = _Direct(self, tile, rows, i) if self.spec.direct else _AsRow(self)
+        with f.when(inside):
+            start = image + top * get("line_bytes") + left * get("pixel_bytes")
+            place.begin()
+            for kh in f.loop(get("kernel_h")):
+                line = start + kh * get("dilation_h") * get("line_bytes")
+                for piece in f.loop(get("pieces")):
+                    at = line + piece * get("dilation_w") * get("pixel_bytes")
+                    place.copy(at, get("piece_bytes"), get("piece_stride"), self.spec.inside)
+        with f.when(inside.equals(0)):
+            place.begin()
+            for kh in f.loop(get("kernel_h")):
+                y = top + kh * get("dilation_h")
+                for kw in f.loop(get("kernel_w")):
+                    x = left + kw * get("dilation_w")
+                    pixel = image + y * get("line_bytes") + x * get("pixel_bytes")
+                    source = self._within(y, x).select(pixel, self.pointer("outside"))
+                    place.copy(source, get("tap_bytes"), get("tap_stride"), self.spec.border)
+        place.end()
+        if not self.spec.direct:
+            f.call_pointer(self.pointer("row_function"), self.args, self.as_row, tile, rows, i)
+
+    def _within(self, y: Value, x: Value) -> Value:
+        """Whether a pixel lies in the image; unsigned, so that what is negative does not."""
+        f = self.f
+        below = [f.emit("i1", f"icmp ult i64 {a.name}, {self.get(size).name}") for a, size in ((y, "height"), (x, "width"))]
+        return below[0] & below[1]
+
+
+class _AsRow:
+    """A patch as a row of K elements."""
+
+    def __init__(self, phase: _Phase) -> None:
+        self.f, self.start = phase.f, phase.as_row
+        self.at = self.f.variable(self.start)
+
+    def begin(self) -> None:
+        self.at.value = self.start
+
+    def copy(self, source: Value, size: Value, stride: Value, step: int) -> None:
+        """`size` bytes, at least `step`, no more and no less: the last `step` of them may be copied twice."""
+        f, kind, last = self.f, vector("i8", step), size - step
+        for at in f.loop(last, step=step):
+            self.at.value.store(source.load(kind, at), at)
+        self.at.value.store(source.load(kind, last), last)
+        self.at.value = self.at.value + stride
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+class _Direct:
+    """A patch of codes as units among those of the tile's other rows, and the correction by their sum in its field."""
+
+    def __init__(self, phase: _Phase, tile: Value, rows: Value, i: Value) -> None:
+        self.f, self.isa, self.correction = phase.f, phase.isa, phase.spec.correction
+        self.tile, self.rows, self.i, self.units = tile, rows, i, CONV.load(phase.args, "units")
+        self.step = rows * UNIT
+        self.at = self.f.variable(tile)
+        self.sums = self.f.variable(self.f.value(self.isa.ints, 0))
+
+    def begin(self) -> None:
+        self.at.value = self.tile + self.i * UNIT
+        self.sums.value = self.f.value(self.isa.ints, 0)
+
+    def copy(self, source: Value, size: Value, _stride: Value, _step: int) -> None:
+        f, quads, width = self.f, self.isa.quads, 4 * self.isa.lanes
+        ones = f.value(quads, 1)
+        for at in f.loop(size, step=UNIT):
+            total = self.sums.value
+            for part in range(0, UNIT, min(width, UNIT)):
+                kind = vector("i8", min(width, UNIT))
+                codes = source.load(kind, at + part)
+                self.at.value.store(codes, part)
+                if self.correction:
+                    wide = codes if width <= UNIT else codes.shuffle(range(width), f.value(kind, 0))  # zeros beside
+                    total = self.isa.dot(f, total, ones, wide, 8, full_range=True)
+            self.sums.value = total
+            self.at.value = self.at.value + self.step
+
+    def end(self) -> None:
+        field = self.tile + self.units * self.step + (self.rows + self.i) * 4  # the second field, see tile.py
+        field.store(self.sums.value.reduce("add") * self.correction, 0, 4)
