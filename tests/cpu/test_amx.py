@@ -14,7 +14,6 @@ from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import amx, isa_amx, jit, linear, runtime
-from halfbyte.kernels.cpu.amx import UnpackSpec
 from halfbyte.kernels.cpu.isa_amx import AMXInt8, AMXTiles
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -80,9 +79,12 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     assert whole[7].isnan().all()
     for m in (1, 2, 3, 17, 33):  # the first two without the unit
         assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
-    monkeypatch.setattr(linear, "_UNPACKED_BYTES", 1)
-    again = kernel_of(fmt, n, k, torch.float32, way)
-    assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
+    for ahead in (1, 3, 7):
+        monkeypatch.setattr(EmulatedTiles, "blocks_ahead", ahead)
+        monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
+        again = kernel_of(fmt, n, k, torch.float32, way)
+        linear._tile_function.cache_clear()
+        assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
 
 
 @runs
@@ -129,12 +131,14 @@ def count(lines: list[str], instruction: str) -> int:
 
 def test_totals_of_short_blocks_stay_in_registers() -> None:
     lines = assembly(TileSpec("int8", 4, "f16", "none", 32, True, False, False, 16, 1, "f32"))
-    assert count(lines, "tdpbssd") == 2  # of the first block and of the next one
+    assert count(lines, "tdpbssd") == 2  # of the first blocks and of the following ones
     assert count(lines, "tileloadd") == 4
     first = next(i for i, line in enumerate(lines) if "vcvtdq2ps" in line)
     last = max(i for i, line in enumerate(lines) if "vfmadd" in line)
     scaling = Counter(line.split()[0] for line in lines[first : last + 1] if line.startswith("\tv"))
-    assert scaling == dict.fromkeys(("vcvtdq2ps", "vmulps", "vfmadd231ps"), 16)  # nothing is loaded or stored on its own
+    for instruction in ("vcvtdq2ps", "vmulps", "vfmadd231ps"):
+        assert scaling[instruction] == 16
+    assert not any(re.search(r"vmov\w+\s.*%r[sb]p.*%zmm", line) for line in lines[first : last + 1])  # no total was in memory
 
 
 def test_long_blocks_are_four_products_for_four_loads() -> None:
@@ -144,12 +148,17 @@ def test_long_blocks_are_four_products_for_four_loads() -> None:
     assert sum("tilerelease" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_nibbles_are_unpacked_by_one_instruction_each(signed: bool) -> None:
-    spec = UnpackSpec("int8", 4, signed, 32, False, 64)
-    lines = jit.compile_assembly(amx.build_unpack(spec, AMXTiles()), AMXTiles()).splitlines()
-    assert count(lines, "vgf2p8affineqb") == 2 * 2 * 4  # low and high, two vectors, four rows of eight k
-    assert not any(re.match(r"\tv(pand|psr|psub|pxor)", line) for line in lines)
+@pytest.mark.parametrize("zero", ["none", "point"])
+def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
+    lines = assembly(TileSpec("int8", 4, "f16", zero, 64, False, False, False, 32, 2, "f32"))
+    assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # thrice in the code: low and high, two vectors, eight rows of eight k
+    assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
+
+
+def test_bytes_are_multiplied_where_they_lie() -> None:
+    lines = assembly(TileSpec("int8", 8, "f16", "none", 64, False, False, False, 32, 2, "f32"))
+    assert count(lines, "tdpbsud") == 2 * 4
+    assert not count(lines, "vgf2p8affineqb")
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ class EmulatedTiles(AMXTiles):
         codes = [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
         return [code - 8 for code in codes] if signed else codes
 
-    def byte_sums(self, f: Function, acc: Value, signed: Value) -> Value:
+    def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
         for shift in (24, 16, 8, 0):
-            acc = acc + (signed.bits(self.ints) << shift).shift_signed(24)
+            top = four.bits(self.ints) << shift
+            acc = acc + (top.shift_signed(24) if signed else top >> 24)
         return acc
 
     def configure(self, f: Function, registers: Sequence[Register]) -> None:
@@ -65,6 +66,13 @@ class EmulatedTiles(AMXTiles):
     def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
         def step(acc: Value, left: Value, right: Value) -> Value:
             four, others = (at.load("<4 x i8>").to("i32") for at in (left, right))
+            return acc + (four * others).reduce("add")
+
+        self._product(f, total, a, weights, "i32", step)
+
+    def tile_unsigned_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        def step(acc: Value, left: Value, right: Value) -> Value:
+            four, others = left.load("<4 x i8>").to("i32"), right.load("<4 x i8>").to("i32", unsigned=True)
             return acc + (four * others).reduce("add")
 
         self._product(f, total, a, weights, "i32", step)

@@ -1,95 +1,25 @@
-"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel of weights that is unpacked to int8 or bfloat16.
+"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel, with the arithmetic of `tile.py`.
 
-The arithmetic is that of `tile.py`; sums of a block leave the unit through memory, are scaled from there and added to the outputs.
-While the sums of one block are scaled, the unit already multiplies the next one.
-
-An unpacked panel has the panel's records, each with data of 8 or 16 bits whatever the format:
-
-    int8    for each 4 k 128 bytes as in `layouts/cpu_tiles.py`, signed
-    bf16    for each 2 k 128 bytes, codes of two k for each of the 32 outputs; the k in the order of `AVX512BF16.bf16_pairs`
-    then, where activations have an offset, 32 int32 sums of them; then scales, zeros and padding as they were
+Three walks over a panel go side by side, so that none waits for another: 4-bit weights are unpacked to int8 or bfloat16 into a
+small ring of memory, some units of k before they are multiplied (8-bit weights are multiplied where they lie); and the sums of a
+block, which leave the unit through memory, are scaled and added to the outputs some blocks after they were multiplied.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, Inner, RequantizingTile, Tile, TileSpec
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, RequantizingTile, Tile, TileSpec
+from halfbyte.layouts.cpu_tiles import PANEL
 
-SUMS_BYTES = 4 * PANEL
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 
 
-@dataclass(frozen=True, slots=True)
-class UnpackSpec:
-    """`inner`, `unit`, `shifted` as in TileSpec; `tail_bytes` as in Geometry. "bf16" is for 4 bits."""
-
-    inner: Inner
-    bits: int
-    signed: bool
-    unit: int
-    shifted: bool
-    tail_bytes: int
-
-    @property
-    def name(self) -> str:
-        codes = f"{self.inner}_w{self.bits}{'s' if self.signed else 'u'}"
-        return f"unpack_{codes}_u{self.unit}{'_sums' if self.shifted else ''}_t{self.tail_bytes}"
-
-
-def unpacked_bytes(geo: Geometry, inner: Inner, shifted: bool) -> int:
-    """Of a panel."""
-    elements = PANEL * ((geo.blocks - 1) * geo.padded + geo.last_padded)
-    return elements * (1 if inner == "int8" else 2) + geo.blocks * (geo.tail_bytes + shifted * SUMS_BYTES)
-
-
-def build_unpack(spec: UnpackSpec, isa: AMXTiles) -> Module:
-    """A module with one function: spec.name(arguments, packed panel, unpacked panel)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 3)
-    args, packed, unpacked = f.parameters
-    blocks, units, last = (LINEAR.load(args, field) for field in ("blocks", "units", "last_units"))
-    source, to = f.variable(packed), f.variable(unpacked)
-    vectors = PANEL // isa.lanes
-    for b in f.loop(blocks):
-        n = (b + 1).equals(blocks).select(last, units)
-        sums = [f.variable(f.value(isa.ints, 0)) for _ in range(vectors if spec.shifted else 0)]
-        for _ in f.loop(n):
-            for _row in range(spec.unit * spec.bits // 32):
-                f.prefetch(source.value + PREFETCH_BYTES)
-                f.prefetch(source.value + (PREFETCH_BYTES + 64))
-                for v in range(vectors):
-                    stored = source.value.load(isa.quads, v * 64, 64)
-                    codes = _unpacked(spec, isa, f, stored)
-                    for i, code in enumerate(codes):
-                        to.value.store(code, (i * vectors + v) * 64, 64)
-                        if sums:
-                            sums[v].value = isa.byte_sums(f, sums[v].value, code)
-                source.value = source.value + 4 * PANEL
-                to.value = to.value + 4 * PANEL * len(codes)
-        for v, total in enumerate(sums):
-            to.value.store(total.value, v * 64, 64)
-        to.value = to.value + len(sums) * 64
-        for at in range(0, spec.tail_bytes, 64):
-            to.value.store(source.value.load(isa.quads, at, 64), at, 64)
-        source.value, to.value = source.value + spec.tail_bytes, to.value + spec.tail_bytes
-    return module
-
-
-def _unpacked(spec: UnpackSpec, isa: AMXTiles, f: Function, stored: Value) -> list[Value]:
-    """Four bytes of each output as they are stored -> what a tile register has in its rows."""
-    if spec.inner == "bf16":
-        return isa.bf16_codes(f, stored, spec.signed)
-    return isa.nibbles(f, stored, spec.signed) if spec.bits == 4 else [stored ^ 128]
-
-
 def build(spec: TileSpec, isa: AMXTiles) -> Module:
-    """As `tile.build`, for unpacked panels. `prefetch`, above 1, is where packed weights begin that this tile asks for."""
+    """As `tile.build`."""
     module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
@@ -105,16 +35,18 @@ class MatrixTile(Tile):
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.unit_bytes = PANEL * spec.unit * spec.activation_bytes
-        self.row_bytes = spec.unit * spec.activation_bytes
+        self.row_bytes = spec.unit * spec.activation_bytes  # of a unit's activations
         self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
-        self.slots = 1 << isa.blocks_ahead.bit_length()  # more than are multiplied before one is scaled
-        self.sums = f.alloca(isa.ints, self.slots * self.count, 64)
-
-        self.ahead = f.variable(f.emit("ptr", f"inttoptr i64 {self.prefetching.name} to ptr"))
-        self.lines = (self.prefetching > 1).select(LINEAR.load(self.args, "ahead_lines"), 0)
+        # Sums of blocks, and of their weights where activations have an offset; as many as are multiplied before one is scaled, and one.
+        self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
+        self.sums = f.alloca("i8", _power_of_two(isa.blocks_ahead) * self.block_bytes, 64)
+        self.unpacked_bytes = self.row_bytes * isa.lanes * spec.vectors
+        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if spec.bits == 4 else 1, 64)
+        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        self.blocks, self.units, self.last_units = blocks, units, last
+        self.all_units = (blocks - 1) * units + last
 
     def configure(self) -> None:
         spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
@@ -127,79 +59,135 @@ class MatrixTile(Tile):
         self.isa.configure(self.f, shapes)
 
     def emit(self, first: Value) -> None:
-        spec, f = self.spec, self.f
+        spec, isa, f = self.spec, self.isa, self.f
         self._begin(first)
-        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-
-        def record(w: Variable, a: Variable, b: Value) -> tuple[Value, Value, Value]:
-            """Units of block b, and its fields and scales; w and a go on to the next one."""
-            n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
-            fields, after = a.value + n * (spec.rows * self.row_bytes), w.value + n * self.unit_bytes
-            w.value = after + (self.tail_bytes + (SUMS_BYTES if spec.shifted else 0))
-            a.value = fields + 4 * FIELDS * spec.rows
-            return n, fields, after
-
-        # Two walks over the blocks: one multiplies, the other scales what the first has done some blocks ago.
+        unpacking = _Unpacking(self, first) if spec.bits == 4 else None
         ahead, behind = ([f.variable(self.weights), f.variable(self.activations)] for _ in range(2))
 
-        def multiply(b: Value) -> None:
-            at = ahead[0].value, ahead[1].value
-            n, _, _ = record(*ahead, b)
-            self._multiply(*at, n, first, self._slot(b))
+        def record(w: Variable, a: Variable, b: Value) -> tuple[Value, Value, Value]:
+            """Units of block b, where its scales and its fields lie; w and a go on to the next one."""
+            n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
+            tail, fields = w.value + n * self.unit_bytes, a.value + n * (spec.rows * self.row_bytes)
+            w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
+            return n, tail, fields
 
-        for b in f.loop(f.umin(blocks, f.value("i64", self.isa.blocks_ahead))):
+        def multiply(b: Value) -> None:
+            w, a = (at.value for at in ahead)
+            n, _, _ = record(*ahead, b)
+            self._multiply(w, a, n, first, self._slot(b), unpacking)
+
+        if unpacking is not None:
+            for _ in f.loop(isa.units_ahead):
+                unpacking.step()
+        for b in f.loop(f.umin(self.blocks, f.value("i64", isa.blocks_ahead))):
             multiply(b)
-        for b in f.loop(blocks):
-            with f.when(b + self.isa.blocks_ahead < blocks):
-                multiply(b + self.isa.blocks_ahead)
-            n, fields, after = record(*behind, b)
-            tail = after + SUMS_BYTES if spec.shifted else after
-            weight_sums = [(after + first * 4).load(self.isa.ints, v * 64, 64) for v in range(spec.vectors if spec.shifted else 0)]
-            self._scale(functools.partial(self._sum, self._slot(b), fields, tail, first), fields, tail, first, weight_sums, n)
+        for b in f.loop(self.blocks):
+            with f.when(b + isa.blocks_ahead < self.blocks):
+                multiply(b + isa.blocks_ahead)
+            n, tail, fields = record(*behind, b)
+            slot = self._slot(b)
+            weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
+            self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, n)
         self._end(first, behind[1].value)
 
     def _slot(self, b: Value) -> Value:
         """Where the sums of block b lie until they are scaled."""
-        return self.sums + (b & self.slots - 1) * (64 * self.count)
+        return self.sums + (b & _power_of_two(self.isa.blocks_ahead) - 1) * self.block_bytes
 
-    def _sum(self, sums: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
+    def _sum(self, slot: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
         spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
-        total = sums.load(self.sum_type, n * 64, 64)
+        total = slot.load(self.sum_type, n * 64, 64)
         if spec.inner == "int8":
             corrected = self.isa.correction(spec.bits, spec.signed) != 0
             return total + self._field(fields, 1, row, "i32") if corrected else total
         zero = self._zero(tail, first, v) if spec.zero == "point" else None
         return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
 
-    def _multiply(self, w: Value, a: Value, units: Value, first: Value, to: Value) -> None:
+    def _multiply(self, w: Value, a: Value, units: Value, first: Value, to: Value, unpacking: _Unpacking | None) -> None:
         """The sums of one block."""
         spec, isa, f = self.spec, self.isa, self.f
-        product = isa.tile_product if spec.inner == "int8" else isa.tile_bf16_product
+        product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
         totals = [(i, v) for i in range(len(self.parts)) for v in range(spec.vectors)]
         for n in range(len(totals)):
             isa.tile_zero(f, n)
         for u in f.loop(units):
-            for _ in f.loop(self.lines):
-                f.prefetch(self.ahead.value, locality=2)
-                self.ahead.value = self.ahead.value + 64
-            if isa.near:
-                for line in range(0, self.unit_bytes * spec.vectors // 2, 64):
-                    f.prefetch(w + u * self.unit_bytes + first * 4 + (isa.near * self.unit_bytes + line * 2 // spec.vectors))
-                for line in range(0, spec.rows * self.row_bytes, 64):
-                    f.prefetch(a + u * (spec.rows * self.row_bytes) + (isa.near * spec.rows * self.row_bytes + line))
-            rows = a + u * (spec.rows * self.row_bytes)
+            if unpacking is not None:
+                unpacking.step()
+                weights, stride = unpacking.taken(), 64 * spec.vectors
+            else:
+                weights, stride = w + u * self.unit_bytes + first * 4, 4 * PANEL
+                self.ask_for(w + u * self.unit_bytes)
             for v in range(spec.vectors):
-                isa.tile_load(f, _FIRST_W + v, w + u * self.unit_bytes + first * 4 + v * 64, 4 * PANEL)
+                isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
             for i, (start, _) in enumerate(self.parts):
-                isa.tile_load(f, _FIRST_A + i, rows + start * self.row_bytes, self.row_bytes)
+                isa.tile_load(f, _FIRST_A + i, a + u * (spec.rows * self.row_bytes) + start * self.row_bytes, self.row_bytes)
                 for v in range(spec.vectors):
                     product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
+            for v, total in enumerate(weight_sums):
+                for quad in range(spec.unit // 4):
+                    four = weights.load(isa.quads, quad * stride + v * 64, 64)
+                    total.value = isa.byte_sums(f, total.value, four, signed=spec.bits == 4)
         for n, (i, v) in enumerate(totals):
             isa.tile_store(f, n, to + (self.parts[i][0] * spec.vectors + v) * 64, 64 * spec.vectors)
+        for v, total in enumerate(weight_sums):
+            to.store(total.value, (self.count + v) * 64, 64)
+
+    def ask_for(self, unit: Value) -> None:
+        """Ask for the memory that the stream of weights comes to some time after this unit."""
+        f = self.f
+        with f.when(self.prefetching.equals(1)):
+            for line in range(0, self.unit_bytes + (self.tail_bytes if self.spec.single else 0), 64):
+                f.prefetch(unit + (PREFETCH_BYTES + line))
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
-    """Unit weights are the codes, so that there is nothing to correct."""
-
     def _total_sum(self, n: int, block_sum: Value) -> Value:
         return self._total(n).bits(self.isa.ints) + block_sum
+
+
+class _Unpacking:
+    """The walk that unpacks 4-bit weights into the tile's ring."""
+
+    def __init__(self, tile: MatrixTile, first: Value) -> None:
+        f = tile.f
+        self.tile, self.first = tile, first
+        self.source, self.left = f.variable(tile.weights), f.variable(tile.units)
+        self.done, self.used = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
+
+    def step(self) -> None:
+        """The next unit, if there is one."""
+        tile, f, done = self.tile, self.tile.f, self.done.value
+        with f.when(done < tile.all_units):
+            unit, to = self.source.value, self._slot(done)
+            tile.ask_for(unit)
+            self._unpack(unit + self.first * 4, to)
+            left = self.left.value - 1
+            ends = left.equals(0)
+            self.source.value = unit + (ends.select(f.value("i64", tile.tail_bytes), 0) + tile.unit_bytes)
+            self.left.value = ends.select(tile.units, left)
+            self.done.value = done + 1
+
+    def taken(self) -> Value:
+        """Where the unit lies that comes after the one that was taken last."""
+        number = self.used.value
+        self.used.value = number + 1
+        return self._slot(number)
+
+    def _slot(self, number: Value) -> Value:
+        return self.tile.ring + (number & _power_of_two(self.tile.isa.units_ahead) - 1) * self.tile.unpacked_bytes
+
+    def _unpack(self, stored: Value, to: Value) -> None:
+        """The codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""
+        spec, isa, f = self.tile.spec, self.tile.isa, self.tile.f
+        for row in range(spec.unit // 8):
+            for v in range(spec.vectors):
+                bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
+                codes = isa.nibbles(f, bytes_, spec.signed) if spec.inner == "int8" else isa.bf16_codes(f, bytes_, spec.signed)
+                for i, code in enumerate(codes):
+                    to.store(code, ((row * len(codes) + i) * spec.vectors + v) * 64, 64)
+
+
+def _power_of_two(n: int) -> int:
+    """The least one above n."""
+    return 1 << n.bit_length()

@@ -81,14 +81,6 @@ LINEAR = Block(
         "out_stride",
         "out_bytes",
         "table_stride",  # qlinear alone: bytes between the rows of its table
-        # where panels are unpacked first: by what, bytes of a packed one, and where in `scratch` a thread's memory for a group lies
-        "unpack_function",
-        "packed_bytes",
-        "unpacked_at",
-        "unpacked_bytes",
-        # and what each tile asks for of the packed ones that come next: its share in bytes, and cache lines for each unit of k
-        "ahead_bytes",
-        "ahead_lines",
     ),
     frozenset({"clamp"}),
 )

@@ -37,49 +37,26 @@ def _rows(f: Function) -> None:
 
 
 def _panels(f: Function) -> None:
-    args, thread, _ = f.parameters
+    args = f.parameters[0]
     group, counter = LINEAR.load(args, "group"), args + LINEAR.offset("counter")
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
-    drawn = f.variable(f.fetch_add(counter))
-    for number in f.draw(lambda: drawn.value, groups):
-        drawn.value = f.fetch_add(counter)  # the next one already, so that its weights may be asked for
-        start, following = number * group, drawn.value * group
-        _group(f, args, thread, (start, f.umin(start + group, panels)), following)
+    for drawn in f.draw(lambda: f.fetch_add(counter), groups):
+        start = drawn * group
+        _group(f, args, start, f.umin(start + group, panels))
 
 
-def _group(f: Function, args: Value, thread: Value, panels: tuple[Value, Value], following: Value) -> None:
-    """All row tiles over the panels first … stop - 1; this thread's next ones begin with `following`."""
+def _group(f: Function, args: Value, start: Value, stop: Value) -> None:
+    """All row tiles over the panels start … stop - 1."""
     tiles = f.value("i64", 0), LINEAR.load(args, "tiles") + LINEAR.load(args, "lesser_tiles")
     a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
-    unpack = LINEAR.load(args, "unpack_function", "ptr")
-    read, ahead = f.variable(weights), f.variable(f.value("i64", 0))
-    with f.when(f.emit("i1", f"icmp ne ptr {unpack.name}, null")):
-        panel_bytes, packed_bytes = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "packed_bytes")
-        mine = LINEAR.load(args, "unpacked_at") + thread * LINEAR.load(args, "unpacked_bytes")
-        read.value = a + (mine - panels[0] * panel_bytes)
-        with f.when(following * PANEL < LINEAR.load(args, "n")):
-            ahead.value = f.emit("i64", f"ptrtoint ptr {weights.name} to i64") + following * packed_bytes
-        for p in f.loop(panels[1], panels[0]):
-            f.call_pointer(unpack, args, weights + p * packed_bytes, read.value + p * panel_bytes)
-    multiply(f, args, tiles, panels, a, out, read.value, bias, ahead.value)
+    multiply(f, args, tiles, (start, stop), a, out, weights, bias)
 
 
 def multiply(
-    f: Function,
-    args: Value,
-    tiles: tuple[Value, Value],
-    panels: tuple[Value, Value],
-    a: Value,
-    out: Value,
-    weights: Value,
-    bias: Value,
-    ahead: Value | None = None,
+    f: Function, args: Value, tiles: tuple[Value, Value], panels: tuple[Value, Value], a: Value, out: Value, weights: Value, bias: Value
 ) -> None:
-    """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0.
-
-    ahead   where `weights` are unpacked ones: the address of packed ones, of which each tile asks for a part; 0 for none
-    """
+    """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0."""
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
     panel_bytes, zeros = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "zeros", "ptr")
@@ -95,8 +72,5 @@ def multiply(
             panel_bias = has_bias.select(bias + p * (4 * PANEL), zeros)
             columns = f.umin(n - p * PANEL, f.value("i64", PANEL))
             at = a + row.value * row_bytes, out + row.value * out_stride + p * out_bytes * PANEL
-            if ahead is not None:
-                mine = (p - panels[0]) * (tiles[1] - tiles[0]) + (t - tiles[0])
-                prefetch = ahead.equals(0).select(prefetch, ahead + mine * LINEAR.load(args, "ahead_bytes"))
             f.call_pointer(tile, args, weights + p * panel_bytes, at[0], at[1], panel_bias, columns, prefetch)
         row.value = row.value + first_kind.select(big, big - 1)

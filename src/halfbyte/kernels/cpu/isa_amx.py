@@ -1,7 +1,7 @@
 """x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, or of half as many bfloat16, in one instruction (Intel, from Sapphire Rapids on).
 
 Few rows of activations, and float32 compute, go as on AVX-512; `matrix` is the instruction set of the others, whose tiles are those
-of `amx.py`. Weights stay packed as they are: a panel is unpacked to int8 or bfloat16 once for all rows.
+of `amx.py`. Weights stay packed as they are.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ def refusal() -> str | None:
 
 
 class AMXTiles(AVX512BF16):
-    """What `amx.py` needs: tile registers, by number, and unpacking, to signed bytes: q, u of 4 bits, or u - 128."""
+    """What `amx.py` needs: tile registers, by number, and unpacking. Unit weights are the codes of 4 bits, and u of 8."""
 
     name = "amx_int8"
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
     register_totals = ROWS
-    blocks_ahead = 1
-    near = 0
+    blocks_ahead, units_ahead = 2, 3  # how far multiplying is ahead of scaling, and unpacking ahead of multiplying
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
@@ -64,7 +63,7 @@ class AMXTiles(AVX512BF16):
         return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES if inner == "int8" else COLUMN_BYTES // 2)
 
     def correction(self, bits: int, signed: bool) -> int:
-        return 0 if signed or bits == 4 else 128
+        return 0 if bits == 4 else super().correction(bits, signed)
 
     def apart(self, bits: int) -> bool:
         return False
@@ -83,9 +82,10 @@ class AMXTiles(AVX512BF16):
             out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, inverted))
         return out
 
-    def byte_sums(self, f: Function, acc: Value, signed: Value) -> Value:
-        """acc + the sum of the four signed bytes in each lane."""
-        return self.dot(f, acc, f.value(self.quads, 1), signed.bits(self.ints), 8)
+    def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
+        """acc + the sum of the four bytes in each lane."""
+        ones = f.value(self.quads, 1)
+        return self.dot(f, acc, ones, four.bits(self.ints), 8) if signed else self.dot(f, acc, four, ones.bits(self.ints), 8)
 
     # Tile registers
 
@@ -115,6 +115,10 @@ class AMXTiles(AVX512BF16):
     def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
         """total += a · weights, both signed bytes; four along K lie side by side in each column of the weights."""
         f.call("void", "llvm.x86.tdpbssd", *(f.value("i8", register) for register in (total, a, weights)))
+
+    def tile_unsigned_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """The same for unsigned weights."""
+        f.call("void", "llvm.x86.tdpbsud", *(f.value("i8", register) for register in (total, a, weights)))
 
     def tile_bf16_product(self, f: Function, total: int, a: int, weights: int) -> None:
         """total += a · weights, both bfloat16, in float32; two along K lie side by side in each column of the weights."""

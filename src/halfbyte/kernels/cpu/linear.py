@@ -22,7 +22,6 @@ from torch import Tensor
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, amx, driver, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
-from halfbyte.kernels.cpu.amx import UnpackSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
@@ -33,7 +32,6 @@ from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
-_UNPACKED_BYTES = 1 << 20  # the same for unpacked ones, read by a matrix unit
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 _ROWS_A_PASS = 4096
@@ -119,11 +117,6 @@ class LinearKernel:
         element = self.tile_spec.activation_bytes
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
-        self.unpack_function, self.panel_bytes = 0, geo.panel_bytes
-        if isinstance(self.isa, AMXTiles):
-            unpack = UnpackSpec(inner, fmt.bits, fmt.signed, self.unit, shifted, geo.tail_bytes)
-            self.unpack_function = jit.load(unpack.name, functools.partial(amx.build_unpack, unpack), self.isa)[unpack.name]
-            self.panel_bytes = amx.unpacked_bytes(geo, inner, shifted)
         self._of = fmt, n, k, dtype, inner, activation
 
     @functools.cached_property
@@ -173,20 +166,11 @@ class LinearKernel:
         taken = self if isa is self.isa else self._on_matrix_unit
         fields = taken.fields(m)
         threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
-        most = (_UNPACKED_BYTES if taken.unpack_function else _GROUP_BYTES) // fields["panel_bytes"]
-        group = max(1, min(most, geo.panels // (threads * _GROUPS_A_THREAD)))
+        group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
-        scratch_bytes = m * taken.row_bytes
-        if taken.unpack_function:
-            fields["unpacked_at"] = scratch_bytes + 63 & ~63
-            fields["unpacked_bytes"] = group * fields["panel_bytes"]
-            units = (geo.blocks - 1) * fields["units"] + fields["last_units"]
-            lines = -(-geo.panel_bytes // (64 * (fields["tiles"] + fields["lesser_tiles"])))
-            fields["ahead_bytes"], fields["ahead_lines"] = 64 * lines, -(-lines // units)
-            scratch_bytes = fields["unpacked_at"] + threads * fields["unpacked_bytes"]
         buffer = LINEAR.buffer(fields)
-        call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
+        call = _Call(buffer, ctypes.addressof(buffer), m * taken.row_bytes, threads)
         if len(_thread.calls) >= _KEPT_CALLS:
             _thread.calls.clear()
         _thread.calls[self.number, m, available] = call
@@ -216,9 +200,7 @@ class LinearKernel:
             "tile_function": function,
             "lesser_tile_function": _tile_function(self.isa, spec, rows, vectors) if more else function,
             "n": geo.n,
-            "panel_bytes": self.panel_bytes,
-            "packed_bytes": geo.panel_bytes,
-            "unpack_function": self.unpack_function,
+            "panel_bytes": geo.panel_bytes,
             "zeros": _ZEROS.data_ptr(),
             "out_stride": geo.n * element,
             "out_bytes": element,
