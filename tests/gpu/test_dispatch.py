@@ -37,6 +37,7 @@ def _forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def clear() -> None:
     tune._table.cache_clear()
+    rules._failures.clear()
     rules.choose_gpu_linear.cache_clear()
 
 
@@ -95,6 +96,18 @@ def test_what_was_measured_decides() -> None:
     other = rules.choose_gpu_linear(problem(300), gpu).taken
     assert other is not None
     assert not other.measured
+
+
+def test_what_fails_here_is_passed_over_and_explained() -> None:
+    gpu, asked = GPUS["sm_90"], problem(1)
+    first = rules.choose_gpu_linear(asked, gpu).taken
+    assert first is not None
+    rules.report_failure(asked, gpu, first, "no room")
+    second = rules.choose_gpu_linear(asked, gpu)
+    assert second.taken is None or str(second.taken.config) != str(first.config)
+    assert (first.candidate, f"{first.config} failed: no room") in second.rejected
+    assert "no room" in str(explain(1, 4096, 4096, "int4_g128", dtype=torch.float16, device="sm_90"))
+    assert rules.choose_gpu_linear(problem(1), GPUS["sm_80"]).taken is not None
 
 
 def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu import direct, launch
 
 
@@ -37,6 +38,23 @@ def test_run_and_record(device: torch.device) -> None:
     assert calls[0].options == {"BLOCK": 8, "num_warps": 2}
     launch.run(add, (2,), x, y, (None, None), 10, 0, BLOCK=8)
     assert len(calls) == 1
+
+
+def test_what_does_not_compile_is_a_kernel_error(device: torch.device) -> None:
+    class Fails:
+        __name__ = "fails"
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __getitem__(self, grid: object) -> Any:
+            raise self.error
+
+    for error in (triton.runtime.errors.OutOfResources(300000, 200000, "shared memory"), RuntimeError("PassManager::run failed")):
+        with pytest.raises(KernelError, match="fails does not compile for this GPU"):
+            launch.run(Fails(error), (1,))
+    with pytest.raises(RuntimeError, match="illegal"):
+        launch.run(Fails(RuntimeError("CUDA error: an illegal memory access")), (1,))
 
 
 def test_scratch_memory_grows_and_locks_are_zero(device: torch.device) -> None:

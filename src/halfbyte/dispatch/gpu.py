@@ -25,13 +25,14 @@ OLDEST_TRITON = (3, 6)
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidate:
-    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch; `tiles` reads a config of it."""
+    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch; `tiles` reads a config of it
+    for a problem."""
 
     name: str
     compute: Compute
     home: str
     summary: str
-    tiles: Callable[[Any], Tiles]
+    tiles: Callable[[Any, Problem], Tiles]
 
     @property
     def module(self) -> Any:
@@ -41,19 +42,19 @@ class GpuCandidate:
 GPU_LINEAR = (
     GpuCandidate(
         "skinny", "float", "skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
-        lambda c: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
+        lambda c, p: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
     ),
     GpuCandidate(
         "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
-        lambda c: Tiles(c.block_m, 2 * c.rows, c.split),
+        lambda c, p: Tiles(c.block_m, 2 * c.rows, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (2 * c.rows))))),
     ),
     GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
-        lambda c: Tiles(c.block_m, c.block_n, c.split),
+        lambda c, p: Tiles(c.block_m, c.block_n, c.split),
     ),
     GpuCandidate(
         "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
-        lambda c: Tiles(c.block_m, 128),
+        lambda c, p: Tiles(c.block_m, 128),
     ),
 )  # fmt: skip
 COMPUTES = ("auto", "float", "int8")
@@ -98,6 +99,20 @@ def compute_of(compute: str) -> Compute:
     return "int8" if compute == "int8" else "float"
 
 
+# Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config.
+_failures: dict[tuple[str, str, int, str, str], str] = {}
+
+
+def report_failure(problem: Problem, gpu: Gpu, option: GpuOption, reason: str) -> None:
+    """`option` does not run here: it will not be chosen again for such a problem, and `explain` gives the reason."""
+    _failures[_failure_key(problem, gpu, option.candidate, option.config)] = reason
+    choose_gpu_linear.cache_clear()
+
+
+def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
+    return gpu.name, tune.kind(problem), tune.rows_class(problem.m), candidate.name, str(config)
+
+
 @lru_cache(maxsize=4096)
 def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
     """The kernel for `problem` (m, n, k at least 1) on `gpu`. Raises UnsupportedError where none can solve it."""
@@ -105,14 +120,17 @@ def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
         if problem.compute == "int8":
             raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
         return GpuChoice(None, (), tuple((candidate, trouble) for candidate in GPU_LINEAR))
-    options, rejected = [], []
+    options: list[GpuOption] = []
+    rejected = []
     for candidate in GPU_LINEAR:
         if candidate.compute != problem.compute:
             rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
         elif reason := candidate.module.supports(problem, gpu):
             rejected.append((candidate, reason))
         else:
-            options += _options(candidate, problem, gpu)
+            found, failures = _options(candidate, problem, gpu)
+            options += found
+            rejected += [(candidate, failure) for failure in failures]
     if not options and problem.compute == "float":
         return GpuChoice(None, (), tuple(rejected))
     if not options:
@@ -123,12 +141,17 @@ def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
     return GpuChoice(options[0], tuple(options[1:]), tuple(rejected))
 
 
-def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> list[GpuOption]:
-    found = []
+def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[GpuOption], list[str]]:
+    """Its configs, in its own order where nothing was measured, which it knows better than a prediction; and why some do not run."""
+    found, failures = [], []
     times = tune.measured(gpu, problem).get(candidate.name, {})
+    guess = None
     for config in candidate.module.configs(problem, gpu):
+        if failure := _failures.get(_failure_key(problem, gpu, candidate, config)):
+            failures.append(f"{config} failed: {failure}")
+            continue
         seconds = times.get(str(config))
-        guess = predict(problem, gpu, candidate.name, candidate.tiles(config)) if seconds is None else seconds
-        found.append(GpuOption(candidate, config, guess, seconds is not None))
-    # The file's order says which config it thinks best: without a measurement it is believed.
-    return [option for option in found if option.measured] + [option for option in found if not option.measured][:1]
+        if seconds is None:
+            guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem)) if guess is None else guess
+        found.append(GpuOption(candidate, config, seconds or guess or 0.0, seconds is not None))
+    return found, failures

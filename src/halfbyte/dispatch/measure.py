@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch import tune
+from halfbyte.errors import KernelError
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -23,23 +25,26 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
 
     anew  False: measured times that are already there are returned
     """
-    if not anew and (known := tune.measured(gpu, problem)):
+    if not anew and (known := tune.measured(gpu, problem, here=True)):
         return known
     from halfbyte.kernels.gpu.clock import graph_times
 
     problem = replace(problem, m=tune.rows_class(problem.m))
-    contenders = {
-        (candidate.name, str(config)): launches
-        for candidate in rules.GPU_LINEAR
-        if candidate.compute == problem.compute and candidate.module.supports(problem, gpu) is None
-        for config in candidate.module.configs(problem, gpu)[:MOST_CONFIGS]
-        for launches in [linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))]
-    }
-    named = {"\n".join(name): launches for name, launches in contenders.items()}
+    contenders: dict[str, list[Callable[[], object]]] = {}
+    for candidate in rules.GPU_LINEAR:
+        if candidate.compute == problem.compute and candidate.module.supports(problem, gpu) is None:
+            for config in candidate.module.configs(problem, gpu)[:MOST_CONFIGS]:
+                launches = linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))
+                try:
+                    launches[0]()
+                except KernelError as error:
+                    warnings.warn(f"{candidate.name} {config} does not run here, and is left out: {error}", stacklevel=2)
+                    continue
+                contenders[f"{candidate.name}\n{config}"] = launches
     times: tune.Times = {}
-    for name, timing in graph_times(named).items():
-        candidate, config = name.split("\n")
-        times.setdefault(candidate, {})[config] = timing.median
+    for name, timing in graph_times(contenders).items():
+        candidate_name, config_text = name.split("\n")
+        times.setdefault(candidate_name, {})[config_text] = timing.median
     tune.keep(gpu, problem, times)
     rules.choose_gpu_linear.cache_clear()
     return times

@@ -29,11 +29,11 @@ Times = dict[str, dict[str, float]]  # candidate -> config -> seconds
 _TABLES = Path(__file__).parent / "tables"
 
 
-def measured(gpu: Gpu, problem: Problem) -> Times:
-    """What is known of `problem` on `gpu`: candidate -> config -> seconds. Nothing, as a rule."""
+def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Times:
+    """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
     key, rows = kind(problem), str(rows_class(problem.m))
-    for table in (_table(table_path(gpu)), _table(_TABLES / f"{gpu.arch}.json")):
-        times = table.get("linear", {}).get(key, {}).get(rows)
+    for path in [table_path(gpu)] + [_TABLES / f"{gpu.arch}.json"] * (not here):
+        times = _table(path).get("linear", {}).get(key, {}).get(rows)
         if times is not None:
             return times  # type: ignore[no-any-return]
     return {}

@@ -6,8 +6,10 @@ the kernel, its config, and its launches, ready to be made again with other addr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor
 
 from halfbyte import env
-from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of, report_failure, triton_trouble
 from halfbyte.dispatch.measure import tune_linear
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu import plain
@@ -160,16 +162,23 @@ class _Linear:
         capturing = torch.cuda.is_current_stream_capturing()
         if env.tune() and not capturing:
             tune_linear(problem, self.gpu, anew=False)
-        taken = choose_gpu_linear(problem, self.gpu).taken
-        if taken is None:
+        choice = choose_gpu_linear(problem, self.gpu)
+        if choice.taken is None:
             plain.linear(problem, x, weight, out, epilogue)
             return
+        for option in (choice.taken, *choice.others):
+            run = partial(option.candidate.module.launch, problem, option.config, x)
+            run = partial(run, *gpu_tiles.views(weight, self.geometry), out, epilogue)
+            try:
+                run()
+                break
+            except KernelError as error:
+                report_failure(problem, self.gpu, option, str(error))
+                warnings.warn(f"{option.candidate.name} {option.config} is passed over: {error}", stacklevel=2)
+        else:
+            raise UnsupportedError(f"no kernel on {self.gpu.name} runs {problem}: halfbyte explain says why; use the CPU")
         from halfbyte.kernels.gpu import direct, launch
 
-        def run() -> None:
-            taken.candidate.module.launch(problem, taken.config, x, *gpu_tiles.views(weight, self.geometry), out, epilogue)
-
-        run()
         operands = (x, weight, out, epilogue.bias, epilogue.residual)
         if capturing or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
             return

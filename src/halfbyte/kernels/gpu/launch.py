@@ -42,13 +42,21 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`. Every kernel of this room is started by this; options are constexprs and num_warps and the like."""
+    """`kernel[grid](*args, **options)`. Every kernel of this room is started by this; options are constexprs and num_warps and the like.
+
+    Raises KernelError where Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it.
+    """
     recorder = _recorder.get()
-    if recorder is None:
-        kernel[grid](*args, **options)
-        return
-    compiled = None if recorder.dry else kernel[grid](*args, **options)
-    recorder.calls.append(Call(kernel, grid, args, options, compiled))
+    compiled = None
+    if recorder is None or not recorder.dry:
+        try:
+            compiled = kernel[grid](*args, **options)
+        except Exception as error:
+            if not type(error).__module__.startswith("triton.") and "PassManager" not in str(error):
+                raise
+            raise KernelError(f"{kernel.__name__} does not compile for this GPU ({type(error).__name__}: {error})") from error
+    if recorder is not None:
+        recorder.calls.append(Call(kernel, grid, args, options, compiled))
 
 
 @contextmanager
