@@ -11,7 +11,8 @@ Y^T = W X^T, so that the weight is the register operand of an mma. A register w 
 weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 collect their bytes by a PRMT first.
 
 Arithmetic: integer sums are exact. Where x and W have one block each, that sum is all; otherwise each block's sum becomes float32
-and is scaled into a float32 sum. K may be split over programs; the last to arrive adds up in order, so that results do not vary.
+and is scaled into a float32 sum. I2F has a sixteenth of the rate of additions, so for blocks of up to 128 it is not used: the sum C
+starts at the bits of 1.5 * 2^23, and its own bits are then the float 1.5 * 2^23 + C, as |C| <= 127 * 128 * 128 < 2^22. K may be split over programs; the last to arrive adds up in order, so that results do not vary.
 
 It wins for small M; on Hopper `gemm_int8_hopper.py` takes over where x fills its tiles.
 """
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import MAGIC, Quantized
+from halfbyte.kernels.gpu.activations import MAGIC, MAGIC_BITS, Quantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run, workspace
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -64,20 +65,22 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     plan = activations.plan(problem)
-    asm = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     m, records = problem.m, plan.k_padded // gpu_tiles.RECORD
-    block_m = max(16, min(128, triton.next_power_of_2(m)))
-    block_n = 64 if block_m < 64 else 128
+    least = 8 if plan.granule == gpu_tiles.RECORD else 16
+    block_m = max(least, min(128 if plan.whole else 64, triton.next_power_of_2(m)))
+    block_n = 64 if block_m <= 64 else 128
     tiles = -(-problem.n // block_n) * -(-m // block_m)
+    # Programs to keep all multiprocessors reading. Where blocks are scaled, several on each hide each other's waits.
+    wanted = gpu.sms * (0.95 if plan.whole and m <= 16 else 1 if plan.whole else 3.5 if m <= 16 else 1.5)
     split = 1
-    # Programs enough for a wave of two a multiprocessor, each with at least eight records to hide the start behind.
-    while tiles * split < gpu.sms and records >= 16 * split and split < 16:
+    while tiles * split < wanted and records >= 8 * split and split < 16:
         split *= 2
-    wide = 2 if plan.whole and block_m <= 16 and records % 2 == 0 else 1
+    wide = 2 if plan.whole and block_m <= 64 and records % 2 == 0 else 1
     stages = 4 if gpu.shared > 120 << 10 or block_m < 128 else 3
     if gpu.backend == "hip":
         stages = 1  # Triton 3.6's pipeliner for AMD fails on a load that two dots take
-    return (Config(block_m, block_n, wide, split, stages, 4 if block_n * block_m < 128 * 64 else 8, asm),)
+    asm = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
+    return (Config(block_m, block_n, wide, split, stages, 4 if block_m <= 64 else 8, asm),)
 
 
 def launch(
@@ -247,14 +250,14 @@ def _operand(plane, BN: tl.constexpr):
 
 
 @triton.jit
-def fold(acc, p, s, z, sa, sm, oa, ws, BITS: tl.constexpr, FLAGS: tl.constexpr):
-    """acc + the integers p [BN, BM] of a block, scaled; 16 times too large for 4 bits.
+def fold(acc, p, s, z, sa, sm, oa, ws, BITS: tl.constexpr, FLAGS: tl.constexpr, BIASED: tl.constexpr):
+    """acc + the integers p [BN, BM] of a block, scaled; 16 times too large for 4 bits. BIASED: they start at the bits of 1.5 * 2^23.
 
     s, z    scale and zero of the weight [BN]; ws the sum of its elements
     sa, oa  scale and offset of x [BM] (not where the row has one of each); sm the sum of its codes
     """
     ZERO: tl.constexpr = FLAGS[0]
-    v = p.to(tl.float32)
+    v = p.to(tl.float32, bitcast=True) - MAGIC if BIASED else p.to(tl.float32)
     if ZERO != 0:  # from u - 8 or u - 128 to u - point, in exact integers
         point = z.to(tl.float32) if ZERO == 1 else tl.zeros(z.shape, tl.float32)
         point = (point - 8) * 16 if BITS == 4 else point - 128
@@ -388,13 +391,13 @@ def _gemm(
     a = (sa, sums, oa)
     PIECES: tl.constexpr = 128 // G
     FLAGS: tl.constexpr = (ZERO, WITH_OFFSET, ROW)
-    nothing = tl.zeros([BN, BM], tl.int32)
-    acc = nothing if WHOLE else tl.zeros([BN, BM], tl.float32)
+    start = tl.full([BN, BM], 0 if WHOLE or FOLD > 1 else MAGIC_BITS, tl.int32)
+    acc = start if WHOLE else tl.zeros([BN, BM], tl.float32)
     if WHOLE:
         for t in tl.range(first, end, RECORDS, num_stages=STAGES):
             acc = _product(acc, wp, xp, t, 0, BITS, G, BN, RECORDS, ASM)
     else:
-        p = nothing
+        p = start
         sm = tl.zeros([BM], tl.float32)
         ws = tl.zeros([BN], tl.float32)
         f = _fetch_record(w, a, first, w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
@@ -408,22 +411,22 @@ def _gemm(
                 if WITH_OFFSET and not ROW:
                     ws += f[0][5]
                 if (t + 1) % FOLD == 0 or t + 1 == end:
-                    acc = fold(acc, p, f[0][0], f[0][1], f[0][2], sm, f[0][4], ws, BITS, FLAGS)
-                    p = nothing
+                    acc = fold(acc, p, f[0][0], f[0][1], f[0][2], sm, f[0][4], ws, BITS, FLAGS, False)
+                    p = start
                     sm = tl.zeros([BM], tl.float32)
                     ws = tl.zeros([BN], tl.float32)
             elif BITS == 4 and G < 128:
                 q = planes(tl.load(wp + t * 2048), BN, ASM)
                 for j in tl.static_range(0, 4, G // 32):
-                    p = tl.dot(q[j], tl.load(xp + t * 128 + 32 * j), nothing, out_dtype=tl.int32)
+                    p = tl.dot(q[j], tl.load(xp + t * 128 + 32 * j), start, out_dtype=tl.int32)
                     if G == 64:
                         p = tl.dot(q[j + 1], tl.load(xp + t * 128 + 32 * j + 32), p, out_dtype=tl.int32)
                     g = f[j * 32 // G]
-                    acc = fold(acc, p, g[0], g[1], g[2], g[3], g[4], g[5], BITS, FLAGS)
+                    acc = fold(acc, p, g[0], g[1], g[2], g[3], g[4], g[5], BITS, FLAGS, True)
             else:
                 for j in tl.static_range(PIECES):
-                    p = _product(nothing, wp, xp, t, j, BITS, G, BN, 1, ASM)
-                    acc = fold(acc, p, f[j][0], f[j][1], f[j][2], f[j][3], f[j][4], f[j][5], BITS, FLAGS)
+                    p = _product(start, wp, xp, t, j, BITS, G, BN, 1, ASM)
+                    acc = fold(acc, p, f[j][0], f[j][1], f[j][2], f[j][3], f[j][4], f[j][5], BITS, FLAGS, True)
             f = following
     if SPLIT:
         # Results of a program that has nothing to add are zeros.
@@ -457,7 +460,7 @@ def _gemm(
             if ZERO != 0:
                 z = tl.load(zero + rni)
                 sm = tl.load(sums + rm)
-            total = fold(tl.zeros([BN, BM], tl.float32), acc, s, z, row_scale, sm, row_offset, ws, BITS, FLAGS)
+            total = fold(tl.zeros([BN, BM], tl.float32), acc, s, z, row_scale, sm, row_offset, ws, BITS, FLAGS, False)
         else:
             total = acc
         total = at_end(total, row_scale, row_offset, ws, BITS, WITH_OFFSET, ROW)

@@ -72,9 +72,16 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     plan = activations.plan(problem)
-    block_m = 256 if plan.whole and problem.m > 1024 else 128 if plan.granule == 128 else 64
     weight = 128 * 128 * problem.format.bits // 8
-    stages = min(8, (gpu.shared - (4 << 10)) // (block_m * 128 + weight))
+
+    def cost(block_m: int) -> float:
+        """Time of all waves: a tile takes as long as its rows, and a little more, the more weight it reads."""
+        tiles = -(-problem.m // block_m) * -(-problem.n // 128)
+        return -(-tiles // gpu.sms) * (block_m + weight / 700)
+
+    sizes = (128, 64, 256) if plan.whole else (128, 64) if plan.granule == 128 else (64,)
+    block_m = min(sizes, key=lambda size: cost(size) * (1 if size == 128 else 1.05))
+    stages = min(8, (gpu.shared - (32 << 10)) // (block_m * 128 + weight))
     tiles = -(-problem.m // block_m) * -(-problem.n // 128)
     return (Config(block_m, stages, 8, min(gpu.sms, tiles)),)
 
@@ -395,9 +402,13 @@ def _consume(
             rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
             rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
             if G == 128:
-                total = _sum_records(xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND, TURNS)
+                total = _sum_records(
+                    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND, TURNS
+                )
             else:
-                total = _sum_pieces(xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND, TURNS)
+                total = _sum_pieces(
+                    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND, TURNS
+                )
             if BITS == 4:
                 total *= 0.0625
             if ROW:
