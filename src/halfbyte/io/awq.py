@@ -58,7 +58,7 @@ def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
 
 def _unpack(packed: Tensor) -> Tensor:
     """int32 [R, N/8] -> uint8 [R, N]."""
-    nibbles = unpack_nibbles(packed.contiguous().view(torch.uint8), 8 * packed.shape[1])
+    nibbles = unpack_nibbles(points.bytes_of(packed), 8 * packed.shape[1])
     eights: Tensor = nibbles.unflatten(1, (-1, 8))
     return eights[:, :, list(_PLACE)].flatten(1)
 

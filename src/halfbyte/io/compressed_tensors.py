@@ -97,7 +97,7 @@ def _packed(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Tensor,
     words = parts["weight_packed"]
     n, k = shape_of(tuple(words.shape), parts.get("weight_shape", torch.empty(0)), bits, where)
     points.take(parts, "weight_packed", (torch.int32,), (n, words.shape[1]), where)
-    data = words.contiguous().view(torch.uint8)[:, : -(-k * bits // 8)].contiguous()
+    data = points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
     if bits == 4 and k % 2:
         data[:, -1] &= 15  # what pads a row means nothing
     return data, n, k
@@ -109,7 +109,7 @@ def _points(stored: Tensor, bits: int, shape: tuple[int, int], where: str) -> Te
         signed = points.take({"weight_zero_point": stored.reshape(-1, blocks)}, "weight_zero_point", (torch.int8,), shape, where)
         return (signed.to(torch.int16) + points.middle(bits)).to(torch.uint8)
     words = points.take({"weight_zero_point": stored}, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
-    data = words.T.contiguous().view(torch.uint8)
+    data = points.bytes_of(words.T)
     return (data[:, :n] if bits == 8 else unpack_nibbles(data, n)).T.contiguous()
 
 

@@ -47,7 +47,7 @@ def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, 
     stored = unpack(points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
     scales = points.take(parts, "scales", points.SCALES, (blocks, n), where)
     zeros = stored if version == 2 else stored + 1 & (1 << bits) - 1
-    data = qweight.T.contiguous().view(torch.uint8)
+    data = points.bytes_of(qweight.T)
     order = None
     if "g_idx" in parts:
         order = order_of(points.take(parts, "g_idx", (torch.int32, torch.int64), (k,), where), block, where)
@@ -102,7 +102,7 @@ def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """int32 [R, ceil(n * bits / 32)] -> uint8 [R, n]."""
-    data = packed.contiguous().view(torch.uint8)
+    data = points.bytes_of(packed)
     return data[:, :n] if bits == 8 else unpack_nibbles(data, n)
 
 

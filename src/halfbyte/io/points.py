@@ -61,6 +61,11 @@ def words(data: Tensor) -> Tensor:
     return data.flatten().view(torch.int32).reshape(data.shape[0], data.shape[1] // 4)
 
 
+def bytes_of(words: Tensor) -> Tensor:
+    """The inverse: int32 [R, W] -> uint8 [R, 4 W]."""
+    return words.flatten().view(torch.uint8).reshape(words.shape[0], 4 * words.shape[1])
+
+
 def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multiple: int, k_multiple: int) -> str | None:
     """Why codes cannot be written with points in int32 words, or None."""
     n, k = shape[-2:]

@@ -62,7 +62,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes."""
     try:
         with open(path, "rb") as file:
-            content = file.read(limit + 1)
+            content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) takes n bytes of memory, whatever comes
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
     if len(content) > limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from samples import random_codes
-from test_awq import same
+from test_io_awq import same
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError

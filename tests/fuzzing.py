@@ -1,0 +1,274 @@
+"""Damaged files by the thousand: `python tests/fuzzing.py --count 100000`. tests/test_fuzz.py runs some of it.
+
+Each case changes a sound file somewhere and reads it whole. It passes if the file is read or refused with one line; if that takes no
+longer than a few seconds; and if no more than four times its size is allocated, besides room to work: 256 MB of address space in every
+case, and one megabyte in every fiftieth, where each allocation is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from samples import random_codes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halfbyte.checkpoint.foreign import read_folder
+from halfbyte.checkpoint.manifest import CONFIG
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats import as_format, ggml
+from halfbyte.io import awq, compressed_tensors, gguf, gptq
+from halfbyte.io.safetensors import Reader, Spec, Writer, load_json
+
+ROOM = 1 << 20  # bytes beside four times the file
+ADDRESS_ROOM = 256 << 20
+CLOSELY = 50  # one case in so many is looked at closely
+SECONDS = 5.0
+_SIZES = (0, 1, 2, 31, 32, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 33, (1 << 62) - 1, 1 << 63, (1 << 64) - 1)
+
+
+class _Largest(TorchDispatchMode):
+    """Inside, sees every tensor that is made, and what Python allocates. `taken`: the larger of the largest tensor and of the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+
+    def __enter__(self) -> _Largest:
+        tracemalloc.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)
+        self.taken = max(self.taken, tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                self.taken = max(self.taken, leaf.untyped_storage().nbytes())
+        return out
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is damaged: `files` of a folder are changed, `read` reads the folder."""
+
+    name: str
+    files: tuple[str, ...]
+    make: Callable[[Path], None]
+    read: Callable[[Path], object]
+
+
+@dataclass
+class Outcome:
+    messages: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    largest: float = 0.0  # allocation, in parts of what is allowed
+
+
+def make_gguf(folder: Path) -> None:
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        "general.alignment": 32,
+        "llama.context_length": 32,
+        "llama.rope.freq_base": 1e4,
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(40)],
+        "tokenizer.ggml.scores": [float(-i) for i in range(40)],
+        "tokenizer.ggml.token_type": [1] * 40,
+        "flags": [True, False],
+        "empty": [],
+    }
+    tensors = {f"blk.0.{kind.name}.weight": (number, (2, kind.weights)) for number, kind in ggml.TYPES.items()}
+    tensors |= {"norm": (0, (8,)), "half": (30, (2, 8)), "scalar": (0, ())}
+    (folder / "m.gguf").unlink(missing_ok=True)
+    writer = gguf.Writer(folder / "m.gguf", metadata, tensors)
+    rng = torch.Generator().manual_seed(0)
+    for name, (number, shape) in tensors.items():
+        if number in ggml.TYPES:
+            size = (shape[0], ggml.TYPES[number].row_bytes(shape[1]))
+            # Small bytes: numbers in float16 that are finite.
+            writer.write(name, torch.randint(0, 60, size, generator=rng, dtype=torch.uint8))
+        else:
+            writer.write(name, torch.zeros(shape, dtype=torch.bfloat16 if number == 30 else torch.float32))
+    writer.finish()
+
+
+def read_gguf(folder: Path) -> object:
+    file = gguf.read_header(folder / "m.gguf")
+    strings = [list(value) for value in file.metadata.values() if isinstance(value, gguf.Strings)]
+    return strings, [gguf.read(entry) for entry in file.entries.values()]
+
+
+def _folder(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    for old in folder.glob("*"):
+        old.unlink()
+    writer = Writer(folder, "model", {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish()
+    (folder / CONFIG).write_text(json.dumps({"dtype": "float16", "quantization_config": settings}))
+
+
+def make_awq(folder: Path) -> None:
+    parts = awq.write(random_codes(as_format("int4_g16_zp"), (16, 32)))
+    _folder(
+        folder, {f"a.b.{name}": part for name, part in parts.items()} | {"norm": torch.ones(4)}, {"quant_method": "awq", "group_size": 16}
+    )
+
+
+def make_gptq(folder: Path) -> None:
+    order = torch.randperm(32).view(2, 16).sort(dim=1).values.flatten().to(torch.int32)
+    parts = gptq.write(random_codes(as_format("int4_g16_zp"), (16, 32)), order, 1)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": True}
+    _folder(folder, {f"a.b.{name}": part for name, part in parts.items()} | {"norm": torch.ones(4)}, settings)
+
+
+def make_compressed_tensors(folder: Path) -> None:
+    packed = compressed_tensors.write(random_codes(as_format("int4_g16_zp"), (5, 32)), None, packed=True)
+    integer = compressed_tensors.write(random_codes(as_format("int8_channel_zp"), (5, 9)), None, packed=False)
+    groups = {
+        "group_0": {"targets": ["re:a.*"], "weights": {"num_bits": 4, "type": "int"}, "input_activations": None},
+        "group_1": {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "symmetric": True}},
+    }
+    tensors = {f"a.{name}": part for name, part in packed.items()} | {f"b.{name}": part for name, part in integer.items()}
+    _folder(folder, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+
+
+def read_quantized(folder: Path) -> object:
+    config = load_json(folder / CONFIG)
+    if not isinstance(config.get("quantization_config"), dict):
+        return None
+    entries = read_folder(Reader([folder / "model.safetensors"]), config)
+    read = []
+    for name, entry in entries.entries.items():
+        read.append(entries.read(name))
+        if entry.quantized is not None and entry.quantized.order is not None:
+            read.append(entry.quantized.order())
+    return read
+
+
+_FOLDER = ("model.safetensors", CONFIG)
+KINDS = (
+    Kind("gguf", ("m.gguf",), make_gguf, read_gguf),
+    Kind("awq", _FOLDER, make_awq, read_quantized),
+    Kind("gptq", _FOLDER, make_gptq, read_quantized),
+    Kind("compressed-tensors", _FOLDER, make_compressed_tensors, read_quantized),
+)
+
+
+def mutations(content: bytes, rng: random.Random) -> Iterator[bytes]:
+    """Endless changes of `content`: mostly in its first half, where headers are."""
+    while True:
+        changed = bytearray(content)
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            at = rng.randrange(max(1, len(changed) // rng.choice((1, 2, 2, 4))))
+            match rng.randrange(8):
+                case 0 | 1:
+                    changed[at] = rng.randrange(256)
+                case 2:
+                    changed[at] ^= 1 << rng.randrange(8)
+                case 3:
+                    width = rng.choice((4, 8))
+                    changed[at : at + width] = (rng.choice(_SIZES) & (1 << 8 * width) - 1).to_bytes(width, "little")
+                case 4:
+                    del changed[at:]
+                case 5:
+                    del changed[at : at + rng.randrange(1, 40)]
+                case 6:
+                    changed[at:at] = rng.randbytes(rng.randrange(1, 40))
+                case 7:  # numbers in JSON, and pieces of the file elsewhere
+                    length = rng.randrange(1, 60)
+                    other = rng.randrange(len(changed) + 1)
+                    changed[at : at + length] = rng.choice((changed[other : other + length], b"9" * rng.randrange(1, 25), b"-1", b"null"))
+            if not changed:
+                changed = bytearray(b"\0")
+        yield bytes(changed)
+
+
+def run(kind: Kind, count: int, seed: int) -> Outcome:
+    """Raises AssertionError at the first case that fails, with the seed and the number by which it comes again."""
+    outcome = Outcome()
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kind.make(folder)
+        with _Largest():
+            kind.read(folder)  # what is imported on the way is no case's memory
+        sound = {file: (folder / file).read_bytes() for file in kind.files}
+        changes = {file: mutations(content, rng) for file, content in sound.items()}
+        with _limited(sum(map(len, sound.values()))):
+            for case in range(count):
+                file = rng.choice(kind.files)
+                (folder / file).write_bytes(next(changes[file]))
+                _one(kind, folder, outcome, f"{kind.name}, seed {seed}, case {case}, in {file}", closely=case % CLOSELY == 0)
+                (folder / file).write_bytes(sound[file])
+    return outcome
+
+
+def _one(kind: Kind, folder: Path, outcome: Outcome, which: str, *, closely: bool) -> None:
+    size = sum((folder / file).stat().st_size for file in kind.files)
+    start, largest = time.perf_counter(), _Largest()
+    try:
+        with largest if closely else nullcontext():
+            kind.read(folder)
+        message = None
+    except HalfbyteError as e:
+        message = str(e)
+        assert message, which
+        assert "\n" not in message, which
+        assert len(message) < 2000, which
+    except Exception as e:
+        raise AssertionError(f"{which}: {type(e).__name__}: {e}") from e
+    assert time.perf_counter() - start < SECONDS, f"{which}: {time.perf_counter() - start:.1f} s"
+    if closely:
+        assert largest.taken <= 4 * size + ROOM, f"{which}: {largest.taken} bytes allocated for files of {size}"
+        outcome.largest = max(outcome.largest, largest.taken / (4 * size + ROOM))
+    outcome.slowest = max(outcome.slowest, time.perf_counter() - start)
+    outcome.messages["refused" if message else "read"] += 1
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[None]:
+    """An allocation that is out of all measure fails, and what fails so is no HalfbyteError."""
+    if sys.platform != "linux":
+        yield
+        return
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * size + ADDRESS_ROOM, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000, help="of cases, over all kinds (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for kind in KINDS:
+        outcome = run(kind, args.count // len(KINDS), args.seed)
+        slowest = f"slowest {outcome.slowest * 1e3:.0f} ms, most memory {outcome.largest:.0%} of what is allowed"
+        sys.stdout.write(f"{kind.name}: {outcome.messages.total()} cases, {dict(outcome.messages)}, {slowest}\n")
+
+
+if __name__ == "__main__":
+    main()
