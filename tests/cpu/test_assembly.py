@@ -10,6 +10,7 @@ from halfbyte.kernels.cpu import activations, dequantize, driver, jit, probe, qu
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import Inner, TileSpec
@@ -53,8 +54,9 @@ def spills(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(("zero", "shifted"), [("none", False), ("point", False), ("offset", True)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, shifted: bool, unit: tuple[int, bool]) -> None:
-    isa = BY_NAME["avx512_vnni"]
-    for m in (1, 6, 8):
+    for isa, m in itertools.product((AVX512VNNI(intel=False), AVX512VNNI(intel=True)), (1, 6, 8, 10)):
+        if m == 10 and unit[1]:
+            continue  # such tiles are for long blocks
         spec = spec_of(isa, "int8", bits, zero, unit, m, shifted)
         text = assembly(isa, spec)
         loop = between(text, "vpdpbusd")
@@ -63,6 +65,10 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         assert len(dots) == (spec.rows + shifted) * spec.vectors * unit[0] // 4
         assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
         assert not any("{1to16}" in line for line in dots)  # it takes a slot of its own
+        unpacking = count(loop, "vgf2p8affineqb"), count(loop, "vps?rl[wdq]")
+        steps = spec.vectors * unit[0] // 8 if bits == 4 else 0
+        assert max(unpacking) <= 2 * steps
+        assert not isa.intel or unpacking[1] == 0
         assert not spills(loop)
 
 

@@ -14,12 +14,14 @@ class EmulatedTiles(AMXTiles):
     name, cpu, features, attributes, needs = "amx_emulated", "haswell", "", "", AVX2.needs
 
     def __init__(self) -> None:
+        super().__init__()
+        self.features = ""
         self._registers: WeakKeyDictionary[Function, list[tuple[Register, Value]]] = WeakKeyDictionary()
 
     def missing(self) -> str | None:
         return AVX2().missing()
 
-    def nibbles(self, f: Function, stored: Value, signed: bool) -> list[Value]:
+    def nibbles(self, stored: Value, signed: bool) -> list[Value]:
         codes = [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
         return [code - 8 for code in codes] if signed else codes
 

@@ -183,7 +183,7 @@ class _Unpacking:
         for row in range(spec.unit // 8):
             for v in range(spec.vectors):
                 bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
-                codes = isa.nibbles(f, bytes_, spec.signed) if spec.inner == "int8" else isa.bf16_codes(f, bytes_, spec.signed)
+                codes = isa.nibbles(bytes_, spec.signed) if spec.inner == "int8" else isa.bf16_codes(f, bytes_, spec.signed)
                 for i, code in enumerate(codes):
                     to.store(code, ((row * len(codes) + i) * spec.vectors + v) * 64, 64)
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from halfbyte.kernels.cpu.ir import Function, Value
-from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
+from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, affine_nibbles
 from halfbyte.layouts.cpu_tiles import Geometry
 
 ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
-_FEATURES = "+amx-tile,+amx-int8,+amx-bf16,+gfni"
+_FEATURES = "+amx-tile,+amx-int8,+amx-bf16"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux: arch_prctl(2), Documentation/arch/x86/xstate.rst
 
 
@@ -51,6 +51,9 @@ class AMXTiles(AVX512BF16):
     register_totals = ROWS
     blocks_ahead, units_ahead = 2, 3  # how far multiplying is ahead of scaling, and unpacking ahead of multiplying
 
+    def __init__(self) -> None:
+        super().__init__(intel=True)
+
     def missing(self) -> str | None:
         return super().missing() or refusal()
 
@@ -68,19 +71,9 @@ class AMXTiles(AVX512BF16):
     def apart(self, bits: int) -> bool:
         return False
 
-    # Unpacking
-
-    def nibbles(self, f: Function, stored: Value, signed: bool) -> list[Value]:
-        """Bytes with two codes -> the low codes and the high ones as bytes: u, or u - 8 if `signed`, by one affine map of bits each."""
-        out = []
-        for first in (0, 4):
-            # Bit i of the result is bit first + i; if signed, the inverse of the last one from there on.
-            rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
-            matrix = sum(row << 8 * (7 - i) for i, row in enumerate(rows))
-            table = f.constant("<8 x i64>", [matrix] * 8).bits(stored.type)
-            inverted = f.value("i8", -8 if signed else 0)
-            out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, inverted))
-        return out
+    def nibbles(self, stored: Value, signed: bool) -> list[Value]:
+        """64 bytes with two 4-bit codes each -> the low ones and the high ones as signed bytes."""
+        return affine_nibbles(stored, signed=signed)
 
     def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
         """acc + the sum of the four bytes in each lane."""
@@ -133,6 +126,9 @@ class AMXInt8(AVX512BF16):
     features = _FEATURES
     matrix = AMXTiles()
     matrix_rows = 5
+
+    def __init__(self) -> None:
+        super().__init__(intel=True)
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
+_LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -120,7 +122,12 @@ class AVXVNNI(ISA):
 
 
 class AVX512VNNI(AVXVNNI):
-    """512 bits with `vpdpbusd`."""
+    """512 bits with `vpdpbusd`.
+
+    On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
+    vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
+    the former are free and stores are not.
+    """
 
     name = "avx512_vnni"
     lanes = 16
@@ -131,10 +138,23 @@ class AVX512VNNI(AVXVNNI):
     register = ""
     register_totals = 12
 
+    def __init__(self, intel: bool | None = None) -> None:
+        self.intel = machine().vendor == "Intel" if intel is None else intel
+        self.affine = self.intel and (intel is not None or "gfni" in machine().features)
+        if self.affine:
+            self.features = f"{self.features},+gfni".lstrip(",")
+
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        if compute == "int8":
-            return (m if m <= 8 else 6), 2
-        return min(m, 6), 2
+        if compute != "int8":
+            return min(m, 6), 2
+        if block >= _LONG_BLOCK:
+            return min(m, 10), 2
+        return (m if m <= 8 else 8 if self.intel else 6), 2
+
+    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
+        if bits == 8 or not self.affine:
+            return super().unit_weights(stored, bits)
+        return affine_nibbles(stored, signed=False)
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
@@ -161,6 +181,18 @@ class AVX512BF16(AVX512VNNI):
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
         both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
         return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
+
+
+def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
+    """64 bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
+    f, out = stored.fn, []
+    for first in (0, 4):
+        # Bit i of the result is bit first + i; if signed, the inverse of the last one from there on.
+        rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
+        matrix = sum(row << 8 * (7 - i) for i, row in enumerate(rows))
+        table = f.constant("<8 x i64>", [matrix] * 8).bits(stored.type)
+        out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, f.value("i8", -8 if signed else 0)))
+    return out
 
 
 def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> Iterator[tuple[int, Value]]:
