@@ -30,7 +30,10 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu, gpu
 
-SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672))
+SHAPES = (
+    *((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)),
+    *((11008, 4096), (3584, 18944), (151936, 896)),
+)
 MS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 
 
@@ -83,6 +86,8 @@ def _shape(plan: GpuPlan, work: GpuWork, contenders: Sequence[GpuContender], rep
             binds[contender] = contender.bind(work, plan.vllm)
         except Absent as reason:
             _absent(report, work, contender, str(reason))
+        except Exception as reason:  # whatever a peer raises
+            _absent(report, work, contender, _short(reason))
     geo = gpu_tiles.geometry(work.format, (work.n, work.k))
     reading = _read_seconds(geo.nbytes, work.gpu)
     found = []
@@ -101,9 +106,9 @@ def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int,
         try:
             launches[contender.name] = bind(x)
             y = launches[contender.name][-1]()
-        except (Absent, HalfbyteError, RuntimeError) as reason:
+        except Exception as reason:  # whatever a peer raises
             launches.pop(contender.name, None)
-            _absent(report, work, contender, f"M={m}: {' '.join(str(reason).split())[:200]}")
+            _absent(report, work, contender, f"M={m}: {_short(reason)}")
             continue
         errors[contender.name] = None if y.dtype == torch.int32 else _error(y, x, work)
     times = graph_times(launches, rounds=plan.rounds)
@@ -130,6 +135,11 @@ def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int,
         for contender in binds
         if contender.name in times
     ]
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return words if isinstance(error, Absent | HalfbyteError) else f"{type(error).__name__}: {words}"
 
 
 def _absent(report: GpuReport, work: GpuWork, contender: GpuContender, reason: str) -> None:

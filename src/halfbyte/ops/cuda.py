@@ -145,7 +145,10 @@ class _Linear:
         if bias is not None:
             bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
         shape, n = x.shape, self.n
-        out = torch.empty((*shape[:-1], n), dtype=self.dtype, device=self.device)
+        if len(shape) == 2:
+            out = _empty((shape[0], n), (n, 1), self.dtype)
+        else:
+            out = torch.empty((*shape[:-1], n), dtype=self.dtype, device=self.device)
         key = _key(x, self.k, bias, residual, low, high)
         replay = self.plans.get(key)
         if replay is None:
