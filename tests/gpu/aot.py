@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.dispatch.gpu import choose_gpu_linear
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -59,14 +60,15 @@ class Binary:
     shared: int
 
 
-def linear_job(module: str, arch: str, *, configs: Sequence[int] | None = None, **problem: Any) -> Job:
-    """A linear kernel's file on one problem: m, n, k, format, and perhaps dtype ("bfloat16"), compute, activation, bias, residual."""
+def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, **problem: Any) -> Job:
+    """A linear kernel's file, or what dispatch takes where `module` is None, on one problem: m, n, k, format, and perhaps dtype
+    ("bfloat16"), compute, activation, bias, residual."""
     return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem})
 
 
 def launch_linear(
     gpu: Gpu,
-    module: str,
+    module: str | None,
     m: int,
     n: int,
     k: int,
@@ -80,15 +82,20 @@ def launch_linear(
 ) -> None:
     from halfbyte.kernels.gpu.epilogue import Epilogue
 
-    file = importlib.import_module(module)
     problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation)  # type: ignore[arg-type]
-    reason = file.supports(problem, gpu)
-    assert reason is None, f"{module} refuses {problem} on {gpu.arch}: {reason}"
+    if module is None:
+        taken = choose_gpu_linear(problem, gpu).taken
+        assert taken is not None, f"nothing is taken for {problem} on {gpu.arch}"
+        file, found = taken.candidate.module, (taken.config,)
+    else:
+        file = importlib.import_module(module)
+        reason = file.supports(problem, gpu)
+        assert reason is None, f"{module} refuses {problem} on {gpu.arch}: {reason}"
+        found = file.configs(problem, gpu)
     geo = gpu_tiles.geometry(problem.format, (n, k))
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
     epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)
-    found = file.configs(problem, gpu)
     for config in found if configs is None else (found[i] for i in configs if i < len(found)):
         file.launch(problem, config, x, *views, out, epilogue)
 
@@ -105,9 +112,9 @@ def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
             output = Path(folder) / f"{i}.json"
             arguments = [sys.executable, __file__, json.dumps([asdict(job) for job in share]), str(output)]
             workers.append((subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT), output))
+        errors = [process.communicate()[1] for process, _ in workers]
         for first, (process, output) in enumerate(workers):
-            _, errors = process.communicate()
-            assert process.returncode == 0, errors[-4000:]
+            assert process.returncode == 0, errors[first][-4000:]
             for i, binaries in enumerate(json.loads(output.read_text())):
                 found[first + i * PROCESSES] = [Binary(**binary) for binary in binaries]
     return found
