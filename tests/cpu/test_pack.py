@@ -1,5 +1,9 @@
 """The packing kernel gives the bytes that the layout's own definition gives."""
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,3 +42,26 @@ def test_experts_are_rows() -> None:
     codes = random_codes(as_format("q4_0"), (3, 21, 64))
     assert pack.pack(codes).data.equal(cpu_tiles.pack(codes).data)
     assert hb.dequantize(hb.pack(codes)).equal(codes.dequantize())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how Linux is asked for huge pages")
+def test_large_weights_lie_in_huge_pages_where_there_are_such() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    packed = hb.pack(random_codes(as_format("q8_0"), (4096, 2048)))
+    middle = packed.data.data_ptr() + packed.data.nbytes // 2
+    flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= middle < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags
+    assert hb.unpack(packed).data.shape == (4096, 2048)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 1 << 20, 1 << 21, (1 << 22) + 7, 9 << 20])
+def test_any_amount_is_allocated(nbytes: int) -> None:
+    memory = cpu_tiles.allocate(nbytes)
+    assert memory.shape == (nbytes,)
+    assert memory.fill_(3).eq(3).all()

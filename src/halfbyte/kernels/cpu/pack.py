@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
@@ -119,7 +118,7 @@ def pack(codes: Codes) -> Packed:
     fmt, geo = codes.format, cpu_tiles.geometry(codes.format, codes.shape)
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
-    out = torch.zeros(geo.nbytes, dtype=torch.uint8)
+    out = cpu_tiles.allocate(geo.nbytes).zero_()
     spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes)
     block = PACK.struct().pack(
         *(_phase(spec), 0, runtime.openmp_address(), 0),
