@@ -33,6 +33,7 @@ class GpuCandidate:
     home: str
     summary: str
     tiles: Callable[[Any, Problem], Tiles]
+    direct: bool = True
 
     @property
     def module(self) -> Any:
@@ -47,6 +48,10 @@ GPU_LINEAR = (
     GpuCandidate(
         "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
         lambda c, p: Tiles(c.block_m, 2 * c.rows, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (2 * c.rows))))),
+    ),
+    GpuCandidate(
+        "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",
+        lambda c, p: Tiles(128, 256), direct=False,
     ),
     GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",

@@ -95,18 +95,21 @@ class Skill(NamedTuple):
     """What part of the ceilings a kernel reaches where it is at its best, and seconds that it needs besides.
 
     overlaps  reading and arithmetic run at the same time; else one after the other, as where the same warps do both
+    unpacks   the weight is written and read once more in the activations' type
     """
 
     memory: float
     arithmetic: float
     more: float
     overlaps: bool
+    unpacks: bool = False
 
 
 # Fitted to times on an H100 and an H200.
 SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, overlaps=False),
     "gemm_hopper": Skill(0.80, 0.90, 3e-6, overlaps=True),
+    "dequantized": Skill(0.80, 1.05, 4e-6, overlaps=True, unpacks=True),
     "gemm_int8": Skill(0.90, 0.90, 0.5e-6, overlaps=False),
     "gemm_int8_hopper": Skill(0.80, 0.95, 3e-6, overlaps=True),
 }
@@ -133,6 +136,9 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     again = max(1.0, row_tiles * tiles.rows * k * element / gpu.l2) if row_tiles > 1 else 1.0
     nbytes = geo.nbytes * again + element * m * (k + n) + partial_sums
     seconds = ceilings.start + skill.more
+    if skill.unpacks:
+        seconds += (geo.nbytes + n * k * element) / (ceilings.bandwidth * skill.memory)
+        nbytes = n * k * element + element * m * (k + n)
     if problem.compute == "int8":
         rate = ceilings.integer
         if geo.block_rows > 1:

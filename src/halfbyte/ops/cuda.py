@@ -183,7 +183,8 @@ class _Linear:
         from halfbyte.kernels.gpu import direct, launch
 
         operands = (x, weight, out, epilogue.bias, epilogue.residual)
-        if capturing or key in self.plans or _overlap(operands) or direct.broken(self.device) is not None:
+        known = key in self.plans or not option.candidate.direct
+        if known or capturing or _overlap(operands) or direct.broken(self.device) is not None:
             return
         with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
             run()

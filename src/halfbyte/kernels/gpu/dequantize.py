@@ -14,31 +14,33 @@ from torch import Tensor
 from halfbyte.kernels.gpu.activations import INTERPRETED
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.layouts import gpu_tiles
-from halfbyte.layouts.gpu_tiles import PANEL, RECORD
+from halfbyte.layouts.gpu_tiles import RECORD
 
 _ZEROS = {"none": 0, "point": 1, "offset": 2}
 
 
-def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
     """The weight [n, k] that `data`, uint8 [geo.nbytes], stands for."""
-    out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device) if out is None else out
+    out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device)
     if out.numel():
-        codes, scale, zero = gpu_tiles.views(data, geo)
-        run(
-            _whole,
-            (geo.records, geo.panels),
-            codes,
-            scale,
-            zero,
-            out,
-            *_sizes(geo),
-            geo.n,
-            BITS=geo.format.bits,
-            ZERO=_ZEROS[geo.format.zero],
-            G=min(geo.padded, RECORD),
-            num_warps=4,
-        )
+        write(gpu_tiles.views(data, geo), geo, out)
     return out
+
+
+def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor) -> None:
+    """The same into `out` [n, k], for a weight that has elements."""
+    run(
+        _whole,
+        (geo.records, geo.panels),
+        *sections,
+        out,
+        *_sizes(geo),
+        geo.n,
+        BITS=geo.format.bits,
+        ZERO=_ZEROS[geo.format.zero],
+        G=min(geo.padded, RECORD),
+        num_warps=4,
+    )
 
 
 def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
