@@ -1,0 +1,140 @@
+"""Linear layers that get the same input, computed at once: queries, keys and values; gate and up.
+
+Their weights become one, row under row, and their outputs are parts of one product; no number changes. A token then takes fewer and
+larger products, which matters where each is short: activations are quantized once, and threads or thread blocks meet less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.errors import UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.layouts.base import Packed
+from halfbyte.nn.modules import QuantLinear, QuantModule
+
+# Children of one module that transformers calls one after the other with one and the same tensor.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
+    """Computes quantized siblings together, in place, and returns the names of the groups, "model.layers.0.mlp.gate_proj+up_proj".
+
+    siblings  names of children that their parent calls in this order with one and the same tensor
+
+    Siblings that differ in format, width, device or way of computing stay as they are. What is saved is what would be saved without.
+    """
+    fused = []
+    for prefix, parent in list(model.named_modules()):
+        for names in siblings:
+            parts = [getattr(parent, name, None) for name in names]
+            linears = [p for p in parts if type(p) is QuantLinear and not p._forward_hooks and not p._forward_pre_hooks]
+            if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:
+                group = _Group.of(linears)
+                for i, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                    setattr(parent, name, FusedLinear(group, i, linear))
+                fused.append(f"{prefix}.{'+'.join(names)}".lstrip("."))
+    return fused
+
+
+def _kind(linear: QuantLinear) -> tuple[object, ...]:
+    """What siblings must have in common."""
+    fmt, k, device = linear.packed.format, linear.packed.shape[1], linear.packed.device
+    own = id(linear) if fmt.block == "tensor" else 0  # one scale for all rows is no scale for others
+    return fmt, k, device, own, linear.dtype, linear.compute, linear.activation, linear.bias is None
+
+
+@dataclass(eq=False)
+class _Group:
+    """The weight of several linear layers, and what it gave for the last input until all of them have asked.
+
+    sizes   rows of each
+    biases  float32 of each; of all together in `bias`
+    held   (an input, the outputs for it); read and written as one, so that threads do not mix theirs
+    """
+
+    packed: Packed
+    sizes: list[int]
+    biases: list[Tensor]
+    compute: str
+    activation: str
+    bias: Tensor | None = None
+    held: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    @classmethod
+    def of(cls, linears: Sequence[QuantLinear]) -> _Group:
+        codes = [linear.codes() for linear in linears]
+        first = codes[0]
+        tensors = {part: torch.cat([c.tensors()[part] for c in codes]) for part in first.tensors()}
+        sizes = [c.shape[0] for c in codes]
+        packed = ops.pack(Codes.from_tensors(first.format, (sum(sizes), first.shape[1]), tensors), linears[0].packed.device)
+        group = cls(packed, sizes, [packed.data.new_empty(0)] * len(sizes), linears[0].compute, linears[0].activation)
+        for i, linear in enumerate(linears):
+            group.set_bias(i, linear.bias)
+        return group
+
+    def set_bias(self, index: int, bias: Tensor | None) -> None:
+        if bias is not None:
+            self.biases[index] = bias.detach().float()
+            together = all(b.device == bias.device and len(b) == n for b, n in zip(self.biases, self.sizes, strict=True))
+            self.bias = torch.cat(self.biases) if together else None
+
+    def rows(self, index: int) -> slice:
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        held = self.held
+        if held is None or held[0] is not x:
+            y = ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+            held = x, y.split(self.sizes, dim=-1)
+        # The last to ask leaves nothing behind.
+        self.held = held if index < len(self.sizes) - 1 else None
+        return held[1][index]
+
+    def move(self, device: torch.device) -> None:
+        if self.packed.device != device:
+            self.packed = ops.pack(ops.unpack(self.packed), device)
+
+
+class FusedLinear(QuantLinear):
+    """One of several linear layers whose weights are one. It reads, saves and reports as if it had its own."""
+
+    def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
+        super().__init__(_part(group, index), linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
+        self._group, self._index = group, index
+        self.train(linear.training)
+
+    def codes(self) -> Codes:
+        whole, rows = ops.unpack(self._group.packed), self._group.rows(self._index)
+        return Codes.from_tensors(whole.format, self._packed.shape, {name: t[rows] for name, t in whole.tensors().items()})
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight [N, K]; computed when it is read."""
+        return ops.dequantize(self._group.packed, self.dtype)[self._group.rows(self._index)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._group.part(x, self._index)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise UnsupportedError("a weight that is computed together with others cannot be loaded alone: load the model, then fuse_ it")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self._group.packed.device)).device
+        self._group.move(device)
+        self._set_packed(_part(self._group, self._index))
+        super()._apply(fn, recurse)
+        self._group.set_bias(self._index, self.bias)
+        return self
+
+
+def _part(group: _Group, index: int) -> Packed:
+    """The part's format and shape; its bytes are the group's, seen through a tensor of its own, as no layout keeps a part's together."""
+    return replace(group.packed, shape=(group.sizes[index], group.packed.shape[1]), data=group.packed.data.view(-1))

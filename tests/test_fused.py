@@ -1,0 +1,125 @@
+"""Layers that are computed together give, save and report what they do alone."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint import load_tensors, save
+from halfbyte.errors import UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.fused import FusedLinear, fuse_
+from halfbyte.nn.modules import QuantLinear
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(72, 72, bias), nn.Linear(72, 17, bias), nn.Linear(72, 17, bias)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(72, 100, bias), nn.Linear(72, 100, bias), nn.Linear(100, 72, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        return torch.cat((y, self.down_proj(self.gate_proj(x) * self.up_proj(x))), -1)
+
+
+def pair(config: Config, bias: bool = False) -> tuple[nn.Module, nn.Module]:
+    """(alone, together), with the same weights."""
+    block = nn.Sequential(Block(bias))
+    alone, together = (quantize_(copy.deepcopy(block), config) for _ in range(2))
+    assert fuse_(together) == ["0.q_proj+k_proj+v_proj", "0.gate_proj+up_proj"]
+    return alone, together
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", compute="float"), Config("int8_channel", activation="row")])
+@torch.inference_mode()
+def test_the_same_numbers(config: Config, bias: bool) -> None:
+    alone, together = pair(config, bias)
+    for m in (1, 5):
+        x = torch.randn(2, m, 72)
+        assert torch.equal(together(x), alone(x))
+    for name in ("q_proj", "v_proj", "up_proj"):
+        assert torch.equal(together[0].get_submodule(name).weight + 0, alone[0].get_submodule(name).weight + 0)
+        assert together[0].get_submodule(name)._group.held is None, "nothing is kept"
+    assert torch.equal(together.bfloat16()(x.bfloat16()), alone.bfloat16()(x.bfloat16()))
+
+
+def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
+    alone, together = pair(Config("q4_0"))
+    assert report(together).to_json() == report(alone).to_json()
+    save(alone, tmp_path / "a")
+    save(together, tmp_path / "t")
+    a, t = load_tensors(tmp_path / "a"), load_tensors(tmp_path / "t")
+    assert a.keys() == t.keys()
+    for name, codes in a.items():
+        assert isinstance(codes, Codes)
+        other = t[name]
+        assert isinstance(other, Codes)
+        assert all(torch.equal(v, other.tensors()[part]) for part, v in codes.tensors().items())
+    with pytest.raises(UnsupportedError, match="then fuse_ it"):
+        together.load_state_dict(alone.state_dict())
+
+
+def test_what_differs_stays() -> None:
+    model = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.k_proj": "q8_0"}, skip=["*.up_proj"]))
+    assert fuse_(model) == []
+    assert type(model[0].q_proj) is QuantLinear
+    scaled = quantize_(nn.Sequential(Block()), Config("int4_tensor"))
+    assert fuse_(scaled) == [], "each has a scale of its own"
+    hooked = quantize_(nn.Sequential(Block()), "q4_0")
+    hooked[0].q_proj.register_forward_hook(lambda *_: None)
+    assert fuse_(hooked) == ["0.gate_proj+up_proj"]
+
+
+def test_one_asked_alone() -> None:
+    alone, together = pair(Config("q4_0"))
+    x, other = torch.randn(3, 72), torch.randn(3, 72)
+    with torch.inference_mode():
+        assert torch.equal(together[0].k_proj(x), alone[0].k_proj(x))
+        assert torch.equal(together[0].v_proj(other), alone[0].v_proj(other)), "another input"
+        assert torch.equal(together[0].q_proj(other), alone[0].q_proj(other))
+
+
+def test_gradients_and_copies() -> None:
+    alone, together = pair(Config("q4_0"), bias=True)
+    gradients = []
+    for model in (alone, together, copy.deepcopy(together)):
+        x = torch.linspace(-1, 1, 72).repeat(2, 1).requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(gradients[1], gradients[2])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_threads_do_not_mix() -> None:
+    _, together = pair(Config("q4_0"))
+    inputs = [torch.randn(4, 72) for _ in range(40)]
+    with torch.no_grad():
+        expected = [together(x) for x in inputs]
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return together(x)  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(a, b) for a, b in zip(pool.map(call, inputs), expected, strict=True))
+
+
+def test_compiles_in_one_graph() -> None:
+    _, together = pair(Config("q4_0"))
+    assert isinstance(together[0].q_proj, FusedLinear)
+    x = torch.randn(2, 72)
+    with torch.no_grad():
+        expected = together(x)
+        compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(2 * x), together(2 * x))
+    assert together[0].q_proj._group.held is None
