@@ -160,12 +160,17 @@ def test_each_stream_and_each_graph_has_its_own(device: torch.device) -> None:
     here = launch.locks(device, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert launch.locks(device, 1).data_ptr() != here.data_ptr()
-    addresses = []
+    addresses, graphs = [], []
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             first, second = launch.locks(device, 1), launch.locks(device, 1)
-        assert first is second
-        addresses.append((first.data_ptr(), graph))
-    assert addresses[0][0] != addresses[1][0]
+            more = launch.locks(device, first.numel() + 1)
+        assert first.data_ptr() == second.data_ptr()
+        assert more.data_ptr() not in (first.data_ptr(), here.data_ptr())
+        assert not first.any()
+        assert not more.any()
+        addresses.append(first.data_ptr())
+        graphs.append(graph)
+    assert addresses[0] != addresses[1]
     assert launch.locks(device, 1) is here

@@ -57,24 +57,22 @@ def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch
 
     The function is written out as Python source: to walk over the arguments would cost as much as the launch.
     """
-    places = [*operands, *(launch.buffer(buffers, device, 0, dtype) for buffers, dtype in _SCRATCH)]
+    scratch = (launch.workspace, launch.locks)
+    places = [*operands, *(memory(device, 0) for memory in scratch)]
     source = _Source([(0, 0) if place is None else (place.data_ptr(), place.data_ptr() + place.nbytes) for place in places])
     try:
         launches = [source.launch(call) for call in calls]
     except _Unbindable as reason:
         return str(reason)
     first = len(operands)
-    for i, (place, (buffers, dtype)) in enumerate(zip(places[first:], _SCRATCH, strict=True), first):
-        if i in source.used and place is not None:
-            names = [source.name(value) for value in (launch.buffer, buffers, device, dtype)]
-            launches.insert(0, f"p{i} = {names[0]}({names[1]}, {names[2]}, {place.numel()}, {names[3]}).data_ptr()")
+    for i, (place, memory) in enumerate(zip(places[first:], scratch, strict=True), first):
+        if i in source.used and place is not None:  # the tensor lives as long as the function runs
+            make = f"t{i} = {source.name(memory)}({source.name(device)}, {place.numel()})"
+            launches[:0] = [make, f"p{i} = t{i}.data_ptr()"]
     parameters = ", ".join(f"p{i}" for i in range(first))
     stream = f"stream = {source.name(launch.current_stream)}({device.index or 0})"
     exec("\n    ".join([f"def replay({parameters}):", stream, *launches]), source.names)
     return source.names["replay"]  # type: ignore[no-any-return]
-
-
-_SCRATCH = ((launch.WORKSPACES, torch.uint8), (launch.LOCKS, torch.int32))
 
 
 class _Unbindable(Exception):

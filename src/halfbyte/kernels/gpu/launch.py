@@ -4,8 +4,8 @@ Whatever goes through `run` can be recorded: `recording` collects the launches o
 compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`direct.py`).
 
 Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
-so there is one of each for every stream, and one for every graph that is being captured: a graph may be replayed on
-another stream later.
+so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come
+from its own memory, and locks are a piece of memory that nobody else is given.
 """
 
 from __future__ import annotations
@@ -72,42 +72,63 @@ def recording(*, dry: bool = False) -> Iterator[list[Call]]:
 
 # Memory
 
-_LEAST = 1 << 16
+_LEAST_BYTES = 1 << 16
+_LEAST_LOCKS = 1 << 12
+_ARENA = 1 << 21  # locks, for the graphs of one device
 
-
-class _Buffer(NamedTuple):
-    capture: int  # the graph that it was made for, 0 for none
-    tensor: Tensor
-
-
-Buffers = dict[tuple[int, int], _Buffer]  # by device and stream
-WORKSPACES: Buffers = {}
-LOCKS: Buffers = {}
+_workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_locks: dict[tuple[int, int], Tensor] = {}
+_graph_locks: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and graph
+_arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
     """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
-    return buffer(WORKSPACES, device, nbytes, torch.uint8)
+    index, stream, graph = _where(device)
+    if graph:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    found = _workspaces.get((index, stream))
+    if found is None or found.numel() < nbytes:
+        size = max(_LEAST_BYTES, _power_of_two(nbytes))
+        found = _workspaces[index, stream] = torch.empty(size, dtype=torch.uint8, device=device)
+    return found
 
 
 def locks(device: torch.device, n: int) -> Tensor:
     """int32 [at least n], all 0. Kernels that change them leave 0 behind."""
-    return buffer(LOCKS, device, n, torch.int32)
+    index, stream, graph = _where(device)
+    if graph:
+        return _locks_of_graph(device, n, (index, stream, graph))
+    found = _locks.get((index, stream))
+    if found is None or found.numel() < n:
+        found = _locks[index, stream] = torch.zeros(max(_LEAST_LOCKS, _power_of_two(n)), dtype=torch.int32, device=device)
+        if index not in _arenas or _arenas[index].numel() < _ARENA // 2:
+            _arenas[index] = torch.zeros(_ARENA, dtype=torch.int32, device=device)
+    return found
 
 
-def buffer(buffers: Buffers, device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
-    index, stream, capture = -1, 0, 0
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        stream = current_stream(index)
-        capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
-    found = buffers.get((index, stream))
-    if found is None or found.capture != capture or found.tensor.numel() < n:
-        # Inside a capture this comes from the graph's own memory, and setting it to 0 is a step of the graph.
-        make = torch.zeros if dtype == torch.int32 else torch.empty
-        size = max(_LEAST, 1 << max(n - 1, 0).bit_length())
-        found = buffers[index, stream] = _Buffer(capture, make(size, dtype=dtype, device=device))
-    return found.tensor
+def _locks_of_graph(device: torch.device, n: int, key: tuple[int, int, int]) -> Tensor:
+    found = _graph_locks.get(key)
+    if found is None or found.numel() < n:
+        size, left = max(_LEAST_LOCKS, _power_of_two(n)), _arenas.get(key[0])
+        if left is None or left.numel() < size:  # setting them to 0 becomes a step of the graph, each time
+            return torch.zeros(n, dtype=torch.int32, device=device)
+        found, _arenas[key[0]] = left[:size], left[size:]
+        _graph_locks[key] = found
+    return found
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _where(device: torch.device) -> tuple[int, int, int]:
+    """Index of the device, its current stream, and the graph that this is captured into; 0 for none."""
+    if device.type != "cuda":
+        return -1, 0, 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = current_stream(index)
+    return index, stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def _public_stream(index: int) -> int:
