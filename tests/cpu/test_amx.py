@@ -82,6 +82,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     for ahead in (1, 3, 7):
         monkeypatch.setattr(EmulatedTiles, "blocks_ahead", ahead)
         monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
+        monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
         again = kernel_of(fmt, n, k, torch.float32, way)
         linear._tile_function.cache_clear()
         assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())

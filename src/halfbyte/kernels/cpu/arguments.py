@@ -73,6 +73,7 @@ LINEAR = Block(
         "lesser_tiles",
         "tile_function",
         "lesser_tile_function",
+        "chunks",  # of row tiles
         # panels and outputs; `zeros` stands for a bias where there is none
         "n",
         "panel_bytes",

@@ -2,7 +2,8 @@
 
 Rows of activations are cut into tiles whose sizes differ by one at most, so that no tail of M costs more than its share.
 Threads share the rows evenly and draw groups of panels from a counter: a thread that is held up costs a group, not its
-half of the work. A group's weights stay in the core's own cache while all row tiles pass over them.
+half of the work. A group's weights stay in the core's own cache while row tiles pass over them; where the rate of products is so
+high that the activations, too, must come from there, it is a chunk of the row tiles at a time that all groups pass over.
 
 Row and tile functions come as addresses in the arguments (`arguments.LINEAR`), so this code is compiled once.
 """
@@ -37,20 +38,20 @@ def _rows(f: Function) -> None:
 
 
 def _panels(f: Function) -> None:
+    """Draws items: a group of panels times a chunk of the row tiles, chunk by chunk."""
     args = f.parameters[0]
-    group, counter = LINEAR.load(args, "group"), args + LINEAR.offset("counter")
+    group, chunks, counter = LINEAR.load(args, "group"), LINEAR.load(args, "chunks"), args + LINEAR.offset("counter")
+    big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
+    tiles = count + LINEAR.load(args, "lesser_tiles")
+    a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
-    for drawn in f.draw(lambda: f.fetch_add(counter), groups):
-        start = drawn * group
-        _group(f, args, start, f.umin(start + group, panels))
-
-
-def _group(f: Function, args: Value, start: Value, stop: Value) -> None:
-    """All row tiles over the panels start … stop - 1."""
-    tiles = f.value("i64", 0), LINEAR.load(args, "tiles") + LINEAR.load(args, "lesser_tiles")
-    a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
-    multiply(f, args, tiles, (start, stop), a, out, weights, bias)
+    for item in f.draw(lambda: f.fetch_add(counter), groups * chunks):
+        chunk, start = item // groups, item % groups * group
+        first, stop = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
+        row = big * f.umin(first, count) + (big - 1) * (first - f.umin(first, count))
+        at = a + row * LINEAR.load(args, "row_bytes"), out + row * LINEAR.load(args, "out_stride")
+        multiply(f, args, (first, stop), (start, f.umin(start + group, panels)), *at, weights, bias)
 
 
 def multiply(

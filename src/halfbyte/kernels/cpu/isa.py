@@ -50,6 +50,7 @@ class ISA:
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bytes and of bfloat16 from `matrix_rows` rows on
     matrix_rows = 0
+    chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
     def triple(self) -> str:

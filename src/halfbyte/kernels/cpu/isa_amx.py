@@ -49,6 +49,7 @@ class AMXTiles(AVX512BF16):
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
     register_totals = ROWS
+    chunk_bytes = 1 << 20
     blocks_ahead, units_ahead = 2, 3  # how far multiplying is ahead of scaling, and unpacking ahead of multiplying
 
     def __init__(self) -> None:

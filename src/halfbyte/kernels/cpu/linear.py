@@ -168,7 +168,8 @@ class LinearKernel:
         threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
         group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
-        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group}
+        chunks = max(1, min(m * taken.row_bytes // isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
+        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
         buffer = LINEAR.buffer(fields)
         call = _Call(buffer, ctypes.addressof(buffer), m * taken.row_bytes, threads)
         if len(_thread.calls) >= _KEPT_CALLS:
