@@ -51,17 +51,19 @@ def linear(
         bias = bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.to(torch.float32).contiguous()
     if residual is not None:
         check_residual(residual, x, n)
-        y = linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE)
-        return y.add_(residual).clamp_(low, high)
     if x.numel() == 0 or n == 0:
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
-        return empty.clamp_(low, high) if bias is None else empty.add_(bias).clamp_(low, high)
+        for term in (bias, residual):
+            empty = empty if term is None else empty.add_(term)
+        return empty.clamp_(low, high)
     flat = x if len(shape) == 2 else x.reshape(-1, k)
     if not flat.is_contiguous() and flat.stride(1) != 1:
         flat = flat.contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
-    out: Tensor = kernel(flat, weight.data_ptr(), bias, low, high)
+    if residual is not None:
+        residual = residual.reshape(-1, n).contiguous()
+    out: Tensor = kernel(flat, weight.data_ptr(), bias, low, high, residual)
     return out if len(shape) == 2 else out.view((*shape[:-1], n))
 
 
