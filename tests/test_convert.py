@@ -265,6 +265,24 @@ def test_a_conversion_that_was_killed_is_resumed(kind: str, folders: Path, tmp_p
         assert path.read_bytes() == Path(os.path.normpath(other)).read_bytes()
 
 
+def test_quantizing_is_resumed(folders: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(folders / "float", tmp_path / "m", "q4_0", stop)
+    left = next(tmp_path.glob(".m.halfbyte-*"))
+    done = (left / "journal").read_text().count("\n") - 1
+    assert done > 10
+    report = convert(folders / "float", tmp_path / "m", "q4_0", resume=True)
+    assert any(note.startswith(f"resumed: {done} tensors") for note in report.notes)
+    mine, theirs = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
+    assert mine.keys() == theirs.keys()
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == (folders / "q4_0" / "model.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None:
     """Another source, a damaged tensor, a cut journal: what does not fit is written again."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from halfbyte import ops
 from halfbyte.checkpoint.architecture import Step, known_architecture
-from halfbyte.checkpoint.files import companions, copy_companions, weight_files
+from halfbyte.checkpoint.files import companions, copy_companions, journal, weight_files
 from halfbyte.checkpoint.folder import replacing
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.materialize import Materializer
@@ -34,6 +34,7 @@ def convert(
     progress: Callable[[int, int, str], object] | None = None,
     *,
     calibration: Calibration | None = None,
+    resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
     """Quantizes the float model in `src` and writes it to the folder `dst`, without ever holding more than one of its tensors.
@@ -42,6 +43,7 @@ def convert(
     progress     is called after each tensor with (bytes read, bytes in all, name)
     calibration  what "gptq" and "awq" need. There is then more in memory: one decoder layer in float32, the hidden states of all
                  tokens and what lies outside the decoder layers; progress is told of layers instead of bytes
+    resume       go on where a writer to the same place, that was killed, had come to; not with a calibration
 
     Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
     write. Otherwise every 2-D floating tensor called *.weight is taken for the weight of a Linear. Small other files (tokenizer,
@@ -49,6 +51,8 @@ def convert(
     """
     config = config if isinstance(config, Config) else Config(config)
     check_calibration(config.method, calibration is not None)
+    if resume and calibration is not None:
+        raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")
     source, target = Path(src), Path(dst)
     reader = Reader(weight_files(source))
     described = _described(source)
@@ -64,10 +68,14 @@ def convert(
     copied, left_out = companions(source, target)
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
-    with replacing(target) as staging:
-        writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes)
+    with replacing(target, resume=resume) as staging:
+        kept = journal(source, repr(config)) if staging.fresh and calibration is None else None
+        writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=kept)
         done, total = 0, sum(place.spec.nbytes for place in reader.places.values())
-        written = set() if calibration is None else _calibrated(plan, reader, writer, config.method, calibration, progress, notes)
+        if calibration is None:
+            written = _resumed(plan, writer, notes)
+        else:
+            written = _calibrated(plan, reader, writer, config.method, calibration, progress, notes)
         method = UNCALIBRATED.get(config.method, config.method)
         for step in plan.steps:
             if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
@@ -83,6 +91,14 @@ def convert(
 def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, str]) -> Mapping[str, Format | str]:
     check_patterns(config, [candidate.name for candidate in found])
     return decide(found, config)
+
+
+def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:
+    """The names of what an earlier writer wrote."""
+    if writer.resumed:
+        notes.append(f"resumed: {writer.resumed} tensors were there already, whose errors are not known")
+    weights = {name for name, weight in plan.weights.items() if weight.stored(name).keys() <= writer.checksums.keys()}
+    return weights | (plan.plain.keys() & writer.checksums.keys())
 
 
 def _calibrated(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from torch import Tensor
 
-from halfbyte import __version__
 from halfbyte.checkpoint import gguf_export, gguf_tokenizer
-from halfbyte.checkpoint.files import companions, copy_companions
+from halfbyte.checkpoint.files import companions, copy_companions, journal
 from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.manifest import CONFIG
@@ -65,7 +63,7 @@ def export(
         specs = {name: spec for piece in pieces for name, spec in piece.specs.items()}
         if kind is None:
             specs = stored_specs(model.weights, model.plain)
-        writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=_journal(model, to) if staging.fresh else None)
+        writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
         notes += write(pieces, writer, progress)
         if source.is_dir():
             copy_companions(source, staging.path, copied)
@@ -107,14 +105,7 @@ def _to_gguf(model: Opened, target: Path, progress: Progress | None, resume: boo
     export, notes = gguf_export.plan(model)
     metadata, more = gguf_tokenizer.to_metadata(model.path, model.config, export.vocabulary)
     with replacing_file(target, resume=resume) as path:
-        writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=_journal(model, "gguf"))
+        writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=journal(model.path, "gguf"))
         resumed = write(export.pieces, writer, progress)
         writer.finish()
     return Report(tuple(piece.row for piece in export.pieces if piece.row), (*model.report().notes, *notes, *more, *resumed))
-
-
-def _journal(model: Opened, to: str) -> str:
-    """What is being written, and from what: files that have changed since are another source."""
-    paths = sorted(model.path.iterdir()) if model.path.is_dir() else [model.path]
-    found = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
-    return json.dumps({"halfbyte": __version__, "to": to, "from": found})

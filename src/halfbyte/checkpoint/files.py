@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from os.path import isdir, isfile
 from pathlib import Path
 
+from halfbyte import __version__
 from halfbyte.checkpoint.manifest import CONFIG, plain_name
 from halfbyte.checkpoint.saving import INDEX
 from halfbyte.errors import CheckpointError
@@ -54,6 +56,13 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     except OSError as e:
         raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
     return copied, left_out
+
+
+def journal(path: Path, what: str) -> str:
+    """What is being written, and from what: files that have changed since are another source."""
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()]
+    return json.dumps({"halfbyte": __version__, "what": what, "from": found})
 
 
 def copy_companions(source: Path, target: Path, names: list[str]) -> None:

@@ -59,6 +59,7 @@ def add(commands: Commands) -> None:
         "--override", metavar="PATTERN=FORMAT", action="append", default=[], help="another format for some modules; may be repeated"
     )
     parser.add_argument("--force", action="store_true", help="replace the halfbyte checkpoint that is in DST")
+    parser.add_argument("--resume", action="store_true", help="go on where quantizing to DST had come to when it was killed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
     check_calibration(config.method, calibration is not None)
     with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
         # The name that convert tells is of the tensor that is done, not of the one that takes so long.
-        report = convert(args.src, args.dst, config, lambda done, total, name: advance(done, total), calibration=calibration)
+        report = convert(
+            args.src, args.dst, config, lambda done, total, name: advance(done, total), calibration=calibration, resume=args.resume
+        )
     if args.json:
         print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})
     elif not args.quiet:
