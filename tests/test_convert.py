@@ -341,6 +341,38 @@ def test_what_fails_leaves_no_trace(folders: Path, tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+# Memory
+
+_PEAK = """
+import sys
+from halfbyte.checkpoint import export
+small, source, target, kind = sys.argv[1:]
+def bytes_of(field):
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
+export(small, target + "-small", kind)  # imports, kernels
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+before = bytes_of("VmRSS")
+export(source, target, kind)
+print(bytes_of("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory(folders: Path, tmp_path: Path) -> None:
+    """At most 1.2 x (what is written + the largest tensor, in the dtype of the model)."""
+    config = LlamaConfig(**{**SMALL, "hidden_size": 1024, "num_hidden_layers": 1}, vocab_size=1 << 15, tie_word_embeddings=False)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "float")
+    convert(tmp_path / "float", tmp_path / "q", "int4_g32_zp")
+    largest = 2 * 1024 * (1 << 15)
+    for kind in ("gguf", "gptq"):
+        target = place(tmp_path, kind)
+        arguments = [str(folders / "int4_g32_zp"), str(tmp_path / "q"), str(target), kind]
+        told = subprocess.run([sys.executable, "-c", _PEAK, *arguments], check=True, capture_output=True, text=True).stdout
+        written = target.stat().st_size if target.is_file() else sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        assert int(told) <= 1.2 * (written + largest), kind
+
+
 # The command line
 
 
