@@ -80,7 +80,7 @@ def launch_linear(
     bias: bool = False,
     residual: bool = False,
 ) -> None:
-    from halfbyte.kernels.gpu.epilogue import Epilogue
+    from halfbyte.kernels.problem import Epilogue
 
     problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation)  # type: ignore[arg-type]
     if module is None:

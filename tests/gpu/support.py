@@ -10,7 +10,7 @@ from samples import random_codes
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu.epilogue import Epilogue
+from halfbyte.kernels.problem import Epilogue
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -58,11 +58,9 @@ def check_linear(
     if weight_rounded:
         error = error + 2 * UNIT[dtype] * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
     if interpreted and dtype == torch.bfloat16:
-        error = (
-            error
-            + UNIT[dtype] * (expected.abs() + error)
-            + (2 * UNIT[dtype] * (x.double().abs() @ _terms(codes).T) if weight_rounded else 0)
-        )
+        error = error + UNIT[dtype] * (expected.abs() + error)
+        if weight_rounded:
+            error = error + 2 * UNIT[dtype] * (x.double().abs() @ _terms(codes).T)
     expected = expected.clamp(*torch.tensor([low, high]).double().tolist())
     wrong = ~reference.agrees(y, expected, error)
     worst = float(((y.double() - expected).abs() / error).nan_to_num(nan=torch.inf).max())

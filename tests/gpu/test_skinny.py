@@ -34,6 +34,8 @@ FORMATS = [
 CONFIGS = {
     1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8},
     3: {"columns": 4, "slices": 2, "bands": 2, "warps": 4, "split": 3},
+    4: {"columns": 4, "slices": 2, "bands": 1, "batch": 4, "warps": 4},
+    7: {"columns": 8, "slices": 1, "bands": 4, "batch": 4, "warps": 4, "split": 2},
     17: {"columns": 16, "slices": 1, "bands": 8, "warps": 8, "split": 2, "records": 2},
 }
 
@@ -86,4 +88,4 @@ def test_a_config_for_every_shape(arch: str, m: int) -> None:
         assert found
         for config in found:
             assert config.columns * config.slices >= (8 if GPUS[arch].backend == "cuda" else 16)
-            assert config.warps <= config.bands * config.slices
+            assert config.warps == config.batch or (config.batch == 1 and config.warps <= config.bands * config.slices)

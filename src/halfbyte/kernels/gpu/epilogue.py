@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.problem import Epilogue as Epilogue
-
 
 @triton.jit
 def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.constexpr, mask):

@@ -6,8 +6,9 @@ they were loaded to, x is the B operand, and the columns of the result are the r
 A block of threads computes `bands` * 16 rows of the weight by `columns` rows of x. Where x has few rows, the 8 columns that a matrix
 instruction has at least are filled with `slices` of K: tile row (band, slice, row) reads its own slice of the weight, tile column
 (slice, column) holds that slice of x, and of the product the parts where both slices are the same are summed at the end, inside the
-block. `split` blocks share K besides: their sums meet in a workspace, and the last to arrive adds them in a fixed order, so that
-results are the same bits from run to run.
+block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
+summed at the end. `split` blocks share K besides: their sums meet in a workspace, and the last to arrive adds them in a fixed order, so
+that results are the same bits from run to run.
 
 Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
 
@@ -29,24 +30,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.epilogue import Epilogue, write
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BAND = 16  # rows of the weight that one matrix instruction takes
-LARGEST_M = 128
 
 
 @dataclass(frozen=True)
 class Config:
-    """bands, columns, slices, split: see this file's text. A thread block has `warps` warps and reads `records` of each slice at a time,
-    `stages` - 1 steps ahead (1: as they are needed)."""
+    """bands, columns, slices, batch, split: see this file's text; batch is 1 or `warps`. A thread block has `warps` warps and reads
+    `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed)."""
 
     bands: int
     columns: int
     slices: int
+    batch: int
     records: int
     stages: int
     warps: int
@@ -64,6 +65,7 @@ class _Static:
     bands: int
     columns: int
     slices: int
+    batch: int
     records: int
     stages: int
     split: bool
@@ -86,7 +88,7 @@ class _Static:
 
     @property
     def rows(self) -> int:
-        """Of the tile."""
+        """Of a product."""
         return self.bands * self.slices * BAND
 
     @property
@@ -107,8 +109,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
-    if problem.m > LARGEST_M:
-        return f"it is for up to {LARGEST_M} rows of x"
     return None
 
 
@@ -120,7 +120,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     columns = max(1, triton.next_power_of_2(problem.m))
     slices = max(1, least // columns)
     bands = 4 if slices == 1 else max(1, 8 // slices)
-    config = Config(bands, columns, slices, 1, 3, max(4, slices), 1, True, 0, ptx, pdl)
+    config = Config(bands, columns, slices, 1, 1, 3, max(4, slices), 1, True, 0, ptx, pdl)
     return (config,)
 
 
@@ -129,13 +129,14 @@ def launch(
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    chunks = config.split * config.slices
+    chunks = config.split * config.batch * config.slices
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
     static = _Static(
         bands=config.bands,
         columns=config.columns,
         slices=config.slices,
+        batch=config.batch,
         records=config.records,
         stages=config.stages,
         split=config.split > 1,
@@ -187,7 +188,7 @@ def mode(problem: Problem, config: Config) -> str:
     return "exact" if problem.dtype == torch.float16 and geo.format.scale != torch.float16 else "weights"
 
 
-# The kernel. `S` is a _Static; a tile's rows are (band, slice, row of 16), its columns (slice, row of x).
+# The kernel. `S` is a _Static; rows are (batch, band, slice, row of 16), columns (slice, row of x).
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -198,10 +199,14 @@ def _skinny(x, weight, out, added, scratch, M, N, K, sizes, bounds, S: tl.conste
     if S.pdl:
         gdc_launch_dependents()
     stride, records, per, split = sizes
+    # Tiles of 8 parts of x follow each other for each part of the weight, so that both are found in the cache again.
     m_tiles = tl.cdiv(M, COLUMNS)
-    pn = tl.program_id(0) // m_tiles
-    pm = tl.program_id(0) % m_tiles
-    first = tl.program_id(1) * SLICES * per  # record of the first slice
+    width = 8 * tl.cdiv(N, OUTPUTS)
+    first_m = tl.program_id(0) // width * 8
+    size = tl.minimum(m_tiles - first_m, 8)
+    pm = first_m + tl.program_id(0) % width % size
+    pn = tl.program_id(0) % width // size
+    first = tl.program_id(1) * (S.batch * SLICES) * per  # record of the first slice
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
     total = _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S)
@@ -230,15 +235,22 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
     """float32 [rows, width] of the tile, over `per` records of each slice."""
     ROWS: tl.constexpr = S.rows
     WIDTH: tl.constexpr = S.width
+    BATCH: tl.constexpr = S.batch
     RECORDS: tl.constexpr = S.records
     AHEAD: tl.constexpr = S.prefetch
-    row = tl.arange(0, ROWS)
-    row_record = first + row // 16 % S.slices * per
+    row = tl.arange(0, BATCH * ROWS)
+    row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
     n_padded = tl.cdiv(N, 64) * 64
-    row_n = tl.minimum(pn * S.outputs + row // (16 * S.slices) * 16 + row % 16, n_padded - 1)
+    row_n = tl.minimum(pn * S.outputs + row % ROWS // (16 * S.slices) * 16 + row % 16, n_padded - 1)
     column = tl.arange(0, WIDTH)
     column_record = first + column // S.columns * per
-    xp = x + tl.minimum(pm * S.columns + column % S.columns, M - 1).to(tl.int64)[None, :] * stride
+    xp = x + tl.minimum(pm * S.columns + column % S.columns, M - 1).to(tl.int64) * stride
+    if BATCH > 1:
+        column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
+        xp = xp[None, None, :]
+    else:
+        column_record = column_record[None, :]
+        xp = xp[None, :]
     if S.bits == 4:
         codes, codes_record = _words_at(weight[0], pn, n_padded, records, per, first, S)
     else:
@@ -250,38 +262,53 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
                 _prefetch(codes + t * S.codes_step)
     if S.pdl:
         gdc_wait()
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
     scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
     for t in tl.range(0, per, RECORDS, num_stages=S.stages):
         scales_now, zeros_now = scales, zeros
         loaded = ()
         for r in tl.static_range(RECORDS):
             w = _masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S)
-            loaded += ((w, _load_x(xp, column_record + t + r, records, K, S)),)
+            loaded += ((w, _load_x(xp, column_record + t + r, records, K, S)),)  # type: ignore[assignment]
         scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
         for r in tl.static_range(RECORDS):
             tails = (scales_now[r * S.groups : (r + 1) * S.groups], zeros_now[r * S.groups : (r + 1) * S.groups])
             total = _record(loaded[r][0], loaded[r][1], tails[0], tails[1], total, S)
     if S.mode == "sums" and S.whole:
-        total *= tl.load(weight[1] + row_n).to(tl.float32)[:, None]
-    return total
+        total *= _per_row(tl.load(weight[1] + row_n), S)
+    if BATCH > 1:
+        return tl.sum(total, axis=0)
+    else:
+        return total
+
+
+@triton.jit
+def _per_row(values, S: tl.constexpr):
+    """[rows of all batches] -> float32 that broadcasts to the sums."""
+    values = values.to(tl.float32)
+    if S.batch > 1:
+        return tl.reshape(values, (S.batch, S.bands * S.slices * 16))[:, :, None]
+    else:
+        return values[:, None]
 
 
 @triton.jit
 def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
-    """Pointers to the words of the tile's first records [slices, bands, kt 2, 256], and the record of each slice.
+    """Pointers to the words of the tile's first records [batch, slices, bands, kt 2, 256], and the record of each batch and slice.
 
     Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
     """
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
+    BATCH: tl.constexpr = S.batch
     band = pn * BANDS % 4 + tl.arange(0, BANDS)
     if BANDS > 4:
         band = tl.minimum(band, n_padded // 16 - 1 - pn * BANDS // 4 * 4)  # the last tile may reach over the last panel
-    band = band[None, :, None, None]
-    kt = tl.arange(0, 2)[None, None, :, None]
-    word = tl.arange(0, 256)[None, None, None, :]
-    record = first + tl.arange(0, SLICES)[:, None, None, None] * per
+    band = band[None, None, :, None, None]
+    kt = tl.arange(0, 2)[None, None, None, :, None]
+    word = tl.arange(0, 256)[None, None, None, None, :]
+    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    record = first + slice_ * per
     base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
     return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
 
@@ -305,8 +332,8 @@ def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
         for g in tl.static_range(GROUPS):
             block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS + g
             offset = block_row.to(tl.int64) * n_padded + row_n
-            scales += (tl.load(weight[1] + offset) if S.mode != "sums" or not S.whole else 0,)
-            zeros += (tl.load(weight[2] + offset) if S.zero != "none" else 0,)
+            scales += (tl.load(weight[1] + offset) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
+            zeros += (tl.load(weight[2] + offset) if S.zero != "none" else 0,)  # type: ignore[assignment]
     return scales, zeros
 
 
@@ -320,12 +347,12 @@ def _masked(pointers, mask, S: tl.constexpr):
 
 @triton.jit
 def _load_x(xp, record, records, K, S: tl.constexpr):
-    """x [128, width] of a record of each slice."""
-    at = record[None, :] * 128 + tl.arange(0, 128)[:, None]
+    """x [128, width], with a batch before it if there is one, of a record of each slice."""
+    at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
     if S.even:
         return tl.load(xp + at)
     else:
-        inside = (record < records)[None, :]
+        inside = record < records
         if S.block > 0:
             within = at % S.padded
             inside &= within < S.block
@@ -336,16 +363,14 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
 @triton.jit
 def _record(codes, x, scales, zeros, total, S: tl.constexpr):
     """total + the products of one record."""
-    ROWS: tl.constexpr = S.rows
-    BANDS: tl.constexpr = S.bands
-    SLICES: tl.constexpr = S.slices
+    ALL: tl.constexpr = S.batch * S.rows
     DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
     if S.bits == 4:
-        codes = tl.reshape(codes, (SLICES, BANDS, 2, 8, 4, 2, 2, 2))  # slice, band, kt, row, k4, khalf, rowhalf, k
-        codes = tl.reshape(tl.permute(codes, (1, 0, 6, 3, 2, 5, 4, 7)), (ROWS, 1, 32))
+        codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
+        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
         values = decode.nibbles(codes, DTYPE, S.ptx)
     else:
-        values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ROWS, 4, 32))
+        values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ALL, 4, 32))
     if S.zero == "point":
         values = decode.minus(values, _spread(zeros, S), S.bits, S.ptx)
     elif S.zero == "offset":
@@ -353,25 +378,34 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
     elif S.bits == 4 or DTYPE == tl.float16:
         values = decode.minus(values, None, S.bits, S.ptx)
     if S.mode == "sums":
-        w = tl.reshape(values, (ROWS, 128))
+        w = _operand(values, S)
         if S.whole:
             return _dot(w, x, total)
         else:
-            return total + _dot(w, x, tl.zeros_like(total)) * scales[0].to(tl.float32)[:, None]
+            return total + _dot(w, x, tl.zeros_like(total)) * _per_row(scales[0], S)
     elif S.mode == "weights":
         offset = tl.full((1, 1, 1), -0.0, tl.float32).to(DTYPE)
         if S.zero == "offset":
             offset = _spread(zeros, S).to(DTYPE)
-        return _dot(tl.reshape(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), (ROWS, 128)), x, total)
+        return _dot(_operand(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), S), x, total)
     else:
         w = values.to(tl.float32) * _spread(scales, S).to(tl.float32)
         if S.zero == "offset":
             w += _spread(zeros, S).to(tl.float32)
-        w = tl.reshape(w, (ROWS, 128))
+        w = _operand(w, S)
         if x.dtype == tl.float32:
             return _dot_pieces(w, x, total)
         else:
             return _dot(w.to(DTYPE), x, total)
+
+
+@triton.jit
+def _operand(values, S: tl.constexpr):
+    """[rows of all batches, 4, 32] -> what is multiplied by x."""
+    if S.batch > 1:
+        return tl.reshape(values, (S.batch, S.bands * S.slices * 16, 128))
+    else:
+        return tl.reshape(values, (S.bands * S.slices * 16, 128))
 
 
 @triton.jit

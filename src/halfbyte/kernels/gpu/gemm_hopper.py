@@ -1,0 +1,381 @@
+"""y [M, N] = x [M, K] · Wᵀ with 4-bit W and many rows M on Hopper: TMA, weights from registers into wgmma, a persistent grid.
+
+Weight: the words of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ: one warp keeps records (128 k) of both operands on their way to shared
+memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. A lane reads 16 bytes, and three instructions
+make two weights of them: LOP3, a fused multiply-add that takes off point and constant, one that multiplies by the scale. Half of a
+record becomes floating point while the wgmma of the half before it runs, and one warpgroup's waits lie under the other's products.
+
+Weights are small and x is not: tiles that are tall in N read less for each product than those of a bfloat16 matrix product.
+
+The records of all tiles, one tile after the other, are cut into equal shares for the programs (Osama et al., Stream-K, 2023), so that no
+multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last adds them, in a fixed order.
+
+Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+_LEAST_M = 64  # fewer rows do not fill a tile: skinny.py reads the weight as fast
+
+
+def _plane_text(shift: int, mask: str, magic: str) -> str:
+    return f"{{.reg .b32 t; shr.b32 t, $1, {shift}; lop3.b32 $0, t, {mask}, {magic}, 0xea;}}"
+
+
+_PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
+_PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of 2 * rows of the weight by block_m of x, `stages` records in flight, `group` tiles along M together in the L2 cache."""
+
+    rows: int
+    block_m: int
+    stages: int
+    group: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class _Static:
+    rows: int
+    block_m: int
+    stages: int
+    group: int
+    groups: int  # blocks in a record
+    wide: int  # records in a block
+    zero: str
+    clamp: bool
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if problem.op != "linear" or problem.compute != "float":
+        return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
+    if gpu.backend != "cuda" or gpu.capability != (9, 0):
+        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    if problem.format.bits != 4:
+        return "bytes of 8-bit weights do not lie as wgmma takes them from registers"
+    if problem.dtype == torch.float32 or (problem.dtype == torch.float16 and problem.format.scale != torch.float16):
+        return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
+    if problem.m < _LEAST_M:
+        return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    if not geo.contiguous or problem.k % 8:
+        return f"TMA reads x in rows of a multiple of 8 elements and without gaps, not K = {problem.k} in blocks of {geo.block}"
+    return None
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    records = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records
+    found = []
+    for rows, block_m in ((64, 256), (64, 128), (128, 128), (128, 64)):
+        tiles = -(-problem.n // (2 * rows)) * -(-problem.m // block_m)
+        stages = (gpu.shared - (8 << 10)) // (256 * block_m + 128 * rows)
+        waves = -(-tiles // gpu.sms)
+        programs = tiles * max(1, min(gpu.sms // tiles, records // 8)) if waves == 1 else -(-tiles // waves)
+        found.append(Config(rows, block_m, min(6, stages), 8, programs))
+        if waves > 1 and programs < gpu.sms:
+            found.append(Config(rows, block_m, min(6, stages), 8, gpu.sms))
+    return tuple(found)
+
+
+def launch(
+    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
+) -> None:
+    """x [M, K] (unit stride along K, rows a multiple of 16 bytes apart) times codes, scale, zero of gpu_tiles -> out [M, N]."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    static = _Static(
+        rows=config.rows,
+        block_m=config.block_m,
+        stages=config.stages,
+        group=config.group,
+        groups=max(1, gpu_tiles.RECORD // geo.padded),
+        wide=max(1, geo.padded // gpu_tiles.RECORD),
+        zero=geo.format.zero,
+        clamp=epilogue.clamps,
+    )
+    tiles = -(-problem.n // (2 * config.rows)) * -(-problem.m // config.block_m)
+    scratch: tuple[Tensor, Tensor] | None = None
+    if tiles % config.programs:
+        nbytes = 16 * config.programs * config.rows * config.block_m
+        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, 2 * tiles)
+    launcher.run(
+        _gemm,
+        (config.programs,),
+        TensorDescriptor.from_tensor(x, [config.block_m, 128], layout),
+        TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout),
+        (scale, scale if zero is None else zero),
+        out,
+        (epilogue.bias, epilogue.residual),
+        scratch,
+        problem.m,
+        problem.n,
+        geo.n_padded,
+        geo.records,
+        (epilogue.low, epilogue.high),
+        static,
+        num_warps=4,
+    )
+
+
+# The kernel. `S` is a _Static; `sizes` is (M, N, N padded, records of a tile).
+
+
+@gluon.jit
+def _share(sizes, S: gl.constexpr):
+    """First record of this program's share, of all records of all tiles, and the one after its last."""
+    ROWS: gl.constexpr = S.rows
+    total = (gl.cdiv(sizes[1], 2 * ROWS) * gl.cdiv(sizes[0], S.block_m)).to(gl.int64) * sizes[3]
+    return gl.program_id(0) * total // gl.num_programs(0), (gl.program_id(0) + 1) * total // gl.num_programs(0), total
+
+
+@gluon.jit
+def _segment(start, end, sizes, S: gl.constexpr):
+    """The tile that record `start` of all belongs to, where it is along M and N, and what of its records are in front of `end`."""
+    ROWS: gl.constexpr = S.rows
+    tile = (start // sizes[3]).to(gl.int32)
+    first = (start % sizes[3]).to(gl.int32)
+    count = gl.minimum(sizes[3] - first, end - start).to(gl.int32)
+    tiles_m = gl.cdiv(sizes[0], S.block_m)
+    width = S.group * gl.cdiv(sizes[1], 2 * ROWS)
+    first_m = tile // width * S.group
+    size = gl.minimum(tiles_m - first_m, S.group)
+    return tile, first_m + tile % width % size, tile % width // size, first, count
+
+
+@gluon.jit
+def _produce(xd, wd, xs, ws, full, empty, sizes, S: gl.constexpr):
+    PANELS: gl.constexpr = S.rows // 32
+    BM: gl.constexpr = S.block_m
+    STAGES: gl.constexpr = S.stages
+    step = 0
+    at, end, _total = _share(sizes, S)
+    while at < end:
+        _tile, pm, pn, first, count = _segment(at, end, sizes, S)
+        for r in range(first, first + count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BM * 256 + PANELS * 4096)
+            tma.async_copy_global_to_shared(xd, [pm * BM, r * 128], full.index(stage), xs.index(stage))
+            for p in gl.static_range(PANELS):
+                row = ((pn * PANELS + p) * sizes[3] + r) * 32
+                tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
+            step += 1
+        at += count
+
+
+@gluon.jit
+def _fma(a, b, c):
+    if a.dtype == gl.float16:
+        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
+    """What `_fma` adds to take point and magic constant off."""
+    if DTYPE == gl.bfloat16:
+        return (point | 0x4300 | -0x8000).to(DTYPE, bitcast=True)
+    elif ODD:
+        return (point << 4 | 0x5400 | -0x8000).to(DTYPE, bitcast=True)
+    else:
+        return (point | 0x6400 | -0x8000).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """A plane with its magic constant -> the weight in DTYPE."""
+    ROWS: gl.constexpr = S.rows
+    GROUPS: gl.constexpr = S.groups
+    LAYOUT: gl.constexpr = plane.type.layout
+    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16
+    G: gl.constexpr = PLANE // (4 // GROUPS)
+    factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
+    if S.zero == "point":
+        zero = _negative(gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1), ODD, DTYPE)
+    elif S.zero == "offset":
+        zero = gl.full([ROWS, 1], -64.0 if ODD else -1024.0 if DTYPE == gl.float16 else -128.0, DTYPE, layout=LAYOUT)
+    else:
+        zero = gl.full([ROWS, 1], -72.0 if ODD else -1032.0 if DTYPE == gl.float16 else -136.0, DTYPE, layout=LAYOUT)
+    q = _fma(plane, factor, zero)
+    offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
+    if S.zero == "offset":
+        offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
+    return _fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
+
+
+@gluon.jit
+def _words(ws, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
+    """The words of a record in shared memory, [rows, 32] in the layout of an operand."""
+    ROWS: gl.constexpr = S.rows
+    PANELS: gl.constexpr = S.rows // 64
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
+    words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
+    return gl.convert_layout(words, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _plane(words, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Plane PLANE of the words as weights in DTYPE."""
+    if DTYPE == gl.float16:
+        u = gl.inline_asm_elementwise(_PLANES_F16[PLANE], "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        u = gl.inline_asm_elementwise(_PLANES_BF16[PLANE], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return _weights(u, tails, PLANE, DTYPE, S)
+
+
+@gluon.jit
+def _tails(tails, r, rn, sizes, S: gl.constexpr):
+    """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
+    GROUPS: gl.constexpr = S.groups
+    found = ()
+    for i in gl.static_range(2):
+        for g in gl.static_range(GROUPS):
+            at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + rn
+            found += (gl.load(tails[i if S.zero != "none" else 0] + at),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    STAGES: gl.constexpr = S.stages
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    step = 0
+    at, end, total = _share(sizes, S)
+    while at < end:
+        tile, pm, pn, first, count = _segment(at, end, sizes, S)
+        first_n = (pn * 2 + HALF) * ROWS
+        rn = gl.minimum(first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)), sizes[2] - 1)
+        acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
+        now = _tails(tails, first, rn, sizes, S)
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        w0 = _plane(_words(ws.index(step % STAGES), HALF, OPERAND, S), now, 0, DTYPE, S)
+        for r in range(count):
+            stage = step % STAGES
+            xt = xs.index(stage)
+            following = step + gl.where(r + 1 < count, 1, 0)
+            after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
+            # While a plane is multiplied the next is made, in the registers of the one before, which the wait leaves free.
+            a = warpgroup_mma(w0, xt.slice(0, 32, dim=1).permute([1, 0]), acc, is_async=True)
+            words = _words(ws.index(stage), HALF, OPERAND, S)
+            w1 = _plane(words, now, 1, DTYPE, S)
+            a = warpgroup_mma(w1, xt.slice(32, 32, dim=1).permute([1, 0]), a, is_async=True)
+            a, w0 = warpgroup_mma_wait(1, deps=[a, w0])
+            w2 = _plane(words, now, 2, DTYPE, S)
+            a = warpgroup_mma(w2, xt.slice(64, 32, dim=1).permute([1, 0]), a, is_async=True)
+            a, w1 = warpgroup_mma_wait(1, deps=[a, w1])
+            w3 = _plane(words, now, 3, DTYPE, S)
+            a = warpgroup_mma(w3, xt.slice(96, 32, dim=1).permute([1, 0]), a, is_async=True)
+            a, w2 = warpgroup_mma_wait(1, deps=[a, w2])
+            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+            w0 = _plane(_words(ws.index(following % STAGES), HALF, OPERAND, S), after, 0, DTYPE, S)
+            acc, w3 = warpgroup_mma_wait(0, deps=[a, w3])
+            mbarrier.arrive(empty.index(stage), count=1)
+            now = after
+            step += 1
+        if count == sizes[3]:
+            _write(acc, out, added, first_n, pm * BM, sizes, bounds, S)
+        elif scratch is not None:
+            _meet(acc, tile, total, out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
+        at += count
+
+
+@gluon.jit
+def _meet(acc, tile, total, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    """What to do with the sums of a part of a tile's records: the last of the programs that share the tile adds all up and writes."""
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    MMA: gl.constexpr = acc.type.layout
+    programs = gl.num_programs(0)
+    record = tile.to(gl.int64) * sizes[3]
+    leader = (((record + 1) * programs - 1) // total).to(gl.int32)  # the program that has the tile's first record
+    others = (((record + sizes[3]) * programs - 1) // total).to(gl.int32) - leader
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+    local = scratch[0] + HALF * (ROWS * BM) + gl.expand_dims(row, 1) * BM + gl.expand_dims(column, 0)
+    away: gl.constexpr = 2 * ROWS * BM
+    lock = scratch[1] + tile * 2 + HALF
+    # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
+    mine = gl.program_id(0).to(gl.int64) * 2 + gl.where(gl.program_id(0) == leader, 1, 0)
+    there = leader.to(gl.int64) * 2
+    if others == 1 and gl.atomic_add(lock, 0, sem="acquire") == 1:
+        # Of two parts the other is there, as it mostly is. In which order two numbers are added does not matter.
+        acc += gl.load(local + gl.where(gl.program_id(0) == leader, there + 2, there + 1) * away, cache_modifier=".cg")
+        _write(acc, out, added, first_n, first_m, sizes, bounds, S)
+        gl.store(lock, 0)
+    else:
+        gl.store(local + mine * away, acc)
+        gl.thread_barrier()  # what this warpgroup wrote comes before its arrival
+        if gl.atomic_add(lock, 1, sem="acq_rel") == others:
+            acc = gl.load(local + (there + 1) * away, cache_modifier=".cg")
+            for i in range(1, others + 1):
+                acc += gl.load(local + (there + 2 * i) * away, cache_modifier=".cg")
+            _write(acc, out, added, first_n, first_m, sizes, bounds, S)
+            gl.store(lock, 0)
+
+
+@gluon.jit
+def _write(total, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
+    at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
+    if added[0] is None and added[1] is None and not S.clamp:
+        y = gl.convert_layout(total.to(DTYPE), OUT)
+    else:
+        y = finish(gl.convert_layout(total, OUT), added, rn, rm, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, mask)
+    gl.store(out + at, y, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    STAGES: gl.constexpr = S.stages
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, 128], xd.layout)
+    ws = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, 64], wd.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    sizes = (M, N, n_padded, records)
+    gl.warp_specialize(
+        [
+            (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 0, S)),
+            (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 1, S)),
+            (_produce, (xd, wd, xs, ws, full, empty, sizes, S)),
+        ],
+        [4, 1],
+        [232, 40],
+    )

@@ -1,0 +1,58 @@
+"""What compilers make of the floating-point kernels, for every architecture: the instructions that the design claims, and no spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from aot import Binary, compile_all, linear_job
+
+SKINNY = "halfbyte.kernels.gpu.skinny"
+HOPPER = "halfbyte.kernels.gpu.gemm_hopper"
+PROBLEMS = {
+    "one row": {"m": 1, "n": 4096, "k": 4096, "format": "int4_g128"},
+    "bfloat16, blocks of 32": {"m": 16, "n": 4096, "k": 4096, "format": "q4_0", "dtype": "bfloat16"},
+    "many rows, points": {"m": 100, "n": 4096, "k": 4096, "format": "int4_g128_zp"},
+    "bytes": {"m": 16, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
+    "float32, odd sizes": {"m": 3, "n": 333, "k": 300, "format": "q4_1", "dtype": "float32"},
+}
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, str], Binary]:
+    """The best guess for each problem, all compiled at once."""
+    keys = [(what, arch) for what in PROBLEMS for arch in ARCHES]
+    found = compile_all([linear_job(SKINNY, arch, configs=[0], **PROBLEMS[what]) for what, arch in keys])
+    return {key: binaries[0] for key, binaries in zip(keys, found, strict=True)}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_nothing_spills(what: str, arch: str, compiled: dict[tuple[str, str], Binary]) -> None:
+    assert compiled[what, arch].spills == 0
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm_")])
+def test_weights_go_from_memory_to_the_matrix_unit_as_designed(arch: str, compiled: dict[tuple[str, str], Binary]) -> None:
+    one = compiled["one row", arch].assembly
+    assert "HMMA.16816.F32" in one  # tensor cores for a single row
+    assert re.search(r"(LDGSTS\S*\.128|LDG\S*\.128)", one)  # 16 bytes a lane
+    assert re.search(r"LOP3.LUT \S+ \S+ (0x64006400|0xf000f0|0xf000f|R)", one)
+    assert not re.search(r"I2F(P)?\.F16", one)  # codes become numbers by their bits
+    # Eight weights: a shift, four LOP3 and four fused multiply-adds. A record is 64 weights a lane and band.
+    bands = len(re.findall("HMMA", one)) // 8
+    assert len(re.findall("HFMA2", one)) <= 32 * bands + 4
+    assert "PRMT" in compiled["bytes", arch].assembly
+
+
+def test_hopper_reads_with_tma_and_multiplies_from_registers() -> None:
+    jobs = [
+        linear_job(HOPPER, "sm_90", configs=[0], m=512, n=4096, k=4096, format=name, dtype=dtype)
+        for name, dtype in (("int4_g128", "bfloat16"), ("q4_1", "float16"), ("int4_g64_zp", "float16"))
+    ]
+    for [binary] in compile_all(jobs):
+        assert binary.spills == 0
+        assert "UTMALDG.2D" in binary.assembly
+        assert re.search(r"HGMMA\.64x\d+x16\.F32(\.BF16)? R\d+, R\d+, gdesc", binary.assembly)  # A from registers
+        assert "wgmma.wait_group.sync.aligned \t1" in binary.ptx or "wgmma.wait_group.sync.aligned 1" in binary.ptx

@@ -1,0 +1,70 @@
+"""Many rows times a 4-bit weight on Hopper: formats, odd sizes, tiles cut by any number of programs. Runs on a Hopper GPU only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import check_linear
+
+from halfbyte.formats import as_format
+from halfbyte.kernels.gpu import gemm_hopper
+from halfbyte.kernels.problem import Problem
+from halfbyte.machine import GPUS, Gpu
+
+H, B = torch.float16, torch.bfloat16
+CONFIGS = [(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)]
+
+
+def problem(name: str, m: int = 256, n: int = 4096, k: int = 4096, dtype: torch.dtype = B) -> Problem:
+    return Problem("linear", m, n, k, as_format(name), dtype)
+
+
+@pytest.fixture
+def hopper(device: torch.device, gpu: Gpu) -> torch.device:
+    if device.type != "cuda" or gpu.capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "int4_g64_zp", "int4_channel_f16", "int4_g256_f16"])
+@pytest.mark.parametrize("dtype", [H, B], ids=str)
+@pytest.mark.parametrize("tile", range(len(CONFIGS)))
+def test_formats_and_shares(name: str, dtype: torch.dtype, tile: int, hopper: torch.device) -> None:
+    rows, block_m, stages = CONFIGS[tile]
+    for (m, n, k), programs in {(300, 333, 1024): 1, (130, 512, 2048): 7, (77, 640, 2048): 29}.items():
+        config = gemm_hopper.Config(rows, block_m, stages, 8, programs)
+        check_linear(gemm_hopper, config, problem(name, m, n, k, dtype), hopper, interpreted=False, weight_rounded=True, epilogue=m == 77)
+
+
+def test_k_need_not_be_whole_records(hopper: torch.device) -> None:
+    for config in gemm_hopper.configs(problem("q4_0", 200, 200, 1000), GPUS["sm_90"]):
+        check_linear(gemm_hopper, config, problem("q4_0", 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem("int4_g128"), "sm_80", "Hopper's instructions"),
+        (problem("q8_0"), "sm_90", "8-bit weights"),
+        (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
+        (problem("int4_g32_f32", dtype=H), "sm_90", "16 bits"),
+        (problem("int4_g20"), "sm_90", "TMA reads x in rows"),
+        (problem("int4_g128", k=4095), "sm_90", "TMA reads x in rows"),
+    ],
+)
+def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
+    assert reason in (gemm_hopper.supports(asked, GPUS[arch]) or "")
+
+
+@pytest.mark.parametrize("m", [64, 65, 256, 1024, 8192])
+def test_configs_fit(m: int) -> None:
+    gpu = GPUS["sm_90"]
+    for n, k in ((64, 128), (4096, 4096), (28672, 8192), (151936, 896)):
+        asked = problem("int4_g128", m, n, k)
+        assert gemm_hopper.supports(asked, gpu) is None
+        for config in gemm_hopper.configs(asked, gpu):
+            tiles = -(-n // (2 * config.rows)) * -(-m // config.block_m)
+            assert 1 <= config.programs <= gpu.sms
+            assert config.programs <= tiles * -(-k // 128)
+            assert config.stages >= 2
+            assert config.stages * (256 * config.block_m + 128 * config.rows) + (8 << 10) <= gpu.shared
