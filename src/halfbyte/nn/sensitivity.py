@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Progress
-from halfbyte.quantizers.mse import mse
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def measure_losses(
     losses = []
     for done, (name, weight) in enumerate(weights.items()):
         kept = weight.detach().clone()
-        rounded = [mse(kept, fmt, name) for fmt in formats]
+        rounded = [ops.quantize(kept, fmt, name=name) for fmt in formats]
         errors = [_squared_error(kept, codes) for codes in rounded]
         worst = max(range(len(formats)), key=errors.__getitem__)
         try:

@@ -6,7 +6,8 @@ each input channel and alpha = 0, 1/20, …, 1, this chooses the one that minimi
 
     sum over the layers that read this input of  tr(D H D^T),  D = Q(W s) / s - W,  H = sum(x x^T),
 
-and brings its extremes to one over each other. Who divides the input by s, for free, is found in `nn/folding.py`.
+and brings its extremes to one over each other. Of large weights a part of the rows is judged. Who divides the input by s, for
+free, is found in `nn/folding.py`.
 
 Source: Lin et al.: AWQ, Activation-aware Weight Quantization (arXiv:2306.00978, 2023), equations 4 and 5. Its search for
 clipped ranges is `mse` with these moments.
@@ -26,6 +27,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax
 from halfbyte.quantizers.mse import mse
 
+_ROWS = 512  # of each weight, evenly spread, by which scales are judged
 _LEAST = 1e-4  # of a scale: a channel that is always 0 must not divide by it
 
 
@@ -58,6 +60,7 @@ def search_scale(
         size = int(channel.max()) + 1
         sums = torch.zeros(size, device=magnitude.device).index_add_(0, channel, magnitude)
         magnitude = (sums / torch.bincount(channel, minlength=size))[channel]
+    weights = [(weight[:: -(-len(weight) // _ROWS)], fmt) for weight, fmt in weights]
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(options.steps + 1):
         scale = magnitude.pow(step / options.steps).clamp_min(_LEAST)

@@ -130,6 +130,7 @@ class _Sweep:
         blocks = -(-len(self.w) // self.size)
         self.scale = self.w.new_zeros(blocks, self.w.shape[1])  # of each block, as stored
         self.zero = torch.zeros_like(self.scale)
+        self.step = torch.full_like(self.scale, torch.inf)  # the scale, or infinite where it is 0: all codes are then 0
         self.known = [False] * blocks
 
     def fix(self, scale: Tensor, zero: Tensor | None) -> None:
@@ -137,6 +138,7 @@ class _Sweep:
         self.scale.copy_(scale.T)
         if zero is not None:
             self.zero.copy_(zero.T)
+        self.step = torch.where(self.scale == 0, torch.inf, self.scale)
         self.known = [True] * len(self.known)
 
     def run(self, upper: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,15 +168,17 @@ class _Sweep:
         self.scale[block] = codes.scale[:, 0]
         if codes.zero is not None:
             self.zero[block] = codes.zero[:, 0]
+        self.step[block] = torch.where(self.scale[block] == 0, torch.inf, self.scale[block])
         self.known[block] = True
 
     def _encode(self, column: Tensor, block: int) -> Tensor:
-        scale, zero = self.scale[block], self.zero[block]
-        offset = self.fmt.zero == "offset"
-        steps = (column - zero if offset else column) / scale
-        q = torch.where(scale == 0, 0.0, steps).round()
-        return (q if offset else q + zero).clamp(self.fmt.q_min, self.fmt.q_max)
+        zero = self.zero[block]
+        if self.fmt.zero == "offset":
+            return ((column - zero) / self.step[block]).round_().clamp_(self.fmt.q_min, self.fmt.q_max)
+        q = (column / self.step[block]).round_()
+        return (q.add_(zero) if self.fmt.zero == "point" else q).clamp_(self.fmt.q_min, self.fmt.q_max)
 
     def _decode(self, q: Tensor, block: int) -> Tensor:
-        scale, zero = self.scale[block], self.zero[block]
-        return q * scale + zero if self.fmt.zero == "offset" else (q - zero) * scale
+        if self.fmt.zero == "offset":
+            return torch.addcmul(self.zero[block], q, self.scale[block])
+        return (q - self.zero[block] if self.fmt.zero == "point" else q) * self.scale[block]

@@ -48,24 +48,18 @@ def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
     builder = Builder(weight, fmt, name)
     for group in builder:
         blocks = Blocks(fmt, group)
-        plain = absmax_grid(builder, group)
-        best, least = plain, objective(blocks, plain)
+        best = plain = absmax_grid(builder, group)
+        least = torch.full(plain.scale.shape, torch.inf, dtype=torch.float64, device=plain.scale.device)
         for grid in _starts(blocks, plain):
             for step in range(_ROUNDS):
-                loss = objective(blocks, grid)
+                loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
                 better = loss < least  # False where a scale overflowed
                 best, least = grid.where(better, best), torch.where(better, loss, least)
-                grid = _move(blocks, grid, _BETA * _GROWTH**step)
+                if step and not bool(better.any()):
+                    break
+                grid = moved
         builder.add(group, best, (encode(fmt, as_blocks(rows, fmt), best) for rows in group))
     return builder.codes()
-
-
-def objective(blocks: Blocks, grid: Grid) -> Tensor:
-    """sum(|x - dequantize(q)|^p) of each block of a group on a grid, float64 [r, nb]."""
-    total = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
-    for x, q, times in blocks.encoded(grid):
-        total += times(decode(blocks.fmt, q, grid).sub_(x).abs_().pow_(_P)).sum(dim=-1).double()
-    return total
 
 
 def shrink(v: Tensor, beta: float) -> Tensor:
@@ -82,9 +76,10 @@ def _starts(blocks: Blocks, plain: Grid) -> Iterator[Grid]:
         yield stored_grid(fmt, torch.where(-lo > hi, lo, hi) / fmt.q_min, None)
 
 
-def _move(blocks: Blocks, grid: Grid, beta: float) -> Grid:
-    """The grid after one round."""
-    scale, lo = refit(_targets(blocks, grid, beta), grid)
+def _round(blocks: Blocks, grid: Grid, beta: float) -> tuple[Tensor, Grid]:
+    """sum(|x - dequantize(q)|^p) of each block of a group on a grid, float64 [r, nb], and the grid after one round."""
+    loss = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
+    scale, lo = refit(_targets(blocks, grid, beta, loss), grid)
     if blocks.fmt.zero == "point" and grid.zero is not None:
         # The paper's z = mean(q - (x - e) / s), which with the codes held fixed is the point for this scale.
         total, count = torch.zeros_like(scale), torch.zeros_like(scale)
@@ -92,12 +87,16 @@ def _move(blocks: Blocks, grid: Grid, beta: float) -> Grid:
             total += times(q - target / scale.unsqueeze(-1)).sum(dim=-1)
             count += times(torch.ones_like(q[:1])).sum(dim=-1)
         lo = -scale * (total / count)
-    return stored_grid(blocks.fmt, torch.nan_to_num(scale), None if lo is None else torch.nan_to_num(lo))
+    return loss, stored_grid(blocks.fmt, torch.nan_to_num(scale), None if lo is None else torch.nan_to_num(lo))
 
 
-def _targets(blocks: Blocks, grid: Grid, beta: float) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
-    """As `Blocks.encoded`, with x - e in the place of x."""
+def _targets(
+    blocks: Blocks, grid: Grid, beta: float, loss: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
+    """As `Blocks.encoded`, with x - e in the place of x. Adds sum(|x - dequantize(q)|^p) to `loss`."""
     step = grid.scale.float().abs().unsqueeze(-1)
     for x, q, times in blocks.encoded(grid):
-        error = (x - decode(blocks.fmt, q, grid)) / step
-        yield x - torch.nan_to_num(shrink(error, beta) * step), q, times
+        error = x - decode(blocks.fmt, q, grid)
+        if loss is not None:
+            loss += times(error.abs().pow_(_P)).sum(dim=-1).double()
+        yield x - torch.nan_to_num(shrink(error / step, beta) * step), q, times
