@@ -43,6 +43,7 @@ HEAVY = {
     "rich": "halfbyte.cli",
     "gguf": None,
     "sentence_transformers": None,
+    "onnx": None,
     "onnxruntime": None,
     "openvino": None,
 }
