@@ -103,7 +103,7 @@ def test_convolutions_are_those_of_the_reference(isa, way, monkeypatch) -> None:
             wanted = wanted + residual.double()
             error = error + wanted.abs() * 2.0**-23
         kernel, weights = ConvKernel(sizes, dtype, compute, activation), packed(codes, sizes)
-        y = kernel(x, case.window, weights.data_ptr(), bias, -5.0, 40.0, residual=residual)
+        y = kernel(x, case.window, weights, bias, -5.0, 40.0, residual=residual)
         assert y.is_contiguous(memory_format=torch.channels_last)
         assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all())
 
@@ -128,7 +128,7 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
             y = DepthwiseKernel(sizes, torch.int8)(x, window, taps(codes, sizes, integer=True), table, -100, 127, outside=in_zero)
         else:
             kernel = ConvKernel(sizes, torch.int8, "int8", "block")
-            y = kernel(x, window, weight.data.data_ptr(), table, -100, 127, outside=in_zero)
+            y = kernel(x, window, weight.data, table, -100, 127, outside=in_zero)
         assert bool(wanted.agrees(y).all())
 
     sweep()
@@ -196,7 +196,7 @@ def test_one_dimension_and_no_batch() -> None:
 
 def test_the_ops_pass_torchs_own_checks() -> None:
     p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 3, 3), "int8_channel"), 3)
-    numbers, moves = ops._numbers(p.sizes), ops._moves(Window((2, 1), (1, 1, 1, 1)))
+    numbers, moves = list(p.numbers), list(Window((2, 1), (1, 1, 1, 1)).numbers)
     settings_ = ("int8_channel", numbers, moves, "float", "block", -torch.inf, torch.inf)
     x = torch.randn(2, 6, 7, 8, requires_grad=True)
     torch.library.opcheck(torch.ops.halfbyte.conv2d.default, (x, p.data, torch.randn(8), None, *settings_))

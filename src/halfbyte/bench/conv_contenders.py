@@ -17,6 +17,8 @@ from torch import Tensor
 
 from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import PackedConv, channels_first
 from halfbyte.ops import conv
 
 IN_SCALE, IN_ZERO = 0.02, -128  # in [0, 5.1]: behind a ReLU
@@ -61,7 +63,7 @@ class Layer:
         return conv.dequantize_conv(self.packed)
 
     @cached_property
-    def packed(self) -> conv.PackedConv:
+    def packed(self) -> PackedConv:
         return conv.pack_conv(self.codes, self.kernel, self.groups)
 
     @cached_property
@@ -97,11 +99,10 @@ class Ready:
 def _halfbyte_int8(layer: Layer) -> Ready:
     scales = {"in_scale": IN_SCALE, "in_zero": IN_ZERO, "out_scale": layer.out_scale, "out_zero": 0}
     table = conv.conv_requantization_table(layer.packed, None, **scales)  # type: ignore[arg-type]
-    window = conv._window(layer.packed.sizes, layer.stride, layer.padding, 1)
-    settings = ("int8_channel", conv._numbers(layer.packed.sizes), conv._moves(window), IN_ZERO, -128, 127)
+    moves = Window((layer.stride,) * 2, (layer.padding,) * 4).numbers
 
     def run() -> Tensor:
-        return torch.ops.halfbyte.qconv2d.default(layer.image, layer.packed.data, table, *settings)  # type: ignore[no-any-return]
+        return conv.qconv2d_with(layer.image, layer.packed, table, moves, IN_ZERO)
 
     return Ready(run, lambda: run().float() * layer.out_scale, 1.001 * layer.out_scale)
 
@@ -129,7 +130,7 @@ def _torch_int8(layer: Layer) -> Ready:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.ao is deprecated
         zeros = torch.zeros(layer.out, dtype=torch.int64)
-        codes = conv.convolution.channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
+        codes = channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
         weight = torch._make_per_channel_quantized_tensor(codes, layer.codes.scale.flatten().double(), zeros, 0)
         moves = [layer.stride] * 2, [layer.padding] * 2, [1, 1], layer.groups
         packed = torch.ops.quantized.conv2d_prepack(weight, None, *moves)
@@ -163,7 +164,7 @@ def _onnxruntime_int8(layer: Layer) -> Ready:
 
 
 def _qlinearconv(layer: Layer) -> bytes:
-    weight = conv.convolution.channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
+    weight = channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
     constants: dict[str, tuple[int, Tensor]] = {
         "x_scale": (FLOAT, torch.tensor(IN_SCALE)),
         "x_zero": (UINT8, torch.tensor(IN_ZERO + 128, dtype=torch.uint8)),

@@ -59,6 +59,11 @@ class Window:
         if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
             raise ArgumentError(f"stride and dilation are at least 1 and padding at least 0, got {self}")
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """(stride, padding, dilation), flat"""
+        return (*self.stride, *self.padding, *self.dilation)
+
     def out_size(self, size: Pair, kernel: Pair) -> Pair:
         """(Ho, Wo) of an image (H, W). Raises ArgumentError where the kernel is larger than the padded image."""
         top, bottom, left, right = self.padding

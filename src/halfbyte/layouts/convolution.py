@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class Filter:
             raise ArgumentError(f"groups divide the {self.out} output channels, got groups={self.groups}")
         if min(self.kernel) < 1 or min(self.out, self.channels) < 0:
             raise ArgumentError(f"a kernel is at least 1 x 1 and channels are not negative, got {self}")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """(Co, Ci / groups, Kh, Kw, groups)"""
+        return (self.out, self.channels, *self.kernel, self.groups)
 
     @property
     def taps(self) -> int:
@@ -126,11 +131,18 @@ class PackedConv:
 
     layout   "cpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
     data     uint8, one dimension
+    name, numbers   of the format and the sizes, spelled once: looking them up costs more than a small kernel
     """
 
     sizes: Filter
     layout: str
     data: Tensor
+    name: str = field(init=False)
+    numbers: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", str(self.sizes.format))
+        object.__setattr__(self, "numbers", self.sizes.numbers)
 
     @property
     def format(self) -> Format:

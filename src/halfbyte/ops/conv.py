@@ -6,8 +6,10 @@ and an output always is so.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.ops import functions
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
+from halfbyte.ops.library import differentiated
 
 _INFINITE = float("inf")
 _CANONICAL = "canonical"
@@ -32,7 +35,7 @@ _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 # What depthwise kernels multiply by, and sums of codes and scales for requantization, by the packed bytes they come from.
 _taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
-_kernels: dict[tuple[Any, ...], Any] = {}
+_KEPT_PLANS = 4096
 
 
 # Codes and layouts
@@ -114,14 +117,14 @@ def conv2d(
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
     """
-    image = x.unsqueeze(0) if x.dim() == 3 else x
-    window = _window(packed.sizes, stride, padding, dilation)
+    if x.dim() == 3:
+        image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+        settings = {"compute": compute, "activation": activation, "clamp": clamp}
+        return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
     low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-    if residual is not None and x.dim() == 3:
-        residual = residual.unsqueeze(0)
-    settings = (str(packed.format), _numbers(packed.sizes), _moves(window), compute, activation, low, high)
-    y: Tensor = _ops.conv2d.default(image, packed.data, bias, residual, *settings)
-    return y[0] if x.dim() == 3 else y
+    moves = _moves(packed.sizes.kernel, stride, padding, dilation)
+    run = _conv2d_cpu if functions.plain(x) and x.is_cpu and not differentiated(x, bias, residual) else _ops.conv2d.default
+    return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)
 
 
 def conv1d(
@@ -151,10 +154,16 @@ def qconv2d(
 ) -> Tensor:
     """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. Outside of x lies `in_zero`,
     which means 0. `clamp` is in output codes: (out_zero, 127) is ReLU."""
-    window = _window(packed.sizes, stride, padding, dilation)
     table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-    numbers = (str(packed.format), _numbers(packed.sizes), _moves(window), in_zero, *clamp)
-    return _ops.qconv2d.default(x, packed.data, table, *numbers)  # type: ignore[no-any-return]
+    return qconv2d_with(x, packed, table, _moves(packed.sizes.kernel, stride, padding, dilation), in_zero, clamp)
+
+
+def qconv2d_with(
+    x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
+) -> Tensor:
+    """`qconv2d` with what does not change from call to call made before: `conv_requantization_table` and `Window.numbers`."""
+    run = _qconv2d_cpu if functions.plain(x) and x.is_cpu else _ops.qconv2d.default
+    return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)
 
 
 def conv_requantization_table(
@@ -190,12 +199,25 @@ def _flat(value: Sequence[Any]) -> list[int]:
     return [n for item in value for n in (_flat(item) if isinstance(item, Sequence) else [item])]
 
 
-def _window(sizes: Filter, stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
+def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    """`Window.numbers` of what a caller wrote."""
+    try:
+        return _written_moves(kernel, stride, padding, dilation)
+    except TypeError:  # lists are no keys
+        return _written_moves(kernel, *(_frozen(value) for value in (stride, padding, dilation)))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
     strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
     if padding == "same":
         if strides != (1, 1):
             raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
-        reach = [(k - 1) * d for k, d in zip(sizes.kernel, dilations, strict=True)]
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
         sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
     elif padding == "valid":
         sides = 0, 0, 0, 0
@@ -206,15 +228,7 @@ def _window(sizes: Filter, stride: _Sizes, padding: _Padding, dilation: _Sizes) 
         if len(flat) not in (2, 4):
             raise ArgumentError(f"padding is one number, (height, width) or ((top, bottom), (left, right)), got {padding!r}")
         sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
-    return Window(strides, sides, dilations)
-
-
-def _numbers(sizes: Filter) -> list[int]:
-    return [sizes.out, sizes.channels, *sizes.kernel, sizes.groups]
-
-
-def _moves(window: Window) -> list[int]:
-    return [*window.stride, *window.padding, *window.dilation]
+    return Window(strides, sides, dilations).numbers
 
 
 def _from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
@@ -243,20 +257,11 @@ def _out_shape(x: Tensor, sizes: Filter, window: Window) -> tuple[int, int, int,
     return (x.shape[0], sizes.out, *window.out_size((x.shape[2], x.shape[3]), sizes.kernel))
 
 
-def _check_weight(weight: Tensor, sizes: Filter) -> None:
+def _packed_bytes(sizes: Filter) -> int:
     if _depthwise(sizes):
-        wanted = sum(t.numel() * t.element_size() for t in _empty_tensors(sizes))
-    else:
-        wanted = sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
-    if weight.dtype != torch.uint8 or weight.shape != (wanted,) or weight.device.type != "cpu":
-        raise FormatError(
-            f"{sizes.format} of {sizes} is {wanted} packed bytes on the CPU, got {weight.dtype} {list(weight.shape)} on {weight.device}: "
-            "pack the codes with halfbyte.pack_conv"
-        )
-
-
-def _empty_tensors(sizes: Filter) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in stored_tensors(sizes.format, sizes.codes_shape).values()]
+        stored = stored_tensors(sizes.format, sizes.codes_shape).values()
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
+    return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
 
 
 def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
@@ -268,20 +273,58 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
     return made[integer]
 
 
-def _kernel(sizes: Filter, dtype: torch.dtype, compute: str, activation: str) -> Any:
+class _Plan(NamedTuple):
+    """What calls on images of one shape share; everything that does not change from call to call has been checked."""
+
+    sizes: Filter
+    window: Window
+    out_shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    weight_bytes: int
+    depthwise: bool
+    kernel: Any
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
+    key = format, tuple(numbers), tuple(moves), tuple(x.shape), x.dtype, compute, activation
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _KEPT_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _new_plan(x, format, numbers, moves, compute, activation)
+    return plan
+
+
+def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu.conv import ConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
 
-    key = sizes, dtype, compute, activation
-    if key not in _kernels:
-        if dtype == torch.int8:
-            inner = "int8"
-        else:
-            inner = choose_linear(sizes.matrix_format, dtype, compute, current()).taken.inner
-        _kernels[key] = DepthwiseKernel(sizes, dtype) if _depthwise(sizes) else ConvKernel(sizes, dtype, inner, activation)  # type: ignore[arg-type]
-    return _kernels[key]
+    sizes, window = _from_numbers(format, numbers, moves)
+    shape = _out_shape(x, sizes, window)
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    _, c, h, w = x.shape
+    inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, compute, current()).taken.inner
+    kernel: Any = None
+    if 0 not in shape and x.numel():
+        kernel = DepthwiseKernel(sizes, x.dtype) if _depthwise(sizes) else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
+    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), _depthwise(sizes), kernel)
+
+
+def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
+    """What the plan's kernel takes for the packed bytes."""
+    if weight.shape != (plan.weight_bytes,) or weight.dtype != torch.uint8 or not weight.is_cpu:
+        got = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        wanted = f"{plan.weight_bytes} packed bytes on the CPU"
+        raise FormatError(f"the weight of {plan.sizes} is {wanted}, got {got}: pack the codes with halfbyte.pack_conv")
+    if plan.depthwise:
+        return _taps_of(weight, plan.sizes, integer=integer)
+    return weight if weight.is_contiguous() and weight.data_ptr() % 64 == 0 else weight.clone(memory_format=torch.contiguous_format)
 
 
 def _conv2d_cpu(
@@ -297,32 +340,28 @@ def _conv2d_cpu(
     low: float,
     high: float,
 ) -> Tensor:
-    sizes, window = _from_numbers(format, numbers, moves)
-    shape = _out_shape(x, sizes, window)
     if x.dtype not in FLOATS:
         raise ArgumentError(f"conv2d takes images of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    plan = _plan(x, format, numbers, moves, compute, activation)
     if not low <= high:
         raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
-    _check_weight(weight, sizes)
+    weights = _fit_weight(weight, plan)
     if bias is not None:
-        check_bias(bias, sizes.out, x.device)
+        check_bias(bias, plan.sizes.out, x.device)
         bias = bias.to(torch.float32).contiguous()
     if residual is not None:
-        if residual.shape != shape or residual.dtype != x.dtype or not residual.is_cpu:
-            raise ArgumentError(
-                f"the residual is {x.dtype} {list(shape)} on the CPU, got {residual.dtype} {list(residual.shape)} on {residual.device}"
-            )
+        if residual.shape != plan.out_shape or residual.dtype != x.dtype or not residual.is_cpu:
+            got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+            raise ArgumentError(f"the residual is {x.dtype} {list(plan.out_shape)} on the CPU, got {got}")
         residual = _channels_last(residual)
-    if 0 in shape or x.numel() == 0:
-        y = x.new_zeros(shape)
+    if plan.kernel is None:  # nothing to multiply
+        y = x.new_zeros(plan.out_shape)
         for more in (None if bias is None else bias.view(1, -1, 1, 1), residual):
             y = y if more is None else y + more
         return y.clamp(low, high).to(x.dtype)
-    weights: Any = _taps_of(weight, sizes, integer=False) if _depthwise(sizes) else _aligned(weight).data_ptr()
-    kernel = _kernel(sizes, x.dtype, compute, activation)
-    return kernel(_channels_last(x), window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
+    if x.stride() != plan.strides:
+        x = _channels_last(x)
+    return plan.kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
 
 
 def _qconv2d_cpu(
@@ -336,23 +375,22 @@ def _qconv2d_cpu(
     low: int,
     high: int,
 ) -> Tensor:
-    sizes, window = _from_numbers(format, numbers, moves)
-    shape = _out_shape(x, sizes, window)
     if x.dtype != torch.int8:
         raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
+    plan = _plan(x, format, numbers, moves, "int8", "block")
     if not -128 <= low <= high <= 127:
         raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
-    _check_weight(weight, sizes)
+    weights, sizes = _fit_weight(weight, plan, integer=True), plan.sizes
     n = sizes.out // sizes.groups
-    wanted = (1, 3, sizes.out) if _depthwise(sizes) else (sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
+    wanted = (1, 3, sizes.out) if plan.depthwise else (sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
     if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or not table.is_cpu:
         got = f"{table.dtype} {list(table.shape)} on {table.device}"
         raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on the CPU, got {got}: use conv_requantization_table")
-    if 0 in shape:
-        return x.new_empty(shape)
-    weights: Any = _taps_of(weight, sizes, integer=True) if _depthwise(sizes) else _aligned(weight).data_ptr()
-    kernel = _kernel(sizes, torch.int8, "int8", "block")
-    return kernel(_channels_last(x), window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
+    if plan.kernel is None:
+        return x.new_empty(plan.out_shape)
+    if x.stride() != plan.strides:
+        x = _channels_last(x)
+    return plan.kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -396,7 +434,7 @@ class _Conv2d(torch.autograd.Function):
 
 
 def _conv2d_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+    if differentiated(x, bias, residual):
         return _Conv2d.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _ops.conv2d.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ def linear(
     """
     n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
     low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-    if _plain(x) and not differentiated(x, bias, residual):
+    if plain(x) and not differentiated(x, bias, residual):
         if x.is_cpu:
             return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
         return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
@@ -157,7 +157,7 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
     An id outside of that is an error on the CPU. On a GPU its row is NaN: to look at ids there would mean to wait for them.
     """
     n, k = _matrix(packed)
-    if _plain(ids):
+    if plain(ids):
         run = cpu.embedding if ids.is_cpu else cuda.embedding
         return run(ids, packed.data, packed.name, n, k, dtype)
     return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return OPS.dequantize.default(packed.data, packed.name, math.prod(lead), k, dtype).reshape(packed.shape)  # type: ignore[no-any-return]
 
 
-def _plain(x: Tensor) -> bool:
+def plain(x: Tensor) -> bool:
     """Nobody is watching (no tracing, no modes, no functorch), so the dispatcher, which costs more than a small kernel, may be skipped."""
     return (
         type(x) is Tensor

@@ -59,8 +59,9 @@ _kept = _Kept()
 class ConvKernel:
     """The compiled convolution of one weight, activation dtype and arithmetic, for images of any size.
 
-    Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` is the
-    address of `groups` packed matrices, one after the other; a bias is contiguous float32 [Co] (for int8, the tables of the groups).
+    Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` are the
+    packed matrices of all groups, one after the other, at a multiple of 64; a bias is contiguous float32 [Co] (for int8, the tables
+    of the groups).
     """
 
     def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation) -> None:
@@ -72,7 +73,7 @@ class ConvKernel:
         self,
         x: Tensor,
         window: Window,
-        weights: int,
+        weights: Tensor,
         bias: Tensor | None,
         low: float,
         high: float,
@@ -98,7 +99,7 @@ class ConvKernel:
             residual = residual.to(out.dtype)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         scratch = memory.data_ptr() + 63 & ~63
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), apart, low, high)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
         self.linear.run(ctypes.addressof(call.buffer), call.threads)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 

@@ -6,19 +6,22 @@ Threads draw lines of the output; a few neighbouring outputs share each load of 
 there are as many as taps, once a channel, and each is used for every pixel. Images and outputs are channels_last; outside of an
 image lie zeros (or the code that means zero).
 
-Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: sums in int32, exactly, then
-`clamp(round(fma(float(start + sum), multiplier, offset)))` as in `tile.RequantizingTile`.
+Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: the same with codes, whose sums are exact
+in float32 up to MOST_TAPS, then `clamp(round(fma(float(start + sum), multiplier, offset)))` as in `tile.RequantizingTile`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
@@ -35,24 +38,28 @@ DEPTHWISE = Block(
         *LINEAR.fields[:4],
         *("x", "weights", "bias", "out", "residual", "clamp"),
         *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
-        *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside"),
+        *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
     ),
     frozenset({"clamp"}),
 )
-_TOGETHER = 4  # neighbouring outputs that share a weight
+_TOGETHER = 8  # neighbouring outputs that share a weight
+_COST = 8  # of a product here, in products of a matrix
+_KEPT_CALLS = 1024
+_WIDEST = 7  # kernel whose line is written out
+MOST_TAPS = 1024  # 2^10 * 2^7 * 2^7 = 2^24: so many products of codes have a sum that float32 holds
 
 
 @dataclass(frozen=True, slots=True)
 class DepthwiseSpec:
-    """kind: of the image, "f32", "bf16", "f16" or "i8"; lanes: channels side by side; together: outputs side by side."""
+    """kind: of the image, "f32", "bf16", "f16" or "i8"; lanes: channels side by side; width: of the kernel, 0 for any."""
 
     kind: str
     lanes: int
-    together: int
+    width: int
 
     @property
     def name(self) -> str:
-        return f"depthwise_{self.kind}_{self.lanes}x{self.together}"
+        return f"depthwise_{self.kind}_{self.lanes}_w{self.width}"
 
 
 def build(spec: DepthwiseSpec, isa: ISA) -> Module:
@@ -69,7 +76,7 @@ class _Lines:
         self.args = f.parameters[0]
         self.integer = spec.kind == "i8"
         self.element = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}[spec.kind]
-        self.sum_type = vector("i32" if self.integer else "float", spec.lanes)
+        self.floats, self.ints = vector("float", spec.lanes), vector("i32", spec.lanes)
 
     def get(self, name: str) -> Value:
         return DEPTHWISE.load(self.args, name)
@@ -80,56 +87,66 @@ class _Lines:
     def emit(self) -> None:
         f, spec, counter = self.f, self.spec, self.args + DEPTHWISE.offset("counter")
         channels, width = self.get("channels"), self.get("out_width")
+        first, stop = self.get("first_inside"), self.get("stop_inside")  # outputs whose taps lie inside, left and right
         for line in f.draw(lambda: f.fetch_add(counter), self.get("lines")):
             y, b = line % self.get("out_height"), line // self.get("out_height")
             image = self.pointer("x") + b * self.get("height") * self.get("width") * channels * self.element
             top = y * self.get("stride_h") - self.get("top")
             for start in f.loop(channels, step=spec.lanes):
                 c = f.umin(start, channels - spec.lanes)  # the last vector may overlap the one before
-                for x in f.loop(width, step=spec.together):
-                    first = f.umin(x, width - spec.together)
-                    self._outputs(image, top, first, c, (line * width + first) * channels + c)
+                out = line * width * channels + c
+                for x in f.loop(first):
+                    self._outputs(image, top, x, c, out, 1, inside=False)
+                for x in f.loop(stop, first, _TOGETHER):  # the last ones may overlap those before
+                    self._outputs(image, top, f.umin(x, stop - _TOGETHER), c, out, _TOGETHER, inside=True)
+                for x in f.loop(width, stop):
+                    self._outputs(image, top, x, c, out, 1, inside=False)
 
-    def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value) -> None:
+    def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value, count: int, *, inside: bool) -> None:
+        """`count` neighbouring outputs from `first` on; `inside`: no tap lies left or right of the image."""
         f, spec = self.f, self.spec
-        lefts = [(first + i) * self.get("stride_w") - self.get("left") for i in range(spec.together)]
-        sums = [f.variable(f.value(self.sum_type, 0)) for _ in lefts]
-        pixel = self.get("channels") * self.element
+        sums = [f.variable(f.value(self.floats, 0.0)) for _ in range(count)]
+        left = first * self.get("stride_w") - self.get("left")
+        channels = self.get("channels")
         weight = f.variable(self.pointer("weights") + c * 4)
         for kh in f.loop(self.get("kernel_h")):
             iy = top + kh * self.get("dilation_h")
-            line = image + iy * self.get("width") * pixel + c * self.element
-            inside_line = _below(f, iy, self.get("height"))
-            for kw in f.loop(self.get("kernel_w")):
-                w = weight.value.load(self.sum_type, 0, 4)
-                for left, total in zip(lefts, sums, strict=True):
-                    ix = left + kw * self.get("dilation_w")
-                    there = inside_line & _below(f, ix, self.get("width"))
-                    x = self._load(there.select(line + ix * pixel, self.pointer("outside")))
-                    total.value = total.value + w * x if self.integer else f.fma(w, x, total.value)
-                weight.value = weight.value + self.get("channels") * 4
+            there = _below(f, iy, self.get("height"))
+            # Above and below of the image each pixel is the same one.
+            step = there.select(channels * self.element, 0)
+            line = there.select(image + iy * self.get("width") * channels * self.element, self.pointer("outside")) + c * self.element
+            pixel, apart, hop = f.variable(line + left * step), self.get("stride_w") * step, self.get("dilation_w") * step
+            for kw in range(spec.width) if spec.width else f.loop(self.get("kernel_w")):
+                w = weight.value.load(self.floats, 0, 4)
+                for i, total in enumerate(sums):
+                    source = pixel.value + apart * i
+                    if not inside:
+                        ix = left + self.get("dilation_w") * kw
+                        source = _below(f, ix, self.get("width")).select(source, self.pointer("outside") + c * self.element)
+                    total.value = f.fma(w, self._load(source), total.value)
+                pixel.value = pixel.value + hop
+                weight.value = weight.value + channels * 4
         for i, total in enumerate(sums):
-            self._write(total.value, c, at + self.get("channels") * i)
+            self._write(total.value, c, at + (first + i) * channels)
 
     def _load(self, x: Value) -> Value:
         lanes = self.spec.lanes
         if self.integer:
-            return x.load(vector("i8", lanes)).to("i32")
+            return x.load(vector("i8", lanes)).to("i32").to("float")
         return self.isa.to_float(x.load(vector("float" if self.spec.kind == "f32" else "i16", lanes), 0, self.element), self.spec.kind)
 
     def _write(self, total: Value, c: Value, at: Value) -> None:
         f, lanes = self.f, self.spec.lanes
-        floats = vector("float", lanes)
         low, high = ((self.args + DEPTHWISE.offset("clamp")).load("float", half, 4).splat(lanes) for half in (0, 4))
         out, bias = self.pointer("out") + at * self.element, self.pointer("bias") + c * 4
         if self.integer:
             row = self.get("channels") * 4
-            offset, multiplier = bias.load(floats, 0, 4), (bias + row).load(floats, 0, 4)
-            total = total + (bias + row * 2).load(self.sum_type, 0, 4)
-            value = f.fma(total.to("float"), multiplier, offset).max_or(low).min_or(high)
-            out.store((value + ROUND).bits(self.sum_type).to("i8"), 0, 1)
+            offset, multiplier = bias.load(self.floats, 0, 4), (bias + row).load(self.floats, 0, 4)
+            start = (bias + row * 2).load(self.ints, 0, 4)
+            value = f.fma((total.to("i32") + start).to("float"), multiplier, offset).max_or(low).min_or(high)
+            out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
             return
-        result = f.variable(total + bias.load(floats, 0, 4))
+        result = f.variable(total + bias.load(self.floats, 0, 4))
         residual = self.get("residual")
         with f.when(residual.equals(0).equals(0)):
             result.value = result.value + self._load(out + residual)
@@ -143,9 +160,30 @@ def _below(f: Function, a: Value, b: Value) -> Value:
 
 
 def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
-    """What the kernel multiplies by, [taps, C]: the dequantized weight in float32, or its codes in int32."""
-    numbers = codes.values().to(torch.int32) if integer else codes.dequantize()
+    """What the kernel multiplies by, float32 [taps, C]: the dequantized weight, or its codes."""
+    numbers = codes.values().float() if integer else codes.dequantize()
     return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
+
+
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    out_shape: tuple[int, int, int, int]
+    threads: int
+    outside: Tensor
+
+
+class _Kept(threading.local):
+    """Each Python thread has its own arguments, so that calls may run side by side."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[Any, ...], _Call] = {}
+
+
+_kept = _Kept()
+_pack_call = DEPTHWISE.struct("counter", "clamp").pack_into
+_CALL = DEPTHWISE.offset("counter")
 
 
 class DepthwiseKernel:
@@ -156,9 +194,12 @@ class DepthwiseKernel:
     """
 
     def __init__(self, sizes: Filter, dtype: torch.dtype) -> None:
+        if dtype == torch.int8 and sizes.taps > MOST_TAPS:
+            raise UnsupportedError(f"a depthwise kernel of int8 has at most {MOST_TAPS} taps, got {sizes.kernel[0]} x {sizes.kernel[1]}")
         self.sizes, self.isa, self.dtype = sizes, current(), dtype
         self.inner_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out)
+        self.run = runtime.runner()
 
     def __call__(
         self,
@@ -173,25 +214,36 @@ class DepthwiseKernel:
         outside: int = 0,
     ) -> Tensor:
         """x -> [B, C, Ho, Wo] with channels_last strides; `residual` and `outside` as for `ConvKernel`."""
-        x = x.to(self.inner_dtype)
+        if self.inner_dtype != self.dtype:
+            x = x.to(self.inner_dtype)
+        key = self.sizes, x.dtype, tuple(x.shape), window, outside, runtime.threads()
+        call = _kept.calls.get(key)
+        if call is None:
+            if len(_kept.calls) >= _KEPT_CALLS:
+                _kept.calls.clear()
+            call = _kept.calls[key] = self._prepare(x, window, outside)
+        out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
+        apart = 0 if residual is None else residual.to(x.dtype).data_ptr() - out.data_ptr()  # the strides of both are the same
+        table = (self.no_bias if bias is None else bias).data_ptr()
+        _pack_call(call.buffer, _CALL, 0, x.data_ptr(), weights.data_ptr(), table, out.data_ptr(), apart, low, high)
+        self.run(ctypes.addressof(call.buffer), call.threads)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
+
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
-        out = torch.empty((batch, channels, ho, wo), dtype=x.dtype, memory_format=torch.channels_last)
         lanes = self.isa.lanes if channels >= self.isa.lanes else 1
-        spec = DepthwiseSpec(KINDS[x.dtype], lanes, _TOGETHER if wo >= _TOGETHER else 1)
+        kw, stride, left = self.sizes.kernel[1], window.stride[1], window.padding[2]
+        spec = DepthwiseSpec(KINDS[x.dtype], lanes, kw if kw <= _WIDEST else 0)
+        first = min(-(-left // stride), wo)
+        stop = max(first, min((width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1, wo))
+        if stop - first < _TOGETHER:
+            first = stop = wo
         edge = torch.full((channels,), outside, dtype=x.dtype)
-        if residual is not None:
-            residual = residual.to(x.dtype)
-        block = DEPTHWISE.buffer(
+        buffer = DEPTHWISE.buffer(
             {
                 "first_phase": _phase(spec, self.isa),
                 "openmp": runtime.openmp_address(),
-                "x": x.data_ptr(),
-                "weights": weights.data_ptr(),
-                "bias": (self.no_bias if bias is None else bias).data_ptr(),
-                "out": out.data_ptr(),
-                "residual": 0 if residual is None else residual.data_ptr() - out.data_ptr(),
-                "clamp": (low, high),
                 "channels": channels,
                 "lines": batch * ho,
                 "height": height,
@@ -201,17 +253,19 @@ class DepthwiseKernel:
                 "stride_h": window.stride[0],
                 "stride_w": window.stride[1],
                 "top": window.padding[0],
-                "left": window.padding[2],
+                "left": left,
                 "dilation_h": window.dilation[0],
                 "dilation_w": window.dilation[1],
                 "kernel_h": self.sizes.kernel[0],
-                "kernel_w": self.sizes.kernel[1],
+                "kernel_w": kw,
                 "outside": edge.data_ptr(),
+                "first_inside": first,
+                "stop_inside": stop,
             }
         )
-        threads = max(1, min(runtime.threads(), out.numel() * self.sizes.taps * 8 // WORK_A_THREAD, batch * ho))
-        runtime.runner()(ctypes.addressof(block), threads)
-        return out.to(self.dtype)
+        work = batch * channels * ho * wo * self.sizes.taps
+        threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
+        return _Call(buffer, (batch, channels, ho, wo), threads, edge)
 
 
 @functools.cache

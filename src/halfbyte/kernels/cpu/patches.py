@@ -54,7 +54,11 @@ class GatherSpec:
 
     @property
     def name(self) -> str:
-        return f"conv_direct_{'m' if self.correction < 0 else ''}{abs(self.correction)}" if self.direct else f"conv_{self.inside}_{self.border}"
+        return (
+            f"conv_direct_{'m' if self.correction < 0 else ''}{abs(self.correction)}"
+            if self.direct
+            else f"conv_{self.inside}_{self.border}"
+        )
 
 
 def build(spec: GatherSpec, isa: ISA) -> Module:
@@ -101,7 +105,9 @@ class _Phase:
             out = self.pointer("out") + g * get("group_out") + row * get("out_stride")
             weights, bias = self.pointer("weights") + g * get("group_weights"), self.pointer("bias")
             bias = f.emit("i1", f"icmp eq ptr {bias.name}, null").select(bias, bias + g * get("group_bias"))
-            driver.multiply(f, self.args, (first, stop), (part * group, f.umin(part * group + group, panels)), self.patches, out, weights, bias)
+            driver.multiply(
+                f, self.args, (first, stop), (part * group, f.umin(part * group + group, panels)), self.patches, out, weights, bias
+            )
 
     def _gather(self, image: Value, first: Value, stop: Value, row: Value) -> None:
         """The patches of row tiles first … stop - 1, whose first row is `row`."""
