@@ -19,9 +19,9 @@ from halfbyte.layouts.gpu_tiles import RECORD
 _ZEROS = {"none": 0, "point": 1, "offset": 2}
 
 
-def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
+def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The weight [n, k] that `data`, uint8 [geo.nbytes], stands for."""
-    out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device)
+    out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device) if out is None else out
     if out.numel():
         write(gpu_tiles.views(data, geo), geo, out)
     return out
@@ -39,6 +39,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor) -> No
         BITS=geo.format.bits,
         ZERO=_ZEROS[geo.format.zero],
         G=min(geo.padded, RECORD),
+        CONTIGUOUS=geo.contiguous,
         num_warps=4,
     )
 
@@ -96,7 +97,10 @@ def _place(start, i, k, block, padded):
 
 
 @triton.jit
-def _whole(codes, scale, zero, out, k, NP, R, block, padded, N, BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr):
+def _whole(
+    codes, scale, zero, out, k, NP, R, block, padded, N,
+    BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
+):  # fmt: skip
     """A panel's record."""
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
@@ -117,9 +121,13 @@ def _whole(codes, scale, zero, out, k, NP, R, block, padded, N, BITS: tl.constex
     s = tl.load(scale + at)[:, :, None]
     z = tl.load(zero + at)[:, :, None] if ZERO != 0 else s
     v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO)
-    column, real = _place((piece * G)[:, None], tl.arange(0, G)[None, :], k, block, padded)
-    column = tl.reshape(column, (128,))
-    real = tl.reshape(real, (128,))
+    if CONTIGUOUS:  # the compiler sees that elements are neighbours, and stores 16 bytes at a time
+        column = r * 128 + tl.arange(0, 128)
+        real = column < k
+    else:
+        column, real = _place((piece * G)[:, None], tl.arange(0, G)[None, :], k, block, padded)
+        column = tl.reshape(column, (128,))
+        real = tl.reshape(real, (128,))
     v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
     tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
 
