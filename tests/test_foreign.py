@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import random_codes
 from test_hostile_files import outcome, places, with_value
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import Codes
-from halfbyte.io import gguf
+from halfbyte.formats import Codes, as_format
+from halfbyte.io import gguf, gptq
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.quantizers import absmax
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
 NONSENSE: tuple[Any, ...] = (None, True, -1, 0, 3, 1 << 70, 1.5, "", "x" * 99, [], {}, {"a": {}})
@@ -114,6 +116,64 @@ def test_a_folder_without_an_architecture(folders: Path, tmp_path: Path) -> None
     (tmp_path / "m" / "config.json").write_text(json.dumps({"quantization_config": settings}))
     tensors = load_tensors(tmp_path / "m")
     assert isinstance(tensors[f"{PROJ}.weight"], Codes)
+
+
+def test_modules_with_settings_of_their_own(folders: Path, tmp_path: Path) -> None:
+    """GPTQ's `dynamic`: 8 bits for one, another block size for another."""
+    shutil.copytree(folders / "gptq", tmp_path / "m")
+    changed = {"mlp.up_proj": ("int8_g16_zp", {"bits": 8}), "mlp.down_proj": ("int4_g32_zp", {"group_size": 32})}
+    state = load_file(tmp_path / "m" / "model.safetensors")
+    wanted = {}
+    for name, (fmt, _) in changed.items():
+        module = f"model.layers.0.{name}"
+        old = load_tensors(folders / "gptq")[f"{module}.weight"]
+        assert isinstance(old, Codes)
+        wanted[module] = random_codes(as_format(fmt), old.shape)
+        state |= {f"{module}.{part}": tensor for part, tensor in gptq.write(wanted[module], None, 2).items()}
+    save_file(state, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["dynamic"] = {
+        f"+:.*{name}$".replace(".mlp", r"\.mlp"): settings for name, (_, settings) in changed.items()
+    }
+    path.write_text(json.dumps(config))
+    tensors = load_tensors(tmp_path / "m")
+    for module, codes in wanted.items():
+        found = tensors[f"{module}.weight"]
+        assert isinstance(found, Codes)
+        assert found.format == codes.format
+        assert torch.equal(found.data, codes.data)
+
+
+def test_experts_are_dequantized_and_said_to_be(tmp_path: Path) -> None:
+    """transformers stacks the experts, which the files hold one by one."""
+    torch.manual_seed(0)
+    sizes = {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64}
+    model = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "m")
+    file, path = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
+    plain = load_file(file)
+    state: dict[str, Tensor] = {}
+    for name, tensor in plain.items():
+        if ".experts." in name or "_proj" in name:
+            codes = absmax(tensor, as_format("int4_g16_zp"))
+            plain[name] = codes.dequantize()
+            state |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in gptq.write(codes, None, 2).items()}
+        else:
+            state[name] = tensor
+    assert len(state) > len(plain)
+    save_file(plain, file, {"format": "pt"})
+    expected = logits(MixtralForCausalLM.from_pretrained(tmp_path / "m").eval())
+    save_file(state, file, {"format": "pt"})
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "checkpoint_format": "gptq_v2"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    loaded = load(tmp_path / "m")
+    for module in loaded.modules():
+        if isinstance(module, QuantLinear):
+            module.compute = "float"
+    assert torch.allclose(logits(loaded), expected, rtol=1e-4, atol=1e-5)
+    reasons = {row.name: row.reason or "" for row in describe(tmp_path / "m").kept}
+    assert sum("GPTQ, dequantized: transformers keeps it fused" in reason for reason in reasons.values()) == 2
 
 
 # What is refused

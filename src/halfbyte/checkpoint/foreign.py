@@ -71,25 +71,40 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
 
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    bits, group = settings.get("bits"), _group_size(settings)
-    if bits not in (4, 8):
-        raise CheckpointError(f"config.json says {short(bits)} bits, halfbyte reads GPTQ of 4 and 8: start from the float model")
+    bits, _ = _of_module(settings, "")
     claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
     modules, rest = _modules(reader, gptq.PARTS)
     version = _judge(reader, modules, bits, bool(settings.get("sym", False)), claimed)
     entries = {}
     for name, parts in modules.items():
+        bits, group = _of_module(settings, name)
         words, n = _words_shape(reader, name, parts)
         k = words * 32 // bits
         fmt = _points_format(reader, name, parts, bits, group, n, points.middle(bits) - (version == 1))
 
-        def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
+        def read(
+            dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts, bits: int = bits, group: int = group
+        ) -> Codes:
             return gptq.read(_read(reader, parts), bits, group, version, name)[0]
 
         order = _order(reader, parts.get("g_idx"), k, points.block_of(group, k), name)
         entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), _nbytes(reader, parts), read, Quantized(fmt, "GPTQ", order))
     lies = f"config.json says GPTQ version {claimed}, the points are those of version {version}, which is believed"
     return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
+
+
+def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Bits and block size of a module, which patterns under `dynamic` may set."""
+    mine = dict(settings)
+    dynamic = settings.get("dynamic")
+    for pattern, changes in dynamic.items() if isinstance(dynamic, dict) and name else ():
+        if not pattern.startswith("-:") and isinstance(changes, dict) and _matches(pattern.removeprefix("+:"), name):
+            mine |= changes
+            break
+    bits = mine.get("bits")
+    if bits not in (4, 8):
+        raise CheckpointError(f"config.json says {short(bits)} bits, halfbyte reads GPTQ of 4 and 8: start from the float model")
+    return int(bits), _group_size(mine)
 
 
 def _order(reader: Reader, name: str | None, k: int, block: int, where: str) -> Order | None:

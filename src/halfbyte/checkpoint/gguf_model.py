@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized
 from halfbyte.checkpoint.gguf_config import to_config
-from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
+from halfbyte.checkpoint.gguf_names import ARCHITECTURES
 from halfbyte.checkpoint.opened import Opened, open_entries
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
@@ -85,8 +83,3 @@ def take_rows(codes: Codes, rows: Tensor) -> Codes:
     """Some rows of codes [N, K], in some order."""
     shape = (len(rows), *codes.shape[1:])
     return Codes.from_tensors(codes.format, shape, {name: tensor[rows.to(tensor.device)] for name, tensor in codes.tensors().items()})
-
-
-def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
-    """The architecture that is written under this metadata."""
-    return ARCHITECTURES[str(metadata["general.architecture"])]

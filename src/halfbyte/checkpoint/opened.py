@@ -80,6 +80,12 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened
             plan.plain[order_name(name)] = Spec(torch.int32, weight.shape[-1:])
             plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
 
+    for step in plan.steps:
+        forms = [quantized.form for source in step.sources if (quantized := entries.entries[source].quantized) is not None]
+        for target in step.targets if forms and step.converts else ():
+            name = plan.renamed.get(target, target)
+            plan.about[name] = plan.about[name][0], f"{forms[0]}, dequantized: transformers keeps it fused, stacked or split"
+
     def codes(name: str) -> Codes:
         return entries.codes(steps[name][0].sources[0])
 

@@ -7,7 +7,6 @@ same, there is less to keep, and kernels have less to do. Codes are read as such
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,8 +90,3 @@ def take(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...]
         got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         raise CheckpointError(f"{where}.{name} is {got}, but {wanted} {list(shape)} fits the others: the checkpoint is damaged")
     return tensor
-
-
-def renamed(fmt: Format) -> Format:
-    """The same numbers, without another project's rules for making them."""
-    return replace(fmt, family="int", sums=False)
