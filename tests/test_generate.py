@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,10 +16,12 @@ from language_model import TEXT, make_language_model
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, TextIteratorStreamer
 from transformers.generation.configuration_utils import CompileConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import halfbyte
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.integrations.attention import attention
 from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
 from halfbyte.nn.convert import Config
 from halfbyte.nn.modules import QuantModule
@@ -77,6 +80,19 @@ def test_a_static_cache_compiles_without_graph_breaks(opened: tuple[Any, Any]) -
     assert torch.equal(found[0], expected)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_torchs(masked: bool, t: int) -> None:
+    query, key, value = torch.randn(2, 6, t, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    mask = torch.rand(2, 1, t, 9) > 0.4 if masked else None
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.2)  # type: ignore[arg-type]
+    found, _ = attention(module, query, key, value, mask, scaling=0.2)  # type: ignore[arg-type]
+    assert found.shape == (2, t, 6, 16)
+    # Weighted means of at most 9 numbers of about 1, in float32.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_batch_with_padding_on_the_left(opened: tuple[Any, Any]) -> None:

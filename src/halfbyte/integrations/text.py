@@ -19,9 +19,11 @@ from halfbyte import checkpoint
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
+from halfbyte.integrations import attention
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.safetensors import load_json
 from halfbyte.nn.convert import Config
+from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 
 
@@ -183,10 +185,15 @@ def _clear_errors(path: Path) -> Any:
         raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
 
 
-def _ready(model: nn.Module, device: str) -> nn.Module:
-    """On the device, in evaluation mode, and on a CPU in float32."""
+def _ready(model: Any, device: str) -> Any:
+    """On the device, in evaluation mode, projections of one input computed together, and on a CPU in float32."""
     model = model.to(device)
-    return (model.to(torch.float32) if _is_cpu(device) else model).eval()  # transformers forbids .float() here
+    if _is_cpu(device):
+        model = model.to(torch.float32)  # transformers forbids .float() of a quantized model
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(attention.NAME)
+    fuse_(model)
+    return model.eval()
 
 
 def _is_cpu(device: str) -> bool:
