@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte.kernels.cpu import jit, patches, runtime
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
-from halfbyte.kernels.cpu.patches import CONV, UNIT, GatherSpec
+from halfbyte.kernels.cpu.patches import CONV, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.convolution import Filter
@@ -104,18 +104,20 @@ class ConvKernel:
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
-        sizes, linear, element = self.sizes, self.linear, self.dtype.itemsize
+        sizes, element = self.sizes, self.dtype.itemsize
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
-        geo, m, pixel = linear.geometry, batch * ho * wo, channels * element
+        m, pixel = batch * ho * wo, channels * element
+        linear = self.linear.taking(m)
+        geo = linear.geometry
         tap, stride = sizes.channels * element, sizes.padded * element
         whole_lines = window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
         pieces, piece = (1, tap * sizes.kernel[1]) if whole_lines else (sizes.kernel[1], tap)
         most_copied = 4 * self.isa.lanes
-        if x.dtype == torch.int8 and geo.blocks == 1 and tap % UNIT == 0:
-            spec = GatherSpec(True, self.isa.correction(sizes.format.bits, signed=True))
+        if x.dtype == torch.int8 and geo.blocks == 1 and tap % linear.unit == 0:
+            spec = GatherSpec(linear.unit, linear.isa.correction(sizes.format.bits, signed=True))
         else:
-            spec = GatherSpec(False, 0, _step(piece, most_copied), _step(tap, most_copied))
+            spec = GatherSpec(0, 0, _step(piece, most_copied), _step(tap, most_copied))
         fields = linear.fields(m)
         tiles, rows = fields["tiles"] + fields["lesser_tiles"], fields["tile_rows"]
         chunks = -(-tiles // max(1, min(_CHUNK_BYTES, max(_LEAST_BYTES, _LEAST_ROWS * linear.row_bytes)) // (rows * linear.row_bytes)))

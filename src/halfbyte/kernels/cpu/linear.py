@@ -108,6 +108,7 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         self.tile_spec = TileSpec(inner, *weight, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
+        self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
         row_spec = RowSpec(kind, inner, self.unit, single, whole_row, shifted, correction, sums, zeroed)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
@@ -119,9 +120,13 @@ class LinearKernel:
         self.number = next(_numbers)
         self._of = fmt, n, k, dtype, inner, activation
 
+    def taking(self, m: int) -> LinearKernel:
+        """The kernel that multiplies M rows: this one, or that of the matrix unit where it is faster."""
+        return self if self.isa.taking(m, self.tile_spec.inner) is self.isa else self._on_matrix_unit
+
     @functools.cached_property
     def _on_matrix_unit(self) -> LinearKernel:
-        return LinearKernel(*self._of, isa=self.isa.matrix)
+        return LinearKernel(*self._of, isa=self.isa.matrix, zeroed=self._zeroed)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N]; `weights` is the address of the packed bytes. `residual` [M, N] is added before the clamp."""
@@ -162,13 +167,12 @@ class LinearKernel:
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
-        geo, isa = self.geometry, self.isa.taking(m, self.tile_spec.inner)
-        taken = self if isa is self.isa else self._on_matrix_unit
+        geo, taken = self.geometry, self.taking(m)
         fields = taken.fields(m)
         threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
         group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
-        chunks = max(1, min(m * taken.row_bytes // isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
+        chunks = max(1, min(m * taken.row_bytes // taken.isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
         buffer = LINEAR.buffer(fields)
         call = _Call(buffer, ctypes.addressof(buffer), m * taken.row_bytes, threads)

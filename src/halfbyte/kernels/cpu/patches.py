@@ -1,7 +1,7 @@
 """The generated code of a convolution: patches of an image are gathered where the linear tiles read them, and multiplied.
 
 Threads draw items: a chunk of row tiles times some panels of a group's outputs. An item's patches are gathered into the thread's
-own memory, unless the item before had the same. `direct`: codes go straight to their places, a unit of 32 at a time, with their
+own memory, unless the item before had the same. `direct`: codes go straight to their places, a unit at a time, with their
 sum. Otherwise a patch is first laid out as a row of K elements, which a row function of `activations.py` then converts.
 """
 
@@ -34,20 +34,19 @@ CONV = Block(
     LINEAR.floats,
 )
 
-UNIT = 32  # codes that a tile reads of one row, before those of the next row come
-
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
     """What the gathering of patches is compiled for.
 
-    direct      int8 codes whose taps are whole units, with one scale for all of K
+    direct      codes that a tile reads of one row before those of the next row come: where images are int8, taps whole units of
+                so many, and one scale is for all of K; else 0
     correction  for `direct`: what the sum of a patch's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     inside, border   else: bytes that are copied at a time from inside of the image and at its border, powers of two that are at
                 most what is copied
     """
 
-    direct: bool
+    direct: int
     correction: int = 0
     inside: int = 1
     border: int = 1
@@ -201,25 +200,26 @@ class _Direct:
     def __init__(self, phase: _Phase, tile: Value, rows: Value, i: Value) -> None:
         self.f, self.isa, self.correction = phase.f, phase.isa, phase.spec.correction
         self.tile, self.rows, self.i, self.units = tile, rows, i, CONV.load(phase.args, "units")
-        self.step = rows * UNIT
+        self.unit = phase.spec.direct
+        self.step = rows * self.unit
         self.at = self.f.variable(tile)
         self.sums = self.f.variable(self.f.value(self.isa.ints, 0))
 
     def begin(self) -> None:
-        self.at.value = self.tile + self.i * UNIT
+        self.at.value = self.tile + self.i * self.unit
         self.sums.value = self.f.value(self.isa.ints, 0)
 
     def copy(self, source: Value, size: Value, _stride: Value, _step: int) -> None:
         f, quads, width = self.f, self.isa.quads, 4 * self.isa.lanes
-        ones = f.value(quads, 1)
-        for at in f.loop(size, step=UNIT):
+        ones, together = f.value(quads, 1), min(width, self.unit)
+        for at in f.loop(size, step=self.unit):
             total = self.sums.value
-            for part in range(0, UNIT, min(width, UNIT)):
-                kind = vector("i8", min(width, UNIT))
+            for part in range(0, self.unit, together):
+                kind = vector("i8", together)
                 codes = source.load(kind, at + part)
                 self.at.value.store(codes, part)
                 if self.correction:
-                    wide = codes if width <= UNIT else codes.shuffle(range(width), f.value(kind, 0))  # zeros beside
+                    wide = codes if width == together else codes.shuffle(range(width), f.value(kind, 0))  # zeros beside
                     total = self.isa.dot(f, total, ones, wide, 8, full_range=True)
             self.sums.value = total
             self.at.value = self.at.value + self.step
