@@ -169,7 +169,8 @@ def launch(
         problem.m,
         problem.n,
         problem.k,
-        (x.stride(0), geo.records, per, config.split),
+        x.stride(0),
+        per,
         (epilogue.low, epilogue.high),
         static,
         num_warps=config.warps,
@@ -191,14 +192,18 @@ def mode(problem: Problem, config: Config) -> str:
 # The kernel. `S` is a _Static; rows are (batch, band, slice, row of 16), columns (slice, row of x).
 
 
-@triton.jit(do_not_specialize=["M"])
-def _skinny(x, weight, out, added, scratch, M, N, K, sizes, bounds, S: tl.constexpr):
+@triton.jit(do_not_specialize=["M", "per"])
+def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.constexpr):
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
-    stride, records, per, split = sizes
+    if S.block > 0:
+        full = (K - 1) // S.block
+        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
+    else:
+        records = tl.cdiv(K, 128)
     # Tiles of 8 parts of x follow each other for each part of the weight, so that both are found in the cache again.
     m_tiles = tl.cdiv(M, COLUMNS)
     width = 8 * tl.cdiv(N, OUTPUTS)
@@ -220,6 +225,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, sizes, bounds, S: tl.conste
         tl.store(part + tl.program_id(1) * step, total)
         tl.debug_barrier()  # what this block wrote comes before its arrival
         lock = scratch[1] + tl.program_id(0)
+        split = tl.num_programs(1)
         if tl.atomic_add(lock, 1, sem="acq_rel") == split - 1:
             total = tl.zeros_like(total)
             for i in range(split):
