@@ -15,8 +15,8 @@ from halfbyte.quantizers.absmax import absmax
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = (
-    "q4_0", "q4_1", "q8_0", "inferllm_q4_0", "inferllm_q8_0", "int4_g32", "int4_g20_zp", "int4_g128_offset", "int8_g33_offset", "int8_g64_zp_f32",
-    "int4_channel", "int8_channel_zp", "int4_g128_bf16",
+    "q4_0", "q4_1", "q8_0", "inferllm_q4_0", "inferllm_q8_0", "int4_g32", "int4_g20_zp", "int4_g128_offset", "int8_g33_offset",
+    "int8_g64_zp_f32", "int4_channel", "int8_channel_zp", "int4_g128_bf16",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import launch
-from halfbyte.kernels.problem import Activation, Problem
+from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.cpu_tiles import piece
 
@@ -123,7 +123,7 @@ def plan(problem: Problem) -> Plan:
         k=problem.k,
         k_padded=geo.k_padded,
         granule=gpu_tiles.RECORD if whole else min(padded, gpu_tiles.RECORD),
-        block=block,
+        block=problem.k if whole else block,
         padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
@@ -215,15 +215,23 @@ def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
 
 
 @triton.jit
-def ordered(q, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
-    """q [HELD, G] in the order of this module's text."""
-    if NIBBLES:
-        if G == 128:  # upper, high, kt, khalf, k4, k
-            q = tl.reshape(q, (HELD, 2, 2, 2, 2, 4, 2))
-            q = tl.permute(q, (0, 2, 3, 4, 5, 6, 1))
-        else:  # kt, khalf, k4, k
-            q = tl.reshape(q, (HELD * G // 32, 2, 2, 4, 2))
-            q = tl.permute(q, (0, 1, 3, 2, 4))
+def _columns(HALF: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
+    """The elements of a granule in two halves, so that what `_ordered` brings together is in one thread's registers: [G / 2]."""
+    e = tl.arange(0, G // 2)
+    if NIBBLES and G == 128:
+        return 64 * HALF + e
+    else:
+        return e // 8 * 16 + 8 * HALF + e % 8
+
+
+@triton.jit
+def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
+    """The halves of granules, [HELD, G / 2] each, together in the order of this module's text: [HELD, G]."""
+    q = tl.join(q0, q1)
+    if NIBBLES and G < 128:  # …, k4, k, khalf
+        q = tl.permute(tl.reshape(q, (HELD * G // 16, 4, 2, 2)), (0, 1, 3, 2))
+    elif not NIBBLES:
+        q = tl.permute(tl.reshape(q, (HELD * G // 16, 8, 2)), (0, 2, 1))
     return tl.reshape(q, (HELD, G))
 
 
@@ -238,26 +246,34 @@ def round_product(x, y):
 
 
 @triton.jit
-def _read(x, granule, end, k, block, padded, G: tl.constexpr):
-    """Elements of some granules: values float32 [len(granule), G] and which of them exist."""
+def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
+    """Some elements of some granules: values float32 [len(granule), len(column)], and which of them exist."""
     start = granule * G
-    within = (start % padded)[:, None] + tl.arange(0, G)[None, :]
+    within = (start % padded)[:, None] + column[None, :]
     at = (start // padded)[:, None] * block + within
     real = (granule < end)[:, None] & (within < block) & (at < k)
     return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real
 
 
 @triton.jit
-def _extremes(v, real, WITH_OFFSET: tl.constexpr, AXIS: tl.constexpr):
-    """The greatest magnitude as bits, the least and the greatest value: over G, or over all."""
-    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    most = tl.max(bits, axis=AXIS)
-    low = most
-    high = most
+def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
+    """Of each granule the greatest magnitude as bits, and the least and the greatest value."""
+    most = tl.max(tl.maximum(v0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, v1.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=1)
+    lo = most.to(tl.float32, bitcast=True)
+    hi = lo
     if WITH_OFFSET:
-        low = tl.min(tl.where(real, v, float("inf")), axis=AXIS).to(tl.int32, bitcast=True)
-        high = tl.max(tl.where(real, v, float("-inf")), axis=AXIS).to(tl.int32, bitcast=True)
-    return most, low, high
+        lo = tl.min(tl.minimum(tl.where(real0, v0, float("inf")), tl.where(real1, v1, float("inf"))), axis=1)
+        hi = tl.max(tl.maximum(tl.where(real0, v0, float("-inf")), tl.where(real1, v1, float("-inf"))), axis=1)
+    return most, lo, hi
+
+
+@triton.jit
+def _codes(v, real, good, middle, inverse, WITH_OFFSET: tl.constexpr):
+    if WITH_OFFSET:
+        v = v - middle[:, None]
+    v = tl.where(real & good[:, None], v, 0.0)
+    c = round_product(v, tl.broadcast_to(inverse[:, None], v.shape))
+    return tl.minimum(tl.maximum(c, -127), 127)
 
 
 @triton.jit
@@ -272,17 +288,18 @@ def _quantize(
     x += row * stride
     q += row * (granules * G)
     g = first + tl.arange(0, HELD)
-    v, real = _read(x, g, end, k, block, padded, G)
-    most, low, high = _extremes(v, real, WITH_OFFSET, 1)
+    column0 = _columns(0, G, NIBBLES)
+    column1 = _columns(1, G, NIBBLES)
+    v0, real0 = _read(x, g, end, k, block, padded, column0, G)
+    v1, real1 = _read(x, g, end, k, block, padded, column1, G)
+    most, lo, hi = _extremes(v0, v1, real0, real1, WITH_OFFSET)
     for chunk in tl.range(1, CHUNKS):
-        v, real = _read(x, g + chunk * HELD, end, k, block, padded, G)
-        more, lower, higher = _extremes(v, real, WITH_OFFSET, 1)
+        v0, real0 = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
+        v1, real1 = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
+        more, lower, higher = _extremes(v0, v1, real0, real1, WITH_OFFSET)
         most = tl.maximum(most, more)
-        if WITH_OFFSET:
-            low = tl.minimum(low.to(tl.float32, bitcast=True), lower.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-            high = tl.maximum(high.to(tl.float32, bitcast=True), higher.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    lo = low.to(tl.float32, bitcast=True)
-    hi = high.to(tl.float32, bitcast=True)
+        lo = tl.minimum(lo, lower)
+        hi = tl.maximum(hi, higher)
     if not SINGLE:
         most = tl.zeros_like(most) + tl.max(most, axis=0)
         if WITH_OFFSET:
@@ -316,18 +333,16 @@ def _quantize(
     for chunk in tl.range(0, CHUNKS):
         gc = g + chunk * HELD
         if CHUNKS > 1:
-            v, real = _read(x, gc, end, k, block, padded, G)
-        if WITH_OFFSET:
-            v = v - middle[:, None]
-        v = tl.where(real & good[:, None], v, 0.0)
-        c = round_product(v, tl.broadcast_to(inverse[:, None], (HELD, G)))
-        c = tl.minimum(tl.maximum(c, -127), 127)
-        part = tl.sum(c, axis=1)
+            v0, real0 = _read(x, gc, end, k, block, padded, column0, G)
+            v1, real1 = _read(x, gc, end, k, block, padded, column1, G)
+        c0 = _codes(v0, real0, good, middle, inverse, WITH_OFFSET)
+        c1 = _codes(v1, real1, good, middle, inverse, WITH_OFFSET)
+        part = tl.sum(c0 + c1, axis=1)
         total += part
         if not WHOLE:
             tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
         at = gc[:, None] * G + tl.arange(0, G)[None, :]
-        tl.store(q + at, ordered(c.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
+        tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
     if WHOLE:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
 
@@ -336,6 +351,10 @@ def _quantize(
 def _arrange(x, q, k, granules, stride, G: tl.constexpr, HELD: tl.constexpr, NIBBLES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * HELD + tl.arange(0, HELD)
-    at = g[:, None] * G + tl.arange(0, G)[None, :]
-    c = tl.load(x + row * stride + at, mask=at < k, other=0)
-    tl.store(q + row * (granules * G) + at, ordered(c, HELD, G, NIBBLES), mask=(g < granules)[:, None])
+    start = g[:, None] * G
+    at0 = start + _columns(0, G, NIBBLES)[None, :]
+    at1 = start + _columns(1, G, NIBBLES)[None, :]
+    c0 = tl.load(x + row * stride + at0, mask=at0 < k, other=0)
+    c1 = tl.load(x + row * stride + at1, mask=at1 < k, other=0)
+    at = start + tl.arange(0, G)[None, :]
+    tl.store(q + row * (granules * G) + at, _ordered(c0, c1, HELD, G, NIBBLES), mask=(g < granules)[:, None])

@@ -12,7 +12,8 @@ weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 col
 
 Arithmetic: integer sums are exact. Where x and W have one block each, that sum is all; otherwise each block's sum becomes float32
 and is scaled into a float32 sum. I2F has a sixteenth of the rate of additions, so for blocks of up to 128 it is not used: the sum C
-starts at the bits of 1.5 * 2^23, and its own bits are then the float 1.5 * 2^23 + C, as |C| <= 127 * 128 * 128 < 2^22. K may be split over programs; the last to arrive adds up in order, so that results do not vary.
+starts at the bits of 1.5 * 2^23, and its own bits are then the float 1.5 * 2^23 + C, as |C| <= 127 * 128 * 128 < 2^22. K may be
+split over programs; the last to arrive adds up in order, so that results do not vary.
 
 It wins for small M; on Hopper `gemm_int8_hopper.py` takes over where x fills its tiles.
 """

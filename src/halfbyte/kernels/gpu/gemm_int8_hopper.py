@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,7 +51,7 @@ class Config:
     stages: int
     group: int
     programs: int
-    turns: int = 1
+    consumers: int
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -79,11 +78,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         tiles = -(-problem.m // block_m) * -(-problem.n // 128)
         return -(-tiles // gpu.sms) * (block_m + weight / 700)
 
-    sizes = (128, 64, 256) if plan.whole else (128, 64) if plan.granule == 128 else (64,)
+    sizes = (128, 64, 256) if plan.whole else (128, 64)
     block_m = min(sizes, key=lambda size: cost(size) * (1 if size == 128 else 1.05))
     stages = min(8, (gpu.shared - (32 << 10)) // (block_m * 128 + weight))
     tiles = -(-problem.m // block_m) * -(-problem.n // 128)
-    return (Config(block_m, stages, 8, min(gpu.sms, tiles)),)
+    return (Config(block_m, stages, 8, min(gpu.sms, tiles), 2 if plan.whole else 4),)
 
 
 def beside(problem: Problem, config: Config) -> int:
@@ -150,7 +149,7 @@ def multiply(
         BM=config.block_m,
         STAGES=config.stages,
         GROUP=config.group,
-        TURNS=config.turns,
+        CONSUMERS=config.consumers,
         CLAMP=epilogue.clamps,
         num_warps=4,
     )
@@ -263,13 +262,13 @@ def _fetch(scales, i, rn, rm, NP, MP, ZERO: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _sum_whole(xs, ws, full, empty, step, R, start, HALF: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr):
+def _sum_whole(xs, ws, full, empty, step, R, start, W: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr):
     """Integers of all of K."""
     acc = start
     for _ in range(R):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        acc = _record(xs.index(stage), _weight(ws.index(stage), HALF, BITS, OPERAND), acc, HALF, BITS)
+        acc = _record(_rows(xs.index(stage), W, start.shape[1]), _weight(ws.index(stage), W % 2, BITS, OPERAND), acc, BITS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
@@ -277,7 +276,7 @@ def _sum_whole(xs, ws, full, empty, step, R, start, HALF: gl.constexpr, BITS: gl
 
 
 @gluon.jit
-def _record(xt, w, acc, HALF: gl.constexpr, BITS: gl.constexpr):
+def _record(xt, w, acc, BITS: gl.constexpr):
     """Starts acc + the integers of a record; w is what `_weight` gave."""
     if BITS == 4:
         acc = warpgroup_mma(w[0], xt.slice(0, 64, dim=1).permute([1, 0]), acc, is_async=True)
@@ -297,24 +296,17 @@ def _weight(wt, HALF: gl.constexpr, BITS: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _sum_records(
-    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP,
-    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr, TURNS: gl.constexpr,
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Scaled sums of blocks of a record each. The warpgroups take turns: one multiplies while the other scales."""
+    """Scaled sums of blocks of a record each."""
     total = gl.zeros_like(start).to(gl.float32)
     for r in range(R):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        w = _weight(ws.index(stage), HALF, BITS, OPERAND)
+        p = _record(_rows(xs.index(stage), W, start.shape[1]), _weight(ws.index(stage), W % 2, BITS, OPERAND), start, BITS)
         f = _fetch(scales, r, rn, rm, NP, MP, ZERO, ROW)
-        if TURNS > 0:
-            mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
-        p = _record(xs.index(stage), w, start, HALF, BITS)
-        if TURNS == 2:
-            mbarrier.arrive(turn.index(1 - HALF), count=1)
         p = warpgroup_mma_wait(0, deps=[p])
-        if TURNS == 1:
-            mbarrier.arrive(turn.index(1 - HALF), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         total = _fold(total, p, f, BITS, ZERO, ROW)
         step += 1
@@ -322,98 +314,92 @@ def _sum_records(
 
 
 @gluon.jit
-def _piece(xt, wt, q, start, J: gl.constexpr, HALF: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr):
-    """Starts the integers of granule J of a record; q are its planes."""
+def _piece(xt, w, start, J: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr):
+    """Starts the integers of granule J of a record."""
     if BITS == 8:
-        return warpgroup_mma(
-            wt.slice(HALF * 64, 64, dim=0).slice(J * G, G, dim=1), xt.slice(J * G, G, dim=1).permute([1, 0]), start, is_async=True
-        )
+        return warpgroup_mma(w[0].slice(J * G, G, dim=1), xt.slice(J * G, G, dim=1).permute([1, 0]), start, is_async=True)
     elif G == 64:
-        p = warpgroup_mma(q[2 * J], xt.slice(64 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
-        return warpgroup_mma(q[2 * J + 1], xt.slice(64 * J + 32, 32, dim=1).permute([1, 0]), p, is_async=True)
+        p = warpgroup_mma(w[2 * J], xt.slice(64 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
+        return warpgroup_mma(w[2 * J + 1], xt.slice(64 * J + 32, 32, dim=1).permute([1, 0]), p, is_async=True)
     else:
-        return warpgroup_mma(q[J], xt.slice(32 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
+        return warpgroup_mma(w[J], xt.slice(32 * J, 32, dim=1).permute([1, 0]), start, is_async=True)
+
+
+@gluon.jit
+def _rows(xt, W: gl.constexpr, COUNT: gl.constexpr):
+    """The rows of x that warpgroup W multiplies."""
+    return xt.slice(W // 2 * COUNT, COUNT, dim=0)
 
 
 @gluon.jit
 def _sum_pieces(
-    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP,
-    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr, TURNS: gl.constexpr,
+    xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
+    STAGES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Scaled sums of blocks of 32 or 64, those of a record together."""
+    """Scaled sums of blocks of 32 or 64."""
     PIECES: gl.constexpr = 128 // G
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     total = gl.zeros_like(start).to(gl.float32)
     for r in range(R):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        xt = xs.index(stage)
-        wt = ws.index(stage)
-        q = (start,)
+        xt = _rows(xs.index(stage), W, start.shape[1])
         if BITS == 4:
-            q = _planes(wt._reinterpret(gl.int16, [64, 64], WORDS), HALF, OPERAND)
-        if TURNS > 0:
-            mbarrier.wait(turn.index(HALF), (step & 1) ^ (1 - HALF))
-        p0 = _piece(xt, wt, q, start, 0, HALF, BITS, G)
-        p1 = _piece(xt, wt, q, start, 1, HALF, BITS, G)
-        if G == 64:
-            p0, p1 = warpgroup_mma_wait(0, deps=[p0, p1])
+            w = _planes(ws.index(stage)._reinterpret(gl.int16, [64, 64], WORDS), W % 2, OPERAND)
         else:
-            p2 = _piece(xt, wt, q, start, 2, HALF, BITS, G)
-            p3 = _piece(xt, wt, q, start, 3, HALF, BITS, G)
-            p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=[p0, p1, p2, p3])
-        if TURNS > 0:
-            mbarrier.arrive(turn.index(1 - HALF), count=1)
-        mbarrier.arrive(empty.index(stage), count=1)
-        total = _fold(total, p0, _fetch(scales, r * PIECES, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
-        total = _fold(total, p1, _fetch(scales, r * PIECES + 1, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
-        if G == 32:
-            total = _fold(total, p2, _fetch(scales, r * PIECES + 2, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
-            total = _fold(total, p3, _fetch(scales, r * PIECES + 3, rn, rm, NP, MP, ZERO, ROW), BITS, ZERO, ROW)
+            w = _weight(ws.index(stage), W % 2, BITS, OPERAND)
+        for j in gl.static_range(PIECES):
+            p = _piece(xt, w, start, j, BITS, G)
+            f = _fetch(scales, r * PIECES + j, rn, rm, NP, MP, ZERO, ROW)
+            p = warpgroup_mma_wait(0, deps=[p])
+            if j + 1 == PIECES:
+                mbarrier.arrive(empty.index(stage), count=1)
+            total = _fold(total, p, f, BITS, ZERO, ROW)
         step += 1
     return total
 
 
 @gluon.jit
 def _consume(
-    xs, ws, full, empty, turn, scales, out, bias, residual, low, high, M, MP, N, NP, R,
-    HALF: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr, CLAMP: gl.constexpr,
+    xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM if BM < 128 else 128, 32])
+    """Warpgroup W: panel W % 2 of the tile, and part W // 2 of its rows of x."""
+    COLUMNS: gl.constexpr = BM * 2 // CONSUMERS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS if COLUMNS < 128 else 128, 32]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     tiles = gl.cdiv(N, 128) * gl.cdiv(M, BM)
-    start = gl.full([64, BM], 0 if WHOLE else _MAGIC_BITS, gl.int32, layout=MMA)
+    start = gl.full([64, COLUMNS], 0 if WHOLE else _MAGIC_BITS, gl.int32, layout=MMA)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = _tile(tile, M, N, BM, GROUP)
-        first_n = pn * 128 + HALF * 64
+        first_n = pn * 128 + W % 2 * 64
+        first_m = pm * BM + W // 2 * COLUMNS
         to = (out, bias, residual, low, high, M, N)
         if WHOLE:
-            acc = _sum_whole(xs, ws, full, empty, step, R, start, HALF, BITS, STAGES, OPERAND)
-            if BM == 256:  # in two halves, so that what they are multiplied by fits the registers
-                first, second = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
-                _finish_whole(first, scales, to, first_n, pm * BM, NP, MP, BITS, ZERO, 128, CLAMP)
-                _finish_whole(second, scales, to, first_n, pm * BM + 128, NP, MP, BITS, ZERO, 128, CLAMP)
+            acc = _sum_whole(xs, ws, full, empty, step, R, start, W, BITS, STAGES, OPERAND)
+            if COLUMNS == 256:  # in two halves, so that what they are multiplied by fits the registers
+                left, right = gl.split(acc.reshape([64, 2, 128]).permute([0, 2, 1]))
+                _finish_whole(left, scales, to, first_n, first_m, NP, MP, BITS, ZERO, 128, CLAMP)
+                _finish_whole(right, scales, to, first_n, first_m + 128, NP, MP, BITS, ZERO, 128, CLAMP)
             else:
-                _finish_whole(acc, scales, to, first_n, pm * BM, NP, MP, BITS, ZERO, BM, CLAMP)
+                _finish_whole(acc, scales, to, first_n, first_m, NP, MP, BITS, ZERO, COLUMNS, CLAMP)
         else:
             rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
-            rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+            rm = first_m + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
             if G == 128:
-                total = _sum_records(
-                    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, STAGES, OPERAND, TURNS
-                )
+                total = _sum_records(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, W, BITS, ZERO, ROW, STAGES, OPERAND)
             else:
-                total = _sum_pieces(
-                    xs, ws, full, empty, turn, step, R, start, scales, rn, rm, NP, MP, HALF, BITS, ZERO, ROW, G, STAGES, OPERAND, TURNS
-                )
+                total = _sum_pieces(xs, ws, full, empty, step, R, start, scales, rn, rm, NP, MP, W, BITS, ZERO, ROW, G, STAGES, OPERAND)
             if BITS == 4:
                 total *= 0.0625
             if ROW:
                 total *= gl.expand_dims(gl.load(scales[2] + rm), 0)
-            _write(total, to, first_n, pm * BM, BM, CLAMP)
+            _write(total, to, first_n, first_m, COLUMNS, CLAMP)
         step += R
 
 
@@ -453,27 +439,42 @@ def _write(total, to, first_n, first_m, BM: gl.constexpr, CLAMP: gl.constexpr):
 def _gemm(
     xd, wd, sa, sums, scale, zero, out, bias, residual, low, high, M, MP, N, NP, R,
     BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr, CLAMP: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, 16 * BITS, 128], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consume, (xs, ws, full, empty, turn, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
-                        0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, TURNS, CLAMP)),
-            (_consume, (xs, ws, full, empty, turn, (scale, zero, sa, sums), out, bias, residual, low, high, M, MP, N, NP, R,
-                        1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, TURNS, CLAMP)),
-            (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    scales = (scale, zero, sa, sums)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 2)),
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 2)),
+                (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            0, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 4)),
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            1, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 4)),
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            2, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 4)),
+                (_consume, (xs, ws, full, empty, scales, out, bias, residual, low, high, M, MP, N, NP, R,
+                            3, BITS, ZERO, WHOLE, ROW, G, BM, STAGES, GROUP, CLAMP, 4)),
+                (_produce, (xd, wd, xs, ws, full, empty, M, N, R, BITS, BM, STAGES, GROUP)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )  # fmt: skip

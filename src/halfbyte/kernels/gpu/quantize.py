@@ -66,7 +66,9 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
             len(flat) * blocks,
             k,
             flat.stride(0),
+            data.shape[-1],
             block,
+            (block + 1) // 2,
             blocks,
             HELD=held,
             WIDTH=width,
@@ -96,7 +98,7 @@ def _inverse(x):
 
 @triton.jit
 def _quantize(
-    x, data, scale, zero, failed, count, k, stride, block, blocks,
+    x, data, scale, zero, failed, count, k, stride, data_stride, block, half_block, blocks,
     HELD: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
 ):  # fmt: skip
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
@@ -158,11 +160,10 @@ def _quantize(
         q += (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)
     q = tl.minimum(tl.maximum(q, Q_MIN), Q_MAX)
     if BITS == 8:
-        tl.store(data + (row * k + first)[:, None] + i[None, :], q.to(data.dtype.element_ty), mask=real)
+        tl.store(data + (row * data_stride + first)[:, None] + i[None, :], q.to(data.dtype.element_ty), mask=real)
     else:
         q = tl.where(real, q - Q_MIN, 0)
         even, odd = tl.split(tl.reshape(q, (HELD, WIDTH // 2, 2)))
-        j = tl.arange(0, WIDTH // 2)
-        written = inside[:, None] & (2 * j < block)[None, :] & (first[:, None] + 2 * j[None, :] < k)
-        at = (row * ((k + 1) // 2) + first // 2)[:, None] + j[None, :]
-        tl.store(data + at, (even | odd << 4).to(tl.uint8), mask=written)
+        j = (number % blocks * half_block).to(tl.int32)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
+        written = inside[:, None] & (tl.arange(0, WIDTH // 2) < half_block)[None, :] & (j < data_stride)
+        tl.store(data + (row * data_stride)[:, None] + j, (even | odd << 4).to(tl.uint8), mask=written)
