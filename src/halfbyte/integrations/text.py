@@ -72,7 +72,7 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None) ->
         model, tokenizer = load_gguf(path, device)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
-        return _ready(model, device), tokenizer
+        return ready(model, device), tokenizer
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
@@ -84,7 +84,7 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None) ->
         model = _from_pretrained(path, device, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
-    return _ready(model, device), open_tokenizer(path)
+    return ready(model, device), open_tokenizer(path)
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -185,7 +185,7 @@ def _clear_errors(path: Path) -> Any:
         raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
 
 
-def _ready(model: Any, device: str) -> Any:
+def ready(model: Any, device: str) -> Any:
     """On the device, in evaluation mode, projections of one input computed together, and on a CPU in float32."""
     model = model.to(device)
     if _is_cpu(device):

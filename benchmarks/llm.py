@@ -1,0 +1,272 @@
+"""Whole language models with synthetic weights: tokens a second of halfbyte and of its peers.
+
+    python benchmarks/llm.py                       CPU: a Llama of 0.63 billion weights beside llama.cpp (pip install xllamacpp)
+    python benchmarks/llm.py --device cuda --size 8b
+
+Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
+after it. On a GPU `step` is one decoding step alone, as a CUDA graph: what is left when Python is out of the way, to be compared with the
+time that reading the weights takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+    "0.6b": {"hidden_size": 1536, "num_hidden_layers": 21, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 4096},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336},
+}
+VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256}
+CONTENDERS = ("halfbyte", "halfbyte-compiled", "torch", "torch-compiled", "llama.cpp")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", choices=SIZES, default="0.6b")
+    parser.add_argument("--format", default="q4_0")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=64, help="tokens to write (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
+    parser.add_argument("--folder", type=Path, help="where the model is kept from run to run (default: nowhere)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", metavar="CONTENDER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args)
+    if args.folder is not None:
+        return compare(args)
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        return compare(args)
+
+
+def compare(args: argparse.Namespace) -> int:
+    if "llama.cpp" in args.contenders and not (args.folder / "model.gguf").exists():
+        make_files(args)
+    workers = {name: start(args, name) for name in args.contenders}
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    facts = {}
+    for name in list(workers):
+        said = read(workers[name])
+        if "failed" in said:
+            print(f"{name}: {said['failed']}", file=sys.stderr)
+            del workers[name]
+        facts[name] = said
+    for _ in range(args.rounds):
+        for name, worker in workers.items():
+            print("go", file=worker.stdin, flush=True)
+            answers[name].append(read(worker))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    medians = {name: {key: statistics.median(a[key] for a in rounds) for key in rounds[0]} for name, rounds in answers.items() if rounds}
+    if args.json:
+        print(
+            json.dumps(
+                {"arguments": {k: str(v) for k, v in vars(args).items()}, "facts": facts, "rounds": answers, "medians": medians}, indent=1
+            )
+        )
+        return 0
+    keys = sorted({key for row in medians.values() for key in row})
+    print(f"{'':20}" + "".join(f"{key:>16}" for key in keys) + f"{'weights, MB':>16}")
+    for name, row in medians.items():
+        cells = "".join(f"{row[key]:16.2f}" if key in row else " " * 16 for key in keys)
+        print(f"{name:20}{cells}{facts[name].get('weight_bytes', 0) / 1e6:16.1f}")
+    return 0
+
+
+def start(args: argparse.Namespace, name: str) -> Any:
+    forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
+    forwarded += ["--new", args.new, "--folder", args.folder]
+    python = args.llama_python if name == "llama.cpp" else sys.executable
+    command = [python, __file__, "--worker", name, *map(str, forwarded)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def read(worker: Any) -> dict[str, Any]:
+    line = worker.stdout.readline()
+    return json.loads(line) if line else {"failed": f"the process ended with code {worker.wait()}"}
+
+
+# In the worker
+
+
+def work(args: argparse.Namespace) -> int:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print as they like
+    try:
+        contender: Any = LlamaCpp(args) if args.worker == "llama.cpp" else Torch(args)
+    except ModuleNotFoundError as error:
+        print(json.dumps({"failed": f"{error.name} is not installed"}), file=answers, flush=True)
+        return 0
+    print(json.dumps(contender.facts), file=answers, flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(contender.round()), file=answers, flush=True)
+    return 0
+
+
+def random_prompt(args: argparse.Namespace, seed: int) -> list[int]:
+    import random
+
+    return random.Random(seed).choices(range(300, VOCABULARY[args.size]), k=args.prompt)
+
+
+class LlamaCpp:
+    def __init__(self, args: argparse.Namespace) -> None:
+        import xllamacpp
+
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = str(args.folder / "model.gguf")
+        parameters.n_ctx, parameters.n_parallel = args.prompt + args.new + 8, 1
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = args.threads
+        parameters.n_gpu_layers = 999 if args.device == "cuda" else 0
+        self.args, self.seed, self.server = args, 0, xllamacpp.Server(parameters)
+        self.facts = {"weight_bytes": (args.folder / "model.gguf").stat().st_size, "system": xllamacpp.get_system_info()}
+        self.round()
+
+    def round(self) -> dict[str, float]:
+        self.seed += 1
+        request = {"prompt": random_prompt(self.args, self.seed), "n_predict": self.args.new, "temperature": 0, "ignore_eos": True}
+        timings = self.server.handle_completions({**request, "cache_prompt": False})["timings"]
+        return {"prompt tok/s": timings["prompt_per_second"], "decode tok/s": timings["predicted_per_second"]}
+
+
+class Torch:
+    """halfbyte, or transformers alone: float32 on a CPU, bfloat16 on a GPU."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        from halfbyte.integrations.text import weight_bytes
+
+        torch.set_num_threads(args.threads)
+        self.args, self.seed = args, 0
+        self.model = make_model(args, quantized=args.worker.startswith("halfbyte"))
+        self.tokenizer = make_tokenizer(VOCABULARY[args.size])
+        self.compiled = args.worker.endswith("compiled")
+        self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__}
+        self.round()
+
+    def round(self) -> dict[str, float]:
+        import torch
+
+        from halfbyte.integrations.text import generate
+
+        if self.args.device == "cuda" and self.compiled:
+            return {"step ms": self.step()}
+        self.seed += 1
+        prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
+        prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+        settings = {"max_new_tokens": self.args.new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled}
+        done = generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
+        return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate}
+
+    def step(self) -> float:
+        """Milliseconds of one decoding step with a static cache, as a CUDA graph."""
+        import torch
+        from transformers import StaticCache
+
+        model = self.model
+        with torch.inference_mode():
+            if not hasattr(self, "graph"):
+                cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + self.args.new)
+                ids = torch.full((1, 1), 300, device="cuda")
+                step = torch.compile(model.forward, fullgraph=True, dynamic=False)
+                position = torch.full((1, 1), self.args.prompt, device="cuda")
+                model(input_ids=ids.expand(1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
+
+                def run() -> Any:
+                    return step(input_ids=ids, position_ids=position, past_key_values=cache).logits.argmax(-1)
+
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    for _ in range(3):
+                        run()
+                torch.cuda.synchronize()
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    run()
+            times = []
+            for _ in range(20):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(5):
+                    self.graph.replay()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - begin) / 5 * 1e3)
+        return statistics.median(times)
+
+
+# The model
+
+
+def make_model(args: argparse.Namespace, *, quantized: bool) -> Any:
+    """A Llama with random weights on the device, made layer by layer, the same for every contender."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from halfbyte.integrations.text import ready
+    from halfbyte.nn.convert import Config, quantize_
+
+    longest = max(2048, args.prompt + args.new)
+    config = LlamaConfig(**SIZES[args.size], vocab_size=VOCABULARY[args.size], max_position_embeddings=longest, tie_word_embeddings=False)
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    parts = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
+    generator = torch.Generator(args.device)
+    for i, part in enumerate(parts):
+        part.to_empty(device=args.device)
+        generator.manual_seed(i)
+        for parameter in part.parameters():
+            data = parameter.data
+            _ = data.normal_(std=0.02, generator=generator) if data.dim() == 2 else data.fill_(1)
+        if quantized:
+            holder = torch.nn.ModuleList([part])
+            quantize_(holder, Config(args.format, embedding=args.format))
+            if isinstance(part, torch.nn.Linear | torch.nn.Embedding):
+                model.set_submodule("lm_head" if part is model.lm_head else "model.embed_tokens", holder[0])
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(args.device)
+    return ready(model, args.device)
+
+
+def make_tokenizer(size: int) -> Any:
+    """Bytes, and words that no text holds, so that there are `size` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"word{i}" for i in range(size - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def make_files(args: argparse.Namespace) -> None:
+    """The same codes as a GGUF file, for llama.cpp."""
+    from halfbyte.checkpoint import save
+    from halfbyte.checkpoint.exporting import export
+
+    save(make_model(argparse.Namespace(**{**vars(args), "device": "cpu"}), quantized=True), args.folder / "halfbyte")
+    make_tokenizer(VOCABULARY[args.size]).save_pretrained(args.folder / "halfbyte")
+    export(args.folder / "halfbyte", args.folder / "model.gguf", "gguf")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
