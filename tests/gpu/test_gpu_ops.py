@@ -29,10 +29,12 @@ def packed_weight(fmt: str = "q4_0", n: int = N, k: int = K) -> hb.Packed:
 
 
 def bound(x: Tensor, codes: hb.Codes, bias: Tensor | None = None, compute: str = "float", activation: Activation = "block") -> Tensor:
-    """The reference's, and what rounding each weight to the activations' type adds: eps |x| |W| (twice, where the scale is rounded too)."""
+    """The reference's, and what rounding to the activations' type adds: of weights, eps |x| |W|, twice where scales are rounded too; of the bias."""
     error = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
     if compute == "int8" or x.dtype == torch.float32:
         return error
+    if bias is not None:
+        error = error + torch.finfo(x.dtype).eps * bias.double().abs()
     return error + 2 * torch.finfo(x.dtype).eps * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
 
 
@@ -86,7 +88,7 @@ def test_epilogue(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
                 expected = reference.linear(x, codes, bias)
                 error = bound(x, codes, bias)
                 if residual is not None:
-                    expected, error = expected + residual.double(), error + 2.0**-23 * residual.double().abs()
+                    expected, error = expected + residual.double(), error + torch.finfo(dtype).eps * residual.double().abs()
                 if clamp is not None:
                     expected = expected.clamp(*clamp)
                 assert y.shape == (*lead, N)

@@ -115,21 +115,32 @@ def _embedding(codes: Codes, device: str) -> Iterator[Case]:
 def _linear(codes: Codes, device: str) -> Iterator[Case]:
     packed, generator = ops.pack(codes, device), torch.Generator().manual_seed(1)
     bias = torch.randn(_N, generator=generator)
-    ways = [("float", "block", torch.float32), ("int8", "block", torch.float32)]
-    if str(codes.format) in _THOROUGH:
-        ways += [("float", "block", dtype) for dtype in _FLOATS[1:]]
-        ways += [("int8", activation, torch.float32) for activation in get_args(Activation)[1:]]
-    for m in (1, 7) if device == "cpu" else (1, 7, 130):
-        rows = torch.randn(m, _K, generator=generator)
-        for compute, activation, dtype in ways:
-            x = rows.to(dtype)
-            y = ops.linear(x.to(device), packed, bias.to(device), compute=compute, activation=activation).cpu()
-            expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
-            bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
-            if device != "cpu" and compute == "float" and dtype != torch.float32:
-                # A GPU's kernels round each weight to the activations' dtype, and its scale before.
-                bound += 2 * torch.finfo(dtype).eps * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
-            yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
+    for m, compute, activation, dtype in _ways(str(codes.format), device):
+        x = torch.randn(m, _K, generator=generator).to(dtype)
+        y = ops.linear(x.to(device), packed, bias.to(device), compute=compute, activation=activation).cpu()
+        expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
+        bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
+        if device != "cpu" and compute == "float" and dtype != torch.float32:
+            # A GPU's kernels round each weight to the activations' dtype, and its scale before; or the bias.
+            bound += torch.finfo(dtype).eps * bias.double().abs()
+            bound += 2 * torch.finfo(dtype).eps * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
+        yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
+
+
+def _ways(format: str, device: str) -> list[tuple[int, str, str, torch.dtype]]:
+    """M, compute, scales of activations and their dtype. On a GPU fewer: each is compiled anew."""
+    f32, bf16, f16 = _FLOATS
+    if device != "cpu":
+        ways = [(7, "float", "block", f32), (7, "int8", "block", f32)]
+        if format in _THOROUGH:
+            ways += [(1, "float", "block", f16), (130, "float", "block", bf16), (1, "int8", "row", bf16), (130, "int8", "row", f16)]
+            ways += [(7, "int8", activation, f32) for activation in get_args(Activation)[2:]]
+        return ways
+    kinds = [("float", "block", f32), ("int8", "block", f32)]
+    if format in _THOROUGH:
+        kinds += [("float", "block", bf16), ("float", "block", f16)]
+        kinds += [("int8", activation, f32) for activation in get_args(Activation)[1:]]
+    return [(m, *kind) for m in (1, 7) for kind in kinds]
 
 
 def _qlinear(codes: Codes, device: str) -> Iterator[Case]:

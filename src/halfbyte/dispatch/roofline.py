@@ -74,9 +74,9 @@ _OPERATIONS = {
     "sm_120": (512, 2048),
     "gfx942": (2048, 4096),
 }
-# What of the clock's rates remains under load: measured on an H200 (sm_90), and assumed to be alike elsewhere.
+# What of the clock's rates remains under load: measured on an H100 (sm_90), and assumed to be alike elsewhere.
 _OF_BANDWIDTH = 0.93
-_OF_HALF = 0.66
+_OF_HALF = 0.73
 _OF_INTEGER = 0.70
 _START = 1.6e-6
 
@@ -94,28 +94,28 @@ def gpu_ceilings(gpu: Gpu) -> GpuCeilings:
 class Skill(NamedTuple):
     """What part of the ceilings a kernel reaches where it is at its best, and seconds that it needs besides.
 
-    overlaps  reading and arithmetic run at the same time; else one after the other, as where the same warps do both
-    unpacks   the weight is written and read once more in the activations' type
+    norm     how the times of reading and of arithmetic add up: 1, one after the other, as where the same warps do both; 2, partly at once
+    unpacks  the weight is written and read once more in the activations' type
     """
 
     memory: float
     arithmetic: float
     more: float
-    overlaps: bool
+    norm: int
     unpacks: bool = False
 
 
-# Fitted to times on an H100 and an H200.
+# Fitted to times on an H100.
 SKILLS = {
-    "skinny": Skill(0.90, 1.00, 0.5e-6, overlaps=False),
-    "gemm_hopper": Skill(0.80, 0.90, 3e-6, overlaps=True),
-    "dequantized": Skill(0.80, 1.05, 4e-6, overlaps=True, unpacks=True),
-    "gemm_int8": Skill(0.90, 0.90, 0.5e-6, overlaps=False),
-    "gemm_int8_hopper": Skill(0.80, 0.95, 3e-6, overlaps=True),
+    "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
+    "gemm_hopper": Skill(0.90, 0.98, 7e-6, norm=2),
+    "dequantized": Skill(0.80, 1.00, 4e-6, norm=2, unpacks=True),
+    "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1),
+    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2),
 }
-# Of the integer units' rate, where scales come between the products: for each block of the weight, for blocks on both sides.
-_OF_SCALED_ROWS = 0.57
-_OF_SCALED_BLOCKS = 0.33
+# Of the integer units' rate, where scales come between the products: of rows of x and blocks of 128 of the weight; of blocks on both sides.
+_OF_SCALED_ROWS = 0.53
+_OF_SCALED_BLOCKS = 0.49
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
 
@@ -131,7 +131,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     waves = -(-count // gpu.sms) * gpu.sms / count if count > gpu.sms else 1.0
     idle = max(1.0, gpu.sms / count)
     operations = 2 * row_tiles * tiles.rows * column_tiles * tiles.columns * k
-    partial_sums = 8 * m * n * tiles.split if tiles.split > 1 else 0
+    partial_sums = 4 * m * n * tiles.split if tiles.split > 1 else 0  # written and read, much of it in the cache
     # What does not stay in the cache is read again.
     again = max(1.0, row_tiles * tiles.rows * k * element / gpu.l2) if row_tiles > 1 else 1.0
     nbytes = geo.nbytes * again + element * m * (k + n) + partial_sums
@@ -142,10 +142,10 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     if problem.compute == "int8":
         rate = ceilings.integer
         if geo.block_rows > 1:
-            rate *= _OF_SCALED_ROWS if problem.activation.startswith("row") else _OF_SCALED_BLOCKS * min(1.0, geo.padded / 128)
+            rate *= (_OF_SCALED_ROWS if problem.activation.startswith("row") else _OF_SCALED_BLOCKS) * min(1.0, geo.padded / 128)
         seconds += _QUANTIZE_START + (element + 1) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)
     arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
     memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
-    return seconds + (max(arithmetic, memory) if skill.overlaps else arithmetic + memory)
+    return float(seconds + (arithmetic**skill.norm + memory**skill.norm) ** (1 / skill.norm))
