@@ -1,34 +1,46 @@
-"""y [M, N] = x [M, K] · Wᵀ for many rows: the whole weight is dequantized once, then torch multiplies (cuBLAS).
+"""y [M, N] = x [M, K] · Wᵀ with the weight written out once and multiplied by cuBLAS (rocBLAS): for many rows, where nothing better is.
 
-Any layout, bits, block and dtype of x; `layouts/gpu_tiles.py`. It wins for 8-bit weights, for float32, and where no kernel of this
-room is made for the GPU's matrix units, as soon as writing and reading the weight in x's type is little beside the products.
+What it costs besides the product is one pass over the weight, so it wins where the product takes long: 8-bit weights and GPUs that
+have no kernel of their own for many rows.
 
-Arithmetic: the weight is rounded once to x's type, the product is torch's, with the precision that torch is set to. A bias and a
-residual are rounded to x's type, as is their sum.
+Arithmetic: the weight is rounded once to x's type, sums are float32 and rounded once. float32 is multiplied as torch's settings say.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import dequantize
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
+_LEAST_M = 256
+_TILE = 64
+
 
 @dataclass(frozen=True)
 class Config:
-    """There is one way."""
+    """There is nothing to choose."""
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Why `problem` is not for this way, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
+    if problem.m < _LEAST_M:
+        return f"to write the weight out takes longer than to multiply {problem.m} rows by it: from {_LEAST_M} on"
+    nbytes = problem.n * problem.k * problem.dtype.itemsize
+    if nbytes > gpu.memory // 32:
+        return f"the weight written out is {nbytes >> 20} MiB, over a 32nd of the memory of {gpu.name}"
     return None
 
 
@@ -39,15 +51,46 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """x [M, K] times the weight whose sections are codes, scale, zero -> out [M, N]."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    weight = torch.empty(problem.n, problem.k, dtype=problem.dtype, device=x.device)
-    dequantize.write(gpu_tiles.Views(codes, scale, zero), geo, weight)
-    bias = None if epilogue.bias is None else epilogue.bias.to(problem.dtype)
-    addend = bias if epilogue.residual is None else epilogue.residual if bias is None else epilogue.residual + bias
-    if addend is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(addend, x, weight.t(), out=out)
-    if epilogue.clamps:
-        out.clamp_(epilogue.low, epilogue.high)
+    """x [M, K] times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+    m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
+    plain = epilogue.bias is None and epilogue.residual is None and not epilogue.clamps
+    at = -(-n * k * element // 256) * 256
+    memory = launcher.workspace(out.device, at + (0 if plain else 4 * m * n))
+    weight = memory[: n * k * element].view(problem.dtype).view(n, k)
+    dequantize.write(gpu_tiles.Views(codes, scale, zero), gpu_tiles.geometry(problem.format, (n, k)), weight)
+    if plain:
+        launcher.run(_LIBRARY, (1,), x, weight, out)
+        return
+    sums = memory[at : at + 4 * m * n].view(torch.float32).view(m, n)
+    launcher.run(_LIBRARY, (1,), x, weight, sums)
+    grid = (-(-n // _TILE), -(-m // _TILE))
+    ends = (epilogue.low, epilogue.high)
+    launcher.run(_finish, grid, sums, out, (epilogue.bias, epilogue.residual), m, n, ends, CLAMP=epilogue.clamps, TILE=_TILE)
+
+
+class _Library:
+    """torch's matrix product as `launch.run` starts kernels. It is not bound: `direct.py` makes only Triton's launches again."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._multiply
+
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if x.dtype == out.dtype:
+            torch.mm(x, weight.t(), out=out)
+        elif x.is_cuda:
+            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(x.float(), weight.t().float(), out=out)
+
+
+_LIBRARY = _Library()
+
+
+@triton.jit(do_not_specialize=["M"])
+def _finish(sums, out, added, M, N, bounds, CLAMP: tl.constexpr, TILE: tl.constexpr):
+    rn = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rm = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (rn < N)[:, None] & (rm < M)[None, :]
+    total = tl.load(sums + rm[None, :].to(tl.int64) * N + rn[:, None], mask=mask, other=0.0)
+    write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], CLAMP)

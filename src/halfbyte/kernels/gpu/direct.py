@@ -93,6 +93,8 @@ class _Source:
         return name
 
     def launch(self, call: Call) -> str:
+        if call.compiled is None:
+            raise _Unbindable("not all of it are Triton's launches")
         compiled, signature = call.compiled, call.kernel.signature
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size:
