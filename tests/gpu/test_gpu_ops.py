@@ -29,7 +29,7 @@ def packed_weight(fmt: str = "q4_0", n: int = N, k: int = K) -> hb.Packed:
 
 
 def bound(x: Tensor, codes: hb.Codes, bias: Tensor | None = None, compute: str = "float", activation: Activation = "block") -> Tensor:
-    """The reference's, and what rounding to the activations' type adds: of weights, eps |x| |W|, twice where scales are rounded too; of the bias."""
+    """The reference's, and what rounding to x's type adds: of weights, eps |x| |W|, twice where scales are rounded too; of the bias."""
     error = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
     if compute == "int8" or x.dtype == torch.float32:
         return error

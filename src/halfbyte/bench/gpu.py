@@ -52,8 +52,10 @@ class GpuPlan:
     vllm: str | None = None
 
 
-def run(plan: GpuPlan, progress: Callable[[str], None] = lambda doing: None) -> GpuReport:
-    """Measures everything in the plan on the current GPU."""
+def run(
+    plan: GpuPlan, progress: Callable[[str], None] = lambda doing: None, keep: Callable[[GpuReport], None] = lambda so_far: None
+) -> GpuReport:
+    """Measures everything in the plan on the current GPU. `keep` is given the report after each weight."""
     names = {peer.name: peer for peer in GPU_PEERS}
     if unknown := set(plan.peers) - names.keys():
         raise ArgumentError(f"there is no peer {min(unknown)!r}: use some of {', '.join(names)}")
@@ -75,6 +77,7 @@ def run(plan: GpuPlan, progress: Callable[[str], None] = lambda doing: None) -> 
                     work = GpuWork(here, n, k, as_format(fmt), getattr(torch, dtype), compute, plan.activation)
                     progress(f"{n}x{k} {fmt} {dtype} {compute}")
                     report.measurements += _shape(plan, work, contenders, report)
+                    keep(report)
                     torch.cuda.empty_cache()
     return report
 
@@ -193,19 +196,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--plot", type=Path, help="write the times against M to this SVG file")
     args = parser.parse_args(argv)
+
+    def keep(report: GpuReport) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
+        if args.plot:
+            args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
+
     try:
         shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes))
         plan = GpuPlan(
             shapes, tuple(args.m), tuple(args.formats), tuple(args.dtypes), tuple(args.computes), args.activation, tuple(args.peers),
             args.rounds, args.vllm,
         )  # fmt: skip
-        report = run(plan, lambda doing: print(doing, file=sys.stderr))
+        report = run(plan, lambda doing: print(doing, file=sys.stderr), keep)
     except (HalfbyteError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        args.json.write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
-    if args.plot:
-        args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
     print(text(report))
     return 0
