@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfbyte.checkpoint import gguf_export, gguf_tokenizer
+from halfbyte.checkpoint import gguf_export, gguf_tokenizer, gguf_vocabulary
 from halfbyte.checkpoint.files import companions, copy_companions, journal
 from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.loading import open_model
@@ -103,7 +103,7 @@ def _to_gguf(model: Opened, target: Path, progress: Progress | None, resume: boo
     if model.path.is_file():
         raise ArgumentError(f"{model.path} is not a folder: only models in folders are written as GGUF")
     export, notes = gguf_export.plan(model)
-    metadata, more = gguf_tokenizer.to_metadata(model.path, model.config, export.vocabulary)
+    metadata, more = gguf_vocabulary.to_metadata(model.path, model.config, export.vocabulary)
     with replacing_file(target, resume=resume) as path:
         writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=journal(model.path, "gguf"))
         resumed = write(export.pieces, writer, progress)

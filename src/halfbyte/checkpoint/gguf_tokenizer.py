@@ -1,45 +1,74 @@
-"""The tokenizer in a GGUF file's metadata <-> the files of a Hugging Face folder.
+"""A tokenizer of transformers from the metadata of a GGUF file.
 
-It is read by transformers (`gguf_file=`), and written from tokenizer.json: byte-level BPE as llama.cpp's "gpt2", BPE over a
-SentencePiece vocabulary as its "llama". How text is cut before merging, llama.cpp knows by name only (`tokenizer.ggml.pre`).
+Two kinds are known: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama". They are built with
+`tokenizers` as llama.cpp understands them, so that every version of transformers gives the same tokens.
 
-Source: llama.cpp, src/llama-vocab.cpp and convert_hf_to_gguf_update.py
+Source: llama.cpp, src/llama-vocab.cpp
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from os.path import isfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value, is_gguf, read_header
-from halfbyte.io.safetensors import load_json, read_bytes
 
-_LIMIT = 64 << 20
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
-# The patterns by which words are cut, as in the tokenizer.json of the models, and llama.cpp's names of them.
-_CUTS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are found in a text before it is cut
+# The patterns by which words are cut before merging, as in the tokenizer.json of the models.
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = None  # what ByteLevel does by itself
+_DIGITS = ""  # the same, after each digit has been set apart
+_CUTS: dict[str, str | None] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
+_WHOLE = (LLAMA3, _TEKKEN)  # where a word that is a token is not merged from pieces, and texts begin with a token by default
 
 
 def load(path: Path) -> Any:
-    """The tokenizer of a GGUF file, as transformers makes it; None where the file has none."""
-    file = read_header(path)  # transformers' own readers trust the file
-    kind = file.metadata.get("tokenizer.ggml.model", "none")
+    """The tokenizer of a GGUF file; None where the file has none. Raises CheckpointError for one of a kind that is not known."""
+    metadata = read_header(path).metadata
+    kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows gpt2 and llama: take it from elsewhere")
     transformers = import_transformers("the tokenizer of a GGUF file")
     try:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-    except Exception as e:  # anything, for metadata that make no sense
+        tokens = list(_sequence(metadata, "tokens"))
+        backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
+        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        special = {
+            name: tokens[int(str(i))] for name, key in names.items() if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
+        }
+        _begin_and_end(backend, metadata, special, kind == "llama" or _cut(metadata) in _WHOLE)
+        template = metadata.get("tokenizer.chat_template")
+        settings = special | ({"chat_template": template} if isinstance(template, str) else {})
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings)
+    except CheckpointError:
+        raise
+    except Exception as e:  # tokenizers raises Exception itself for a vocabulary that makes no sense
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        raise CheckpointError(f"transformers cannot make a tokenizer of {path} ({why}): load another with AutoTokenizer") from e
+        raise CheckpointError(f"no tokenizer can be made of the metadata of {path} ({why}): the file is damaged") from e
 
 
 def save(path: Path, folder: Path) -> list[str]:
@@ -53,101 +82,98 @@ def save(path: Path, folder: Path) -> list[str]:
     return []
 
 
-def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
-    """The metadata for the tokenizer of a folder, and what a person should know about it.
-
-    vocabulary  rows of the embedding, each of which gets a token
-    """
-    if not isfile(folder / "tokenizer.json"):
-        return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written, for there is no tokenizer.json"]
-    described = load_json(folder / "tokenizer.json", _LIMIT)
-    settings = load_json(folder / "tokenizer_config.json", _LIMIT) if isfile(folder / "tokenizer_config.json") else {}
-    try:
-        out, notes = _vocabulary(described, vocabulary)
-        out |= _special(described, settings, config)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-        raise CheckpointError(f"{folder / 'tokenizer.json'} is not what tokenizers writes ({type(e).__name__}: {e})") from e
-    template = settings.get("chat_template")
-    if isfile(folder / "chat_template.jinja"):
-        template = read_bytes(folder / "chat_template.jinja", _LIMIT).decode()
-    if isinstance(template, str):
-        out["tokenizer.chat_template"] = template
-    return out, notes
+def _sequence(metadata: Mapping[str, Value], name: str) -> Sequence[Any]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if value is None or isinstance(value, str | int | float):
+        raise CheckpointError(f"the GGUF file has no list tokenizer.ggml.{name}: it is damaged")
+    return value
 
 
-def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Value], list[str]]:
-    model = described["model"]
-    pieces = list(_walk(described.get("pre_tokenizer"))) + list(_walk(described.get("normalizer")))
-    byte_level = any(piece.get("type") == "ByteLevel" for piece in _walk(described.get("pre_tokenizer")))
-    if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
-        kind = f"{model.get('type')}{'' if model.get('type') != 'BPE' else ' without bytes'}"
-        return {"tokenizer.ggml.model": "none"}, [
-            f"no tokenizer is written: a tokenizer of type {kind} has no form in GGUF that is known here"
-        ]
-    tokens = [f"[PAD{i}]" for i in range(count)]
-    types = [_UNUSED] * count
-    for token, i in model["vocab"].items():
-        tokens[i] = token
-        types[i] = _BYTE if not byte_level and len(token) == 6 and token.startswith("<0x") else _NORMAL
-    for added in described.get("added_tokens") or []:
-        if added["id"] < count:
-            tokens[added["id"]] = added["content"]
-            types[added["id"]] = _CONTROL if added.get("special") else _USER
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    out: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
-    if byte_level:
-        cut, notes = _cut(described.get("pre_tokenizer"))
-        return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": cut, **out}, notes
-    if model.get("unk_token") in model["vocab"]:
-        types[model["vocab"][model["unk_token"]]] = _UNKNOWN
-    ranks: dict[str, int] = {}
-    for rank, merge in enumerate(merges):
-        ranks.setdefault(merge.replace(" ", "", 1), rank)
-    # llama.cpp merges the pair whose result has the highest score.
-    scores = [-float(ranks.get(token, len(merges) + i)) for i, token in enumerate(tokens)]
-    prefix = any(p.get("type") == "Prepend" or (p.get("type") == "Metaspace" and p.get("prepend_scheme") != "never") for p in pieces)
-    head: dict[str, Value] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": prefix}
-    return {**head, **out, "tokenizer.ggml.scores": scores}, []
+def _cut(metadata: Mapping[str, Value]) -> str | None:
+    """The pattern by which words are cut."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _CUTS:
+        raise CheckpointError(
+            f"the GGUF file's tokenizer cuts words in the way {short(name)}, which halfbyte does not know: load the model alone"
+        )
+    return _CUTS[str(name)]
 
 
-def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
-    """A pre-tokenizer or normalizer, and those that it is a sequence of."""
-    if isinstance(piece, Mapping):
-        yield piece
-        for key in ("pretokenizers", "normalizers"):
-            for inner in piece.get(key) or ():
-                yield from _walk(inner)
+def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    cut = _cut(metadata)
+    merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+    backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=cut in _WHOLE))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)]
+    if cut == _DIGITS:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif cut:
+        steps.insert(0, pre_tokenizers.Split(Regex(cut), behavior="isolated"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, metadata, tokens)
+    return backend
 
 
-def _cut(pre_tokenizer: Any) -> tuple[str, list[str]]:
-    """llama.cpp's name of the way that words are cut."""
-    patterns = [p["pattern"].get("Regex", "") for p in _walk(pre_tokenizer) if p.get("type") == "Split"]
-    digits = any(p.get("type") == "Digits" for p in _walk(pre_tokenizer))
-    if not patterns and not digits:
-        regex = any(p.get("use_regex", True) for p in _walk(pre_tokenizer) if p.get("type") == "ByteLevel")
-        if regex:
-            return "gpt-2", []
-    if len(patterns) == 1 and not digits and patterns[0] in _CUTS:
-        return _CUTS[patterns[0]], []
-    return "default", ["llama.cpp has no name for the way that this tokenizer cuts words: it may cut some text otherwise"]
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
-def _special(described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Value]:
-    """The ids of special tokens, and whether a text begins or ends with one."""
-    ids = dict(described["model"]["vocab"]) | {added["content"]: added["id"] for added in described.get("added_tokens") or []}
-    out: dict[str, Value] = {}
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = settings.get(f"{key}_token")
-        token = token.get("content") if isinstance(token, Mapping) else token
-        found = ids.get(token) if isinstance(token, str) else None
-        if found is None:
-            stated = config.get(f"{key}_token_id")
-            found = stated[0] if isinstance(stated, list) and stated else stated
-        if type(found) is int and found >= 0:
-            out[f"tokenizer.ggml.{name}_token_id"] = found
-    single = json.dumps(described.get("post_processor") or {})
-    for key in ("bos", "eos"):
-        token = next((text for text, i in ids.items() if i == out.get(f"tokenizer.ggml.{key}_token_id")), None)
-        added = settings.get(f"add_{key}_token")
-        out[f"tokenizer.ggml.add_{key}_token"] = bool(added) if added is not None else token is not None and json.dumps(token) in single
-    return out
+def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if "tokenizer.ggml.merges" in metadata:
+        merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+    else:
+        # The scores of gemma's tokens are not those that its merges were learned by; their order is.
+        by_order = str(metadata.get("general.architecture")).startswith("gemma")
+        merges = _merges(vocabulary, [-i for i in range(len(tokens))] if by_order else _sequence(metadata, "scores"))
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
+    backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
+    _add_tokens(backend, metadata, tokens)
+    return backend
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that give every token of which two others are the halves, the one of the highest score first."""
+    found = []
+    for token, i in vocabulary.items():
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(vocabulary[left], vocabulary[right], left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        found += [(-float(scores[i]), *pair) for pair in sorted(pairs)]
+    found.sort(key=lambda merge: merge[0])
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[str]) -> None:
+    """Tells which tokens are found in a text as they stand."""
+    from tokenizers import AddedToken
+
+    if "tokenizer.ggml.token_type" not in metadata:
+        return
+    types = [int(kind) for kind in _sequence(metadata, "token_type")]
+    for kind, special in ((CONTROL, True), (USER, False)):
+        added = [AddedToken(token, normalized=False, special=special) for token, mine in zip(tokens, types, strict=False) if mine == kind]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
+
+
+def _begin_and_end(backend: Any, metadata: Mapping[str, Value], special: Mapping[str, str], begins: bool) -> None:
+    """What texts begin and end with."""
+    from tokenizers import processors
+
+    begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and "bos_token" in special
+    ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in special
+    if begins or ends:
+        around = [special["bos_token"]] * begins, [special["eos_token"]] * ends
+        single = [*around[0], "$A", *around[1]]
+        pair = [*single, *(f"{token}:1" for token in around[0]), "$B:1", *(f"{token}:1" for token in around[1])]
+        ids = [(token, backend.token_to_id(token)) for token in {*around[0], *around[1]}]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)

@@ -1,0 +1,124 @@
+"""The tokenizer of a Hugging Face folder as the metadata of a GGUF file.
+
+It is written from tokenizer.json: byte-level BPE as llama.cpp's "gpt2", BPE over a SentencePiece vocabulary as its "llama". How text is
+cut before merging, llama.cpp knows by name only (`tokenizer.ggml.pre`).
+
+Source: llama.cpp, convert_hf_to_gguf.py and convert_hf_to_gguf_update.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+from halfbyte.checkpoint.gguf_tokenizer import CONTROL, LLAMA3, QWEN2, USER
+from halfbyte.errors import CheckpointError
+from halfbyte.io.gguf import Value
+from halfbyte.io.safetensors import load_json, read_bytes
+
+_LIMIT = 64 << 20
+_NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
+_CUTS = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
+
+
+def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
+    """The metadata for the tokenizer of a folder, and what a person should know about it.
+
+    vocabulary  rows of the embedding, each of which gets a token
+    """
+    if not isfile(folder / "tokenizer.json"):
+        return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written, for there is no tokenizer.json"]
+    described = load_json(folder / "tokenizer.json", _LIMIT)
+    settings = load_json(folder / "tokenizer_config.json", _LIMIT) if isfile(folder / "tokenizer_config.json") else {}
+    try:
+        out, notes = _vocabulary(described, vocabulary)
+        out |= _special(described, settings, config)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise CheckpointError(f"{folder / 'tokenizer.json'} is not what tokenizers writes ({type(e).__name__}: {e})") from e
+    template = settings.get("chat_template")
+    if isfile(folder / "chat_template.jinja"):
+        template = read_bytes(folder / "chat_template.jinja", _LIMIT).decode()
+    if isinstance(template, str):
+        out["tokenizer.chat_template"] = template
+    return out, notes
+
+
+def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Value], list[str]]:
+    model = described["model"]
+    pieces = list(_walk(described.get("pre_tokenizer"))) + list(_walk(described.get("normalizer")))
+    byte_level = any(piece.get("type") == "ByteLevel" for piece in _walk(described.get("pre_tokenizer")))
+    if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
+        kind = f"{model.get('type')}{'' if model.get('type') != 'BPE' else ' without bytes'}"
+        return {"tokenizer.ggml.model": "none"}, [
+            f"no tokenizer is written: a tokenizer of type {kind} has no form in GGUF that is known here"
+        ]
+    tokens = [f"[PAD{i}]" for i in range(count)]
+    types = [_UNUSED] * count
+    for token, i in model["vocab"].items():
+        tokens[i] = token
+        types[i] = _BYTE if not byte_level and len(token) == 6 and token.startswith("<0x") else _NORMAL
+    for added in described.get("added_tokens") or []:
+        if added["id"] < count:
+            tokens[added["id"]] = added["content"]
+            types[added["id"]] = CONTROL if added.get("special") else USER
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    out: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
+    if byte_level:
+        cut, notes = _cut(described.get("pre_tokenizer"))
+        return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": cut, **out}, notes
+    if model.get("unk_token") in model["vocab"]:
+        types[model["vocab"][model["unk_token"]]] = _UNKNOWN
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", "", 1), rank)
+    # llama.cpp merges the pair whose result has the highest score.
+    scores = [-float(ranks.get(token, len(merges) + i)) for i, token in enumerate(tokens)]
+    prefix = any(p.get("type") == "Prepend" or (p.get("type") == "Metaspace" and p.get("prepend_scheme") != "never") for p in pieces)
+    head: dict[str, Value] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": prefix}
+    return {**head, **out, "tokenizer.ggml.scores": scores}, []
+
+
+def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
+    """A pre-tokenizer or normalizer, and those that it is a sequence of."""
+    if isinstance(piece, Mapping):
+        yield piece
+        for key in ("pretokenizers", "normalizers"):
+            for inner in piece.get(key) or ():
+                yield from _walk(inner)
+
+
+def _cut(pre_tokenizer: Any) -> tuple[str, list[str]]:
+    """llama.cpp's name of the way that words are cut."""
+    patterns = [p["pattern"].get("Regex", "") for p in _walk(pre_tokenizer) if p.get("type") == "Split"]
+    digits = any(p.get("type") == "Digits" for p in _walk(pre_tokenizer))
+    if not patterns and not digits:
+        regex = any(p.get("use_regex", True) for p in _walk(pre_tokenizer) if p.get("type") == "ByteLevel")
+        if regex:
+            return "gpt-2", []
+    if len(patterns) == 1 and not digits and patterns[0] in _CUTS:
+        return _CUTS[patterns[0]], []
+    return "default", ["llama.cpp has no name for the way that this tokenizer cuts words: it may cut some text otherwise"]
+
+
+def _special(described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Value]:
+    """The ids of special tokens, and whether a text begins or ends with one."""
+    ids = dict(described["model"]["vocab"]) | {added["content"]: added["id"] for added in described.get("added_tokens") or []}
+    out: dict[str, Value] = {}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = settings.get(f"{key}_token")
+        token = token.get("content") if isinstance(token, Mapping) else token
+        found = ids.get(token) if isinstance(token, str) else None
+        if found is None:
+            stated = config.get(f"{key}_token_id")
+            found = stated[0] if isinstance(stated, list) and stated else stated
+        if type(found) is int and found >= 0:
+            out[f"tokenizer.ggml.{name}_token_id"] = found
+    single = json.dumps(described.get("post_processor") or {})
+    for key in ("bos", "eos"):
+        token = next((text for text, i in ids.items() if i == out.get(f"tokenizer.ggml.{key}_token_id")), None)
+        added = settings.get(f"add_{key}_token")
+        out[f"tokenizer.ggml.add_{key}_token"] = bool(added) if added is not None else token is not None and json.dumps(token) in single
+    return out
