@@ -68,6 +68,7 @@ def test_scratch_memory_grows_and_locks_are_zero(device: torch.device) -> None:
     assert memory.dtype == torch.uint8
     assert memory.numel() >= 1 << 20
     assert memory.data_ptr() % 64 == 0
+    assert launch.workspace(device, launch._MOST_KEPT + 1) is not launch.workspace(device, launch._MOST_KEPT + 1)
 
 
 class FakeLauncher:

@@ -73,6 +73,7 @@ def recording(*, dry: bool = False) -> Iterator[list[Call]]:
 # Memory
 
 _LEAST_BYTES = 1 << 16
+_MOST_KEPT = 1 << 26
 _LEAST_LOCKS = 1 << 12
 _ARENA = 1 << 21  # locks, for the graphs of one device
 
@@ -85,7 +86,7 @@ _arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
 def workspace(device: torch.device, nbytes: int) -> Tensor:
     """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
     index, stream, graph = _where(device)
-    if graph:
+    if graph or nbytes > _MOST_KEPT:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     found = _workspaces.get((index, stream))
     if found is None or found.numel() < nbytes:
