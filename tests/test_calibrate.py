@@ -359,3 +359,64 @@ def test_the_command_refuses(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["quantize", str(folder), str(tmp_path / "q"), *arguments]) == 2
     assert word in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
+
+
+# What it is worth, on a trained model
+
+TINY = Path(__file__).parents[1] / "models" / "tiny-llama"
+HELD_OUT = Path(__file__).parents[1] / "examples" / "tiny-llama" / "heldout.txt"
+
+
+class Tiny:
+    """The tiny Llama, passages of held-out text to calibrate on, and others to measure perplexity on.
+
+    Three of its eight layers are quantized, which takes three eighths of the time; docs/calibration.md has the whole model.
+    """
+
+    def __init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
+        passages = calibration_tokens(tokenizer, HELD_OUT.read_text(encoding="utf-8"), 24, 256)
+        self.calibration, self.measured = passages[::3], passages[1::3]
+        self.original = self.perplexity(self.model)
+
+    def perplexity(self, model: Any) -> float:
+        with torch.no_grad():
+            logits = model(self.measured).logits[:, :-1]
+        return math.exp(float(nn.functional.cross_entropy(logits.flatten(0, 1), self.measured[:, 1:].flatten())))
+
+    def config(self, fmt: str, **settings: Any) -> Config:
+        return Config(fmt, compute="float", skip=["model.layers.[2-6].*"], **settings)
+
+    def increase(self, config: Config, calibration: Tensor | None = None) -> float:
+        model = copy.deepcopy(self.model)
+        quantize_(model, config, calibration)
+        return self.perplexity(model) - self.original
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    if not TINY.is_dir():
+        pytest.skip("models/tiny-llama is not there")
+    return Tiny()
+
+
+@pytest.fixture(scope="module")
+def plain_increase(tiny: Tiny) -> float:
+    return tiny.increase(tiny.config("int4_g128"))
+
+
+@pytest.mark.parametrize(("method", "part"), [("hqq", 0.9), ("gptq", 0.7), ("awq", 0.7)])
+def test_perplexity_increases_less_than_with_absmax(tiny: Tiny, plain_increase: float, method: str, part: float) -> None:
+    calibration = None if method == "hqq" else tiny.calibration[:4]
+    assert tiny.increase(tiny.config("int4_g128", method=method), calibration) <= part * plain_increase
+
+
+def test_mixed_formats_of_4_5_bits_beat_one_of_4_5_bits(tiny: Tiny) -> None:
+    uniform = tiny.config("q4_0")
+    config = Config.auto(tiny.model, 4.5, tiny.calibration[:2, :128], compute="float", skip=uniform.skip)
+    assert tiny.increase(config) < tiny.increase(uniform)
+
+
+def test_8_bits_cost_less_than_a_thousandth(tiny: Tiny) -> None:
+    assert abs(tiny.increase(Config("q8_0", compute="float"))) <= 0.001 * tiny.original
