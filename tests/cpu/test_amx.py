@@ -15,6 +15,7 @@ from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import amx, isa_amx, jit, linear, runtime
 from halfbyte.kernels.cpu.isa_amx import AMXInt8, AMXTiles
+from halfbyte.kernels.cpu.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
@@ -154,6 +155,16 @@ def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
     lines = assembly(TileSpec("int8", 4, "f16", zero, 64, False, False, False, 32, 2, "f32"))
     assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # thrice in the code: low and high, two vectors, eight rows of eight k
     assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("first", [0, 4])
+def test_the_map_of_bits_gives_the_code(first: int, signed: bool) -> None:
+    matrix, inverted = nibble_map(first, signed)
+    for byte in range(256):
+        bits = [((matrix >> 8 * (7 - i) & byte).bit_count() & 1) ^ (inverted >> i & 1) for i in range(8)]
+        code = (byte >> first & 15) - (8 if signed else 0)
+        assert sum(bit << i for i, bit in enumerate(bits)) == code & 255
 
 
 def test_bytes_are_multiplied_where_they_lie() -> None:

@@ -187,12 +187,20 @@ def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
     """64 bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
     f, out = stored.fn, []
     for first in (0, 4):
-        # Bit i of the result is bit first + i; if signed, the inverse of the last one from there on.
-        rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
-        matrix = sum(row << 8 * (7 - i) for i, row in enumerate(rows))
+        matrix, inverted = nibble_map(first, signed)
         table = f.constant("<8 x i64>", [matrix] * 8).bits(stored.type)
-        out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, f.value("i8", -8 if signed else 0)))
+        out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, f.value("i8", inverted)))
     return out
+
+
+def nibble_map(first: int, signed: bool) -> tuple[int, int]:
+    """The map of a byte to its four bits from `first` on, as u or u - 8: a matrix of bits, and the bits that are inverted after it.
+
+    Bit i of the result is bit first + i; if signed, the inverse of the last one from there on. The matrix has the row for bit i in
+    byte 7 - i (Intel SDM, GF2P8AFFINEQB).
+    """
+    rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
+    return sum(row << 8 * (7 - i) for i, row in enumerate(rows)), -8 if signed else 0
 
 
 def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> Iterator[tuple[int, Value]]:
