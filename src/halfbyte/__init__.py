@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from halfbyte.ops import unpack as unpack
     from halfbyte.ops.conv import conv1d as conv1d
     from halfbyte.ops.conv import conv2d as conv2d
-    from halfbyte.ops.conv import dequantize_conv as dequantize_conv
     from halfbyte.ops.conv import pack_conv as pack_conv
     from halfbyte.ops.conv import qconv2d as qconv2d
     from halfbyte.ops.conv import quantize_conv as quantize_conv
-    from halfbyte.ops.conv import unpack_conv as unpack_conv
 
 # Where each public name lives. Names are imported when they are first used, so that `import halfbyte` stays light.
 _HOMES = {
@@ -50,7 +48,7 @@ _HOMES = {
     "halfbyte.layouts.base": ("Packed",),
     "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "embedding", "dequantize"),
     "halfbyte.nn.calibrate": ("Calibration", "calibration_tokens"),
-    "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv", "unpack_conv", "dequantize_conv"),
+    "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),

@@ -21,6 +21,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
 from halfbyte.ops import conv as ops
+from halfbyte.ops import functions
 
 FORMATS = ("q4_0", "q8_0", "q4_1", "int4_g20_zp", "int8_channel", "int4_channel_zp", "int8_tensor", "int8_channel_offset")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,7 +157,7 @@ def test_the_matrix_gives_the_codes_back(case: Case) -> None:
     codes = case.codes()
     for back in (
         from_matrix(to_matrix(codes, case.sizes), case.sizes),
-        ops.unpack_conv(ops.pack_conv(codes, case.sizes.kernel, case.sizes.groups)),
+        functions.unpack(ops.pack_conv(codes, case.sizes.kernel, case.sizes.groups)),
     ):
         assert all(torch.equal(a, b) for a, b in zip(back.tensors().values(), codes.tensors().values(), strict=True))
 
@@ -169,7 +170,7 @@ def test_the_op_is_torchs_convolution_of_the_dequantized_weight(groups: int, pad
     p = ops.pack_conv(ops.quantize_conv(weight, "int8_channel"), (3, 2), groups)
     x, bias = torch.randn(2, 12, 9, 8, requires_grad=True), torch.randn(12, requires_grad=True)
     y = ops.conv2d(x, p, bias, padding=padding, dilation=(1, 2), compute="float", clamp=(-1, 2))
-    floats = ops.dequantize_conv(p)
+    floats = functions.dequantize(p)
     if isinstance(padding, tuple) and isinstance(padding[0], tuple):
         (top, bottom), (left, right) = padding
         wanted = torch.nn.functional.conv2d(torch.nn.functional.pad(x, (left, right, top, bottom)), floats, bias, 1, 0, (1, 2), groups)
@@ -185,7 +186,7 @@ def test_the_op_is_torchs_convolution_of_the_dequantized_weight(groups: int, pad
 def test_one_dimension_and_no_batch() -> None:
     torch.manual_seed(0)
     p = ops.pack_conv(ops.quantize_conv(torch.randn(8, 6, 5), "q8_0"), (5,))
-    floats = ops.dequantize_conv(p).squeeze(2)
+    floats = functions.dequantize(p).squeeze(2)
     for x in (torch.randn(3, 6, 20), torch.randn(6, 20)):
         y = ops.conv1d(x, p, None, 2, 2, compute="float")
         torch.testing.assert_close(y, torch.nn.functional.conv1d(x, floats, None, 2, 2), rtol=1e-5, atol=1e-4)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte import ops
 from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
@@ -60,7 +61,7 @@ class Layer:
     @cached_property
     def weight(self) -> Tensor:
         """What the codes stand for, float32 [Co, Ci/groups, K, K]."""
-        return conv.dequantize_conv(self.packed)
+        return ops.dequantize(self.packed)
 
     @cached_property
     def packed(self) -> PackedConv:

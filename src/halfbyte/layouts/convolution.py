@@ -19,6 +19,10 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+
+CANONICAL = "canonical"  # the layout of weights that kernels do not read as a matrix
 
 
 def channels_last(weight: Tensor, fmt: Format) -> Tensor:
@@ -183,6 +187,21 @@ def join_groups(parts: Sequence[Codes], sizes: Filter) -> Codes:
         for name, t in parts[0].tensors().items()
     }
     return from_matrix(Codes.from_tensors(fmt, (sizes.out, sizes.k), tensors), sizes)
+
+
+def unpack(packed: PackedConv) -> Codes:
+    """The Codes that `packed` was made from."""
+    sizes = packed.sizes
+    if packed.layout == CANONICAL:
+        return from_canonical_bytes(packed.data, sizes)
+    shape, fmt = (sizes.out // sizes.groups, sizes.k), sizes.matrix_format
+    parts = [cpu_tiles.unpack(Packed(fmt, shape, cpu_tiles.NAME, data)) for data in packed.data.chunk(sizes.groups)]
+    return join_groups(parts, sizes)
+
+
+def dequantize(packed: PackedConv, dtype: torch.dtype) -> Tensor:
+    """The weight that `packed` stands for, [Co, Ci/groups, Kh, Kw]."""
+    return channels_first(unpack(packed).dequantize(dtype), packed.sizes.kernel)
 
 
 def canonical_bytes(codes: Codes) -> Tensor:

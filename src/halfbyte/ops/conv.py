@@ -21,14 +21,12 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
-from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.ops import functions
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
 from halfbyte.ops.library import differentiated
 
 _INFINITE = float("inf")
-_CANONICAL = "canonical"
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
@@ -52,7 +50,7 @@ def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", 
 
 
 def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
-    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack_conv` gives the same numbers back.
+    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack` gives the same numbers back.
 
     kernel_size   (Kh, Kw) or (Kw,); one number stands for a square
     """
@@ -61,24 +59,9 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
     sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
     codes = codes.to("cpu")
     if _depthwise(sizes):
-        return PackedConv(sizes, _CANONICAL, _aligned(convolution.canonical_bytes(codes)))
+        return PackedConv(sizes, convolution.CANONICAL, _aligned(convolution.canonical_bytes(codes)))
     parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
     return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
-
-
-def unpack_conv(packed: PackedConv) -> Codes:
-    """The Codes that `packed` was made from."""
-    sizes = packed.sizes
-    if packed.layout == _CANONICAL:
-        return convolution.from_canonical_bytes(packed.data, sizes)
-    shape, fmt = (sizes.out // sizes.groups, sizes.k), sizes.matrix_format
-    parts = [functions.unpack(Packed(fmt, shape, cpu_tiles.NAME, data)) for data in packed.data.chunk(sizes.groups)]
-    return convolution.join_groups(parts, sizes)
-
-
-def dequantize_conv(packed: PackedConv, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that `packed` stands for, [Co, Ci/groups, Kh, Kw], in `dtype`."""
-    return convolution.channels_first(unpack_conv(packed).dequantize(dtype), packed.sizes.kernel)
 
 
 def _depthwise(sizes: Filter) -> bool:
@@ -175,7 +158,7 @@ def conv_requantization_table(
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
     n = sizes.out // sizes.groups
     if packed.data not in _integer_sums:
-        codes = unpack_conv(packed)
+        codes = convolution.unpack(packed)
         _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(sizes.out, 1).flatten()
     sums, scale = _integer_sums[packed.data]
     if bias is not None:
@@ -423,8 +406,8 @@ class _Conv2d(torch.autograd.Function):
             sizes, window = _from_numbers(format, numbers, moves)
             top, bottom, left, right = window.padding
             batch, channels, height, width = ctx.shape
-            layout = _CANONICAL if _depthwise(sizes) else cpu_tiles.NAME
-            floats = dequantize_conv(PackedConv(sizes, layout, weight), grad.dtype)
+            layout = convolution.CANONICAL if _depthwise(sizes) else cpu_tiles.NAME
+            floats = convolution.dequantize(PackedConv(sizes, layout, weight), grad.dtype)
             padded = (batch, channels, height + top + bottom, width + left + right)
             whole = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
             grad_x = whole[:, :, top : top + height, left : left + width]

@@ -13,8 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.layouts import cpu_tiles, gpu_tiles
+from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_requantization
 from halfbyte.ops.library import OPS, differentiated
@@ -61,8 +62,10 @@ def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
     raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
 
 
-def unpack(packed: Packed) -> Codes:
+def unpack(packed: Packed | PackedConv) -> Codes:
     """The Codes that `packed` was made from, on its device."""
+    if isinstance(packed, PackedConv):
+        return convolution.unpack(packed)
     return gpu_tiles.unpack(packed) if packed.layout == gpu_tiles.NAME else cpu_tiles.unpack(packed)
 
 
@@ -163,8 +166,10 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
     return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
 
 
-def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that `packed` stands for, in its logical shape [..., N, K] and `dtype`."""
+def dequantize(packed: Packed | PackedConv, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight that `packed` stands for, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`."""
+    if isinstance(packed, PackedConv):
+        return convolution.dequantize(packed, dtype)
     *lead, k = packed.shape
     return OPS.dequantize.default(packed.data, packed.name, math.prod(lead), k, dtype).reshape(packed.shape)  # type: ignore[no-any-return]
 
