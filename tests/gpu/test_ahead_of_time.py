@@ -1,0 +1,52 @@
+"""What dispatch takes compiles for every architecture, without spills, and into the instructions that the choice is made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aot import Binary, compile_all, linear_job
+
+ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "one row": {"m": 1, "n": 4096, "k": 4096, "format": "int4_g128", "dtype": "float16"},
+    "some rows": {"m": 64, "n": 4096, "k": 4096, "format": "q4_0", "dtype": "bfloat16"},
+    "many rows": {"m": 2048, "n": 4096, "k": 4096, "format": "int4_g128", "dtype": "bfloat16"},
+    "int8": {"m": 64, "n": 4096, "k": 4096, "format": "int4_channel", "dtype": "bfloat16", "compute": "int8", "activation": "row"},
+    "odd": {"m": 3, "n": 100, "k": 1000, "format": "int4_g48_offset", "dtype": "float32", "bias": True, "residual": True},
+}
+
+
+@pytest.fixture(scope="module")
+def binaries() -> dict[tuple[str, str], list[Binary]]:
+    keys = [(what, arch) for arch in ARCHES for what in PROBLEMS]
+    return dict(zip(keys, compile_all([linear_job(None, arch, **PROBLEMS[what]) for what, arch in keys]), strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_compiles_without_spills(what: str, arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
+    for binary in binaries[what, arch]:
+        assert binary.assembly
+        assert binary.registers <= (255 if arch.startswith("sm_") else 512)
+        # float32 activations in three pieces, an offset and blocks with gaps together take more registers than there are.
+        assert binary.spills <= (256 if what == "odd" else 0), f"{binary.kernel}: {binary.spills}"
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_matrix_units_are_used(arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
+    floats, integers = (
+        (("HMMA", "HGMMA", "tcgen05", "UTCHMMA"), ("IMMA", "IGMMA", "UTCIMMA"))
+        if arch.startswith("sm_")
+        else (("mfma_f32",), ("mfma_i32",))
+    )
+    for what, wanted in (("one row", floats), ("some rows", floats), ("int8", integers)):
+        text = binaries[what, arch][-1].assembly
+        assert any(word in text for word in wanted), f"{what}: none of {wanted}"
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm_")])
+def test_weights_are_read_16_bytes_at_a_time(arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
+    text = binaries["one row", arch][-1].assembly
+    assert "LDG.E.128" in text or "LDGSTS.E.BYPASS.128" in text or "LDG.E.ENL2.256" in text
+    assert "LOP3" in text
