@@ -19,7 +19,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_requantization
 from halfbyte.ops.library import OPS, differentiated
-from halfbyte.quantizers import METHODS
+from halfbyte.quantizers import CALIBRATED, METHODS
 
 _INFINITE = float("inf")
 
@@ -32,14 +32,16 @@ _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDict
 def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
     """Quantize `weight` [..., N, K] (float32, float16 or bfloat16) to `format`.
 
-    method  "absmax": scales from each block's extremes; "mse": scales that minimise the squared error
+    method  "absmax": scales from each block's extremes; "mse": scales that minimise the squared error; "hqq": a norm of the error in
+            which outliers count little
     name    what an error calls the tensor
 
     Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format or an overflowing scale.
     """
     fmt = as_format(format)
     if method not in METHODS:
-        raise ArgumentError(f"unknown quantization method {method!r}: use one of {', '.join(METHODS)}")
+        why = f"{method} looks at the inputs of a model's layers" if method in CALIBRATED else f"unknown quantization method {method!r}"
+        raise ArgumentError(f"{why}: use one of {', '.join(METHODS)}" + (", or quantize_" if method in CALIBRATED else ""))
     weight = weight.detach()
     if method == "absmax":
         codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
