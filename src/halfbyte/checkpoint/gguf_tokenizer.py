@@ -122,7 +122,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
@@ -135,7 +135,8 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
     backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
+    # As llama.cpp does it: a space more before each stretch of text, also one that begins with a space.
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
     _add_tokens(backend, metadata, tokens)
@@ -172,7 +173,7 @@ def _begin_and_end(backend: Any, metadata: Mapping[str, Value], special: Mapping
     begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and "bos_token" in special
     ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in special
     if begins or ends:
-        around = [special["bos_token"]] * begins, [special["eos_token"]] * ends
+        around = [special["bos_token"]] if begins else [], [special["eos_token"]] if ends else []
         single = [*around[0], "$A", *around[1]]
         pair = [*single, *(f"{token}:1" for token in around[0]), "$B:1", *(f"{token}:1" for token in around[1])]
         ids = [(token, backend.token_to_id(token)) for token in {*around[0], *around[1]}]

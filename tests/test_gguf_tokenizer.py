@@ -1,0 +1,168 @@
+"""Tokenizers through GGUF: the same tokens as before, whatever cuts the words, and as transformers' own reader gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from packaging.version import Version
+from test_hostile_files import outcome
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from halfbyte.checkpoint import gguf_tokenizer, gguf_vocabulary
+from halfbyte.errors import CheckpointError
+from halfbyte.io import gguf
+
+TEXTS = [
+    "The weights of a model, in 4 bits: naïve?",
+    "  two  spaces\n\n\tand 12345.67 numbers; it's WE'LL\r\n",
+    "日本語 e\u0301 🙂 <|x|><tool> done",
+    "",
+    " ",
+]
+CORPUS = [*TEXTS, (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")[:4000]]
+
+
+def byte_level(steps: list[Any], **settings: Any) -> Any:
+    made: Any = Tokenizer(models.BPE(**settings))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "<|x|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(CORPUS, trainer)
+    made.add_tokens([AddedToken("<tool>", normalized=False)])
+    return made
+
+
+def split(pattern: str) -> list[Any]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+def sentencepiece(prefix: bool) -> Any:
+    made: Any = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] * prefix
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    specials = ["<unk>", "<s>", "<|x|>", *(f"<0x{i:02X}>" for i in range(256))]
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=specials))
+    return made
+
+
+def written(folder: Path, backend: Any, drop: tuple[str, ...] = (), **settings: Any) -> tuple[Path, Any, list[str]]:
+    """A GGUF file with nothing but the tokenizer."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", **settings)
+    tokenizer.save_pretrained(folder)
+    metadata, notes = gguf_vocabulary.to_metadata(folder, {}, 1000)
+    metadata = {key: value for key, value in metadata.items() if key not in drop}
+    path = folder / "m.gguf"
+    path.unlink(missing_ok=True)
+    writer = gguf.Writer(path, {"general.architecture": "llama", **metadata}, {})
+    writer.finish()
+    return path, tokenizer, notes
+
+
+def same(a: Any, b: Any) -> bool:
+    ids = [(a(text)["input_ids"], b(text)["input_ids"]) for text in TEXTS]
+    return all(mine == theirs and a.decode(mine) == b.decode(theirs) for mine, theirs in ids)
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "name"),
+    [
+        ([pre_tokenizers.ByteLevel(add_prefix_space=False)], {}, "gpt-2"),
+        (split(gguf_tokenizer.QWEN2), {}, "qwen2"),
+        (split(gguf_tokenizer.LLAMA3), {"ignore_merges": True}, "llama-bpe"),
+    ],
+)
+def test_byte_level(steps: list[Any], settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    path, tokenizer, notes = written(tmp_path, byte_level(steps, **settings), add_bos_token=False)
+    assert gguf.read_header(path).metadata["tokenizer.ggml.pre"] == name
+    assert not notes
+    assert same(gguf_tokenizer.load(path), tokenizer)
+
+
+def test_a_cut_without_a_name_is_said(tmp_path: Path) -> None:
+    _, _, notes = written(tmp_path, byte_level(split(r"\p{L}+|\p{N}+")))
+    assert any("may cut some text otherwise" in note for note in notes)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
+    path, tokenizer, _ = written(tmp_path, sentencepiece(prefix), unk_token="<unk>", add_bos_token=False)
+    loaded = gguf_tokenizer.load(path)
+    for text in TEXTS:
+        assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert loaded.decode(loaded(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+    # Files of llama.cpp have scores and no merges.
+    path, _, _ = written(tmp_path, sentencepiece(prefix), ("tokenizer.ggml.merges",), unk_token="<unk>", add_bos_token=False)
+    loaded = gguf_tokenizer.load(path)
+    assert all(loaded(text)["input_ids"] == tokenizer(text)["input_ids"] for text in TEXTS)
+
+
+def test_what_texts_begin_with(tmp_path: Path) -> None:
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
+    path, tokenizer, _ = written(tmp_path, backend)
+    loaded = gguf_tokenizer.load(path)
+    assert loaded("a")["input_ids"][0] == 0
+    assert same(loaded, tokenizer)
+    assert loaded("a", add_special_tokens=False)["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.20"), reason="older versions cut words otherwise")
+def test_transformers_reads_the_same(tmp_path: Path) -> None:
+    for folder, backend in (("a", byte_level(split(gguf_tokenizer.QWEN2))), ("b", sentencepiece(True))):
+        (tmp_path / folder).mkdir()
+        path, _, _ = written(tmp_path / folder, backend, add_bos_token=False)
+        theirs = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        mine = gguf_tokenizer.load(path)
+        for text in (TEXTS[0], TEXTS[2].partition("<")[0]):
+            assert mine(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"], text
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    def load(**metadata: Any) -> Any:
+        path = tmp_path / "m.gguf"
+        path.unlink(missing_ok=True)
+        gguf.Writer(path, {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, {}).finish()
+        return gguf_tokenizer.load(path)
+
+    assert load() is None
+    assert load(model="none") is None
+    with pytest.raises(CheckpointError, match="of kind 'bert', halfbyte knows gpt2 and llama"):
+        load(model="bert")
+    with pytest.raises(CheckpointError, match="cuts words in the way 'own'"):
+        load(model="gpt2", pre="own", tokens=["a"], merges=["a a"])
+    with pytest.raises(CheckpointError, match=r"no list tokenizer\.ggml\.tokens"):
+        load(model="gpt2")
+    with pytest.raises(CheckpointError, match="no tokenizer can be made"):
+        load(model="gpt2", tokens=["a", "b"], merges=["c d"])
+    with pytest.raises(CheckpointError, match="no tokenizer can be made"):
+        load(model="gpt2", tokens=["a", "b"], merges=["nospace"], bos_token_id=99)
+
+
+def test_other_kinds_are_not_written(tmp_path: Path) -> None:
+    made: Any = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="<s>"))
+    made.normalizer = normalizers.Lowercase()
+    path, _, notes = written(tmp_path, made)
+    assert any("no tokenizer is written" in note for note in notes)
+    assert gguf_tokenizer.load(path) is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_nonsense_in_the_metadata(kind: str, tmp_path: Path) -> None:
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)]) if kind == "gpt2" else sentencepiece(True)
+    path, _, _ = written(tmp_path, backend, unk_token="<unk>" if kind == "llama" else None)
+    file = gguf.read_header(path).metadata
+    sound = {key: value if isinstance(value, str | int | float) else list(value) for key, value in file.items()}
+    for key in sound:
+        for value in (None, 0, -1, 1 << 31, 1.5, "x", "", [], [""], ["a", "a"], [1, 2], [0.5], True):
+            changed = {name: old for name, old in sound.items() if name != key} | ({} if value is None else {key: value})
+            path.unlink()
+            gguf.Writer(path, changed, {}).finish()
+            outcome(lambda: gguf_tokenizer.load(path))
