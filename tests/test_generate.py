@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import halfbyte
+from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.attention import attention
@@ -141,7 +142,8 @@ def test_every_kind_of_folder_says_the_same(folder: Path, opened: tuple[Any, Any
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=halfbyte.HalfbyteConfig("q4_0"))
     model.save_pretrained(tmp_path / "saved")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    for path in (tmp_path / "converted", tmp_path / "saved"):
+    export(tmp_path / "converted", tmp_path / "model.gguf", "gguf")
+    for path in (tmp_path / "converted", tmp_path / "saved", tmp_path / "model.gguf"):
         model, tokenizer = open_model(path)
         assert sum(isinstance(m, QuantModule) for m in model.modules()) == 16
         assert torch.equal(answer(model, tokenizer).tokens, expected)
