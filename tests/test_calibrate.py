@@ -236,8 +236,13 @@ def test_what_is_refused() -> None:
         quantize_(model, Config("int4_g16", method="gptq"))
     with pytest.raises(ArgumentError, match="hqq has no use for calibration"):
         quantize_(model, Config("int4_g16", method="hqq"), tokens())
+    for wrong in (tokens() + 1000, -tokens()):
+        with pytest.raises(ArgumentError, match=r"tokens up to -?\d+, the model 128 of them: use the model's own tokenizer"):
+            quantize_(model, Config("int4_g16", method="gptq"), wrong)
     with pytest.raises(ArgumentError, match=r"do not fit the model.*own tokenizer"):
-        quantize_(model, Config("int4_g16", method="gptq"), tokens() + 1000)
+        quantize_(Blocks(), Config("int4_g4", method="gptq"), tokens() + 1000)
+    with pytest.raises(ArgumentError, match="cannot run on device 'nowhere'"):
+        Calibration(tokens(), device="nowhere")
     with pytest.raises(UnsupportedError, match=r"Sequential has no nn\.ModuleList"):
         quantize_(nn.Sequential(nn.Linear(4, 4)), Config("int4_g4", method="gptq"), tokens())
     for bad in (torch.zeros(0, 4, dtype=torch.int64), torch.zeros(2, 4), torch.zeros(4, dtype=torch.int64)):
@@ -290,6 +295,9 @@ def test_auto_spends_its_bits_where_they_count() -> None:
     assert 5 < bits <= 5.5
     with pytest.raises(ArgumentError, match="allow more bits"):
         Config.auto(language_model(), 4, tokens(), formats=choices)
+    for bad in ({"bits": math.nan}, {"bits": -1}, {"bits": 5, "formats": ()}, {"bits": 5, "overrides": {}}):
+        with pytest.raises(ArgumentError, match="auto chooses format"):
+            Config.auto(language_model(), calibration=tokens(), **bad)  # type: ignore[arg-type]
 
 
 # From disk

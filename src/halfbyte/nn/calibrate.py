@@ -57,6 +57,10 @@ class Calibration:
             )
         if self.batch < 1:
             raise ArgumentError(f"calibration runs 1 or more passages at a time, got a batch of {self.batch}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as e:  # torch raises either where it has no such device
+            raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
 
 
 def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
@@ -206,6 +210,12 @@ class _Runs:
         first = next(p for p in model.parameters() if not p.is_meta)
         self.home = first.device
         self.device = torch.device(calibration.device) if calibration.device is not None else self.home
+        any_model: Any = model
+        embedding = any_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        known = embedding.weight.shape[0] if isinstance(embedding, nn.Embedding) else torch.inf
+        if int(calibration.tokens.min()) < 0 or int(calibration.tokens.max()) >= known:  # a GPU would not survive the look-up
+            largest = int(calibration.tokens.max())
+            raise ArgumentError(f"the calibration has tokens up to {largest}, the model {known} of them: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
         self.others: list[list[tuple[Any, Any]]] = [[] for _ in layers]  # of each layer, for each batch
         self._embed()
@@ -238,7 +248,7 @@ class _Runs:
         except _Stop:
             pass
         except IndexError as e:
-            raise ArgumentError(f"the calibration tokens do not fit the model ({e}): use the model's own tokenizer") from e
+            raise ArgumentError(f"the calibration tokens do not fit the model ({e}): use its own tokenizer, or shorter passages") from e
         finally:
             self.model.train(training)
 
