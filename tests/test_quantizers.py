@@ -232,6 +232,53 @@ def test_mse_finds_nearly_the_best_scale(name: str) -> None:
     assert sum(block_errors(mse(w, fmt), w)) <= 1.05 * float(best.sum())
 
 
+def correlated(tokens: int, k: int) -> torch.Tensor:
+    """Inputs with a common direction, whose channels differ in size."""
+    rng = torch.Generator().manual_seed(3)
+    return (torch.randn(tokens, k, generator=rng) + torch.randn(k, generator=rng)) * torch.rand(k, generator=rng).add(0.1)
+
+
+@pytest.mark.parametrize("name", ["int4_g24", "q4_0", "int4_g32_zp", "q4_1", "int8_g32_offset", "int4_channel", "int4_g1"])
+def test_mse_by_the_moments_of_the_inputs_lowers_the_error_of_each_blocks_outputs(name: str) -> None:
+    x, w, fmt = correlated(300, 80), torch.randn(16, 80, generator=torch.Generator().manual_seed(4)), as_format(name)
+
+    def output_errors(codes: Codes) -> torch.Tensor:
+        d, size = codes.dequantize(torch.float64) - w.double(), fmt.block_size(80)
+        parts = [x[:, i : i + size].double() @ d[:, i : i + size].T for i in range(0, 80, size)]
+        return torch.stack([part.square().sum(0) for part in parts])  # [blocks, rows]
+
+    plain, blind, found = (output_errors(codes) for codes in (absmax(w, fmt), mse(w, fmt), mse(w, fmt, "w", x.T @ x)))
+    # The quantizer has the moments in float32: 2^-24 of the sum of magnitudes, of which cancellation leaves less than all.
+    assert bool((found <= plain * (1 + 2**-12) + 1e-6 * plain.max()).all())
+    assert float(found.sum()) <= (1 if name == "int4_g1" else 0.97) * float(blind.sum())
+
+
+def test_mse_by_moments_that_say_nothing_is_mse() -> None:
+    w = torch.randn(8, 80, generator=torch.Generator().manual_seed(5))
+    for name in ("int4_g32", "int4_g32_zp", "int4_tensor", "int8_channel"):
+        codes = [mse(w, as_format(name), "w", moments) for moments in (None, torch.eye(80), torch.ones(80), 4 * torch.eye(80))]
+        for other in codes[1:]:  # sums may be rounded in another order: scales of equal worth
+            assert torch.allclose(codes[0].dequantize(), other.dequantize(), atol=float(codes[0].scale.max()))
+            assert sum(block_errors(other, w)) == pytest.approx(sum(block_errors(codes[0], w)), rel=1e-4)
+
+
+def test_a_column_that_counts_for_nothing_may_be_clipped() -> None:
+    w = torch.randn(4, 32, generator=torch.Generator().manual_seed(6))
+    w[:, 7] = 10
+    counts = torch.ones(32)
+    counts[7] = 0
+    fmt = as_format("int4_channel")
+    others = torch.arange(32) != 7
+    error = (mse(w, fmt, "w", counts).dequantize() - w)[:, others].square().sum()
+    assert float(error) < 0.2 * float((mse(w, fmt).dequantize() - w)[:, others].square().sum())
+
+
+@pytest.mark.parametrize(("shape", "value"), [((32,), math.nan), ((31, 31), 1.0), ((31,), 1.0), ((32, 32), math.inf), ((4, 32), 1.0)])
+def test_moments_that_do_not_fit_are_refused(shape: tuple[int, ...], value: float) -> None:
+    with pytest.raises(ArgumentError, match=r"the input moments of fc"):
+        mse(torch.randn(4, 32), as_format("q4_0"), "fc", torch.full(shape, value))
+
+
 def test_mse_may_turn_the_sign_of_a_q4_0_block() -> None:
     w = torch.tensor([[-8.001, *range(-7, 8), *[8] * 16]])  # -8.001 decides absmax's sign, and costs sixteen 8s that become 7s
     fmt = as_format("q4_0")
