@@ -29,7 +29,6 @@ FORMATS = [
     "int4_g32_f32",
     "int8_g128_zp",
     "int4_channel_zp",
-    "int4_g1",
 ]
 CONFIGS = {
     1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8},
@@ -68,10 +67,14 @@ def test_scales_on_weights_or_on_sums(scale_sums: bool, gpu: Gpu, device: torch.
         run(name, 5, 80, 600, H, gpu, device, interpreted, scale_sums=scale_sums)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 65, 129), (1, 200, 33), (9, 64, 128)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 65, 129), (1, 100, 33), (9, 64, 128)])
 def test_small_and_odd_shapes(shape: tuple[int, int, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     for name in ("q4_0", "int8_g64_offset"):
         run(name, *shape, H, gpu, device, interpreted, epilogue=True)
+
+
+def test_a_block_for_each_element(gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    run("int4_g1_zp", 2, 17, 13, H, gpu, device, interpreted)
 
 
 def test_rows_of_x_may_lie_apart(gpu: Gpu, device: torch.device, interpreted: bool) -> None:

@@ -113,15 +113,56 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first."""
+    """The best guess first. The rules come from measurements on an H100."""
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    pdl = ptx and gpu.capability >= (9, 0)
+    flags = (0, ptx, ptx and gpu.capability >= (9, 0))
+    records = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records
+    bands_n = -(-problem.n // BAND)
+    # A few blocks for each multiprocessor hide each other's waits and leave no long last wave.
+    most = next((bands for bands in (8, 4, 2) if bands_n >= 3 * bands * gpu.sms), 1)
     least = 8 if gpu.backend == "cuda" else 16
-    columns = max(1, triton.next_power_of_2(problem.m))
-    slices = max(1, least // columns)
-    bands = 4 if slices == 1 else max(1, 8 // slices)
-    config = Config(bands, columns, slices, 1, 1, 3, max(4, slices), 1, True, 0, ptx, pdl)
-    return (config,)
+    columns = min(triton.next_power_of_2(problem.m), 128 if problem.dtype == torch.float16 or problem.dtype == torch.bfloat16 else 32)
+    if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10):
+        columns = min(columns, 64)  # larger tiles do not fit in registers without wgmma
+    if problem.format.bits == 8 or problem.dtype == torch.float32:
+        return _staged(problem, gpu, columns, least, records, bands_n, flags)
+    if columns == 1 and least == 8:
+        bands = min(most, 4)
+        deep = 1 if records <= 8 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
+        choices = [(bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2)]
+        return tuple(dict.fromkeys(Config(b, 1, 8, 1, r, 1, 8, 1, True, *flags) for b, r in choices))
+    if columns < 8 and least == 8:
+        slices = 8 // columns
+        whole = Config(8 // slices * (2 if most == 8 and slices == 4 else 1), columns, slices, 1, 2, 1, 8, 1, True, *flags)
+        parts = [Config(1, columns, slices, batch, 2, 1, batch, 1, True, *flags) for batch in (4, 8)]
+        return (whole, *parts) if bands_n >= 8 * whole.bands * gpu.sms // 4 else (*parts, whole)
+    if columns == 8 and least == 8:
+        batch, bands = (4, min(4, most)) if most >= 4 else (8, 2 if bands_n >= 3 * gpu.sms else 1)
+        return tuple(
+            Config(b, 8, 1, n, 1 if b == 4 else 2, 1, n, 1, True, *flags) for n, b in dict.fromkeys(((batch, bands), (4, 4), (4, 2), (8, 1)))
+        )
+    return _staged(problem, gpu, columns, least, records, bands_n, flags)
+
+
+def _staged(
+    problem: Problem, gpu: Gpu, columns: int, least: int, records: int, bands_n: int, flags: tuple[int, bool, bool]
+) -> tuple[Config, ...]:
+    """Configs that read ahead through shared memory, K split over as many blocks as fill the GPU."""
+    element, slices = problem.dtype.itemsize, max(1, least // columns)
+    found = []
+    for bands, per_sm in ((4, 3.0), (8, 1.5)):
+        bands = max(1, bands // slices) if problem.format.bits == 8 else bands
+        tiles = -(-bands_n // bands) * -(-problem.m // columns)
+        wanted = per_sm * gpu.sms / (2 if columns >= 64 else 1)
+        split = 1
+        while split < 16 and tiles * split * 2 <= 1.4 * wanted and records >= 16 * slices * split:
+            split *= 2
+        deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
+        step = deep * slices * (bands * 256 * problem.format.bits + 128 * columns * element)
+        stages = max(1, min(3, (gpu.shared - (4 << 10)) // step))
+        found.append(Config(bands, columns, slices, 1, deep, stages, min(8, bands * slices), split, True, *flags))
+    few = -(-bands_n // 4) * -(-problem.m // columns) < 2 * gpu.sms
+    return tuple(found[::-1] if few and columns <= 16 else found)
 
 
 def launch(
