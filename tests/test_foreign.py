@@ -244,6 +244,6 @@ def test_nonsense_in_the_metadata_of_a_gguf_file(folders: Path, tmp_path: Path) 
     metadata = {key: value if isinstance(value, int | float | str) else list(value) for key, value in file.metadata.items()}
     assert torch.equal(logits(load(write(metadata))), good)
     for key in metadata:
-        for value in (None, 0, -1, 7, 1 << 40, 1e30, "x", ["x"], [1.5], True):
+        for value in (None, 0, -1, 7, 1 << 40, 1e30, "x", ["x"], [1.5, 2.5], [], True):
             changed = {k: v for k, v in metadata.items() if k != key} | ({} if value is None else {key: value})
             outcome(lambda changed=changed: load(write(changed)))  # type: ignore[misc]

@@ -159,7 +159,7 @@ def test_nonsense_in_the_metadata(kind: str, tmp_path: Path) -> None:
     backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)]) if kind == "gpt2" else sentencepiece(True)
     path, _, _ = written(tmp_path, backend, unk_token="<unk>" if kind == "llama" else None)
     file = gguf.read_header(path).metadata
-    sound = {key: value if isinstance(value, str | int | float) else list(value) for key, value in file.items()}
+    sound = {key: list(value) if isinstance(value, gguf.Strings) else value for key, value in file.items()}
     for key in sound:
         for value in (None, 0, -1, 1 << 31, 1.5, "x", "", [], [""], ["a", "a"], [1, 2], [0.5], True):
             changed = {name: old for name, old in sound.items() if name != key} | ({} if value is None else {key: value})

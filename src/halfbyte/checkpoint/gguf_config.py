@@ -89,7 +89,7 @@ def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
     if value is None and not needed:
         return None
     sound = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
-    if not sound or abs(value) > 1 << 40:  # type: ignore[arg-type]
+    if not sound or not isinstance(value, int | float) or abs(value) > 1 << 40:
         what = "has no" if value is None else f"says {short(value)} for"
         raise CheckpointError(f"the GGUF file {what} {key}, a number: it is damaged or not a language model")
     return kind(value)

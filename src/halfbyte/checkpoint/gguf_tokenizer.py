@@ -82,7 +82,7 @@ def save(path: Path, folder: Path) -> list[str]:
     return []
 
 
-def _sequence(metadata: Mapping[str, Value], name: str) -> Sequence[Any]:
+def _sequence(metadata: Mapping[str, Value], name: str) -> Any:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None or isinstance(value, str | int | float):
         raise CheckpointError(f"the GGUF file has no list tokenizer.ggml.{name}: it is damaged")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -75,6 +75,22 @@ class Strings(Sequence[str]):
             return self._text[self._ends[index] + 8 : self._ends[index + 1]].decode()
         except UnicodeDecodeError:
             raise CheckpointError(f"string {index} of {self._key} is not UTF-8: the GGUF file is damaged") from None
+
+
+class Numbers(Sequence[Any]):
+    """An array of numbers as it is in the file. (An array of numpy would compare in a way of its own.)"""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._array[index].tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._array.tolist())
 
 
 @dataclass(frozen=True)
@@ -192,16 +208,21 @@ class _Cursor:
         if kind in _SCALARS:
             dtype = np.dtype("<u1" if kind == 7 else "<" + _SCALARS[kind])
             start = self.skip(count * dtype.itemsize)
-            return np.frombuffer(self.text, dtype, count, start).copy()  # type: ignore[return-value]
+            return Numbers(np.frombuffer(self.text, dtype, count, start).copy())
         if kind != _STRING:
             raise self.wrong(f"{short(key)} is an array of type {kind}, which is none of numbers or strings")
         if 8 * count > self.size - self.at:
             raise self.wrong(f"{short(key)} has {count} strings, more than the file has room for")
-        begin, ends = self.at, np.zeros(count + 1, np.int64)
-        for i in range(count):
-            self.skip(self.number("Q"))
-            ends[i + 1] = self.at - begin
-        return Strings(self.text[begin : self.at], ends, key)
+        begin, at, have = self.at, self.at, len(self.text)
+        ends, length = np.zeros(count + 1, np.int64), struct.Struct("<Q").unpack_from
+        for i in range(count):  # hundreds of thousands: no call for each
+            self.at = at
+            at += 8 + length(self.text, at)[0] if at + 8 <= have else 8
+            if at > have:
+                self.skip(at - self.at)  # raises
+            ends[i + 1] = at - begin
+        self.at = at
+        return Strings(self.text[begin:at], ends, key)
 
 
 def _parse(path: Path, text: bytes, size: int) -> File:
