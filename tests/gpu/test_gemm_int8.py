@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from aot import compile_all, linear_job
 from samples import random_codes
 from torch import Tensor
 
@@ -137,3 +138,18 @@ def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.devic
         case.check(case.run(gemm_int8_hopper, config))
         y = case.run(gemm_int8_hopper, config, Epilogue(case.bias.to(device), None, -1.0, 6.0))
         case.check(y, case.bias, (-1.0, 6.0))
+
+
+def test_hopper_assembly() -> None:
+    """wgmma on integers, no spills, and sums of blocks that become floats without conversions."""
+    shape = {"m": 1024, "n": 4096, "k": 4096, "dtype": "bfloat16", "compute": "int8"}
+    home = "halfbyte.kernels.gpu.gemm_int8_hopper"
+    jobs = [
+        linear_job(home, "sm_90", format="int4_channel", activation="row", **shape),
+        linear_job(home, "sm_90", format="int4_g128", **shape),
+    ]
+    for binaries in compile_all(jobs):
+        product = binaries[-1]
+        assert product.spills == 0
+        assert "IGMMA" in product.assembly
+    assert product.assembly.count("I2F") < 32
