@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
         rows = list(_plain_rows(Reader(weight_files(args.path))))
     weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
     nbytes = sum(row["bytes"] for row in rows)
+    notes = [] if model is None else list(model.report().notes)
     totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "bits_per_element": 8 * nbytes / weights if weights else 0.0}
     if args.json:
-        print_json({"path": str(args.path), "rows": rows, "totals": totals})
+        print_json({"path": str(args.path), "rows": rows, "totals": totals, "notes": notes})
         return 0
     print_table(
         ("name", "format", "shape", "bytes", "bits", "error"),
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         left=2,
     )
     print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits an element")
+    for note in () if args.quiet else notes:
+        print(note, file=sys.stderr)
     return 0
 
 
