@@ -283,7 +283,8 @@ def test_everything_else_is_reported_with_its_reason() -> None:
             "holder": holder,
             "norm": nn.LayerNorm(8),
             "batch": nn.BatchNorm1d(8, affine=False),
-            "conv": nn.Conv2d(3, 4, 1),
+            "volume": nn.Conv3d(3, 4, 1),
+            "mirrored": nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
             "experts": Experts(),
             "lazy": nn.LazyLinear(8),
             "nothing": nn.ReLU(),
@@ -292,7 +293,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     result = report(quantize_(model, "q8_0"))
     assert [row.name for row in result.quantized] == ["plain"]
     reasons = {row.name: row.reason for row in result.kept}
-    not_a_kind = "only Linear and Embedding are quantized"
+    not_a_kind = "only Linear, Embedding, Conv1d and Conv2d are quantized"
     assert reasons == {
         "own": "Own has a forward of its own",
         "parametrized": "its weight is parametrized",
@@ -304,12 +305,13 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "empty": "its weight is empty",
         "attention": not_a_kind,
         "attention.out_proj": "MultiheadAttention reads its weight without calling it",
-        "elsewhere": "its weight is also holder.0, which is no Linear or Embedding",
+        "elsewhere": "its weight is also holder.0, which is no module that can be quantized",
         "holder": not_a_kind,
         "norm": not_a_kind,
         "batch": not_a_kind,
-        "conv": not_a_kind,
-        "experts": f"its weights are stacked experts, [experts, outputs, inputs]: {not_a_kind}",
+        "volume": not_a_kind,
+        "mirrored": "it pads otherwise than with zeros",
+        "experts": "its weights are stacked experts, [experts, outputs, inputs]: there are no kernels for them",
         "lazy": "its weight is a UninitializedParameter",
     }
 
@@ -348,7 +350,7 @@ def test_a_lone_layer_has_no_place_to_be_replaced_in() -> None:
 def test_report_counts_bytes_and_bits() -> None:
     model = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10))
     before = report(model)
-    assert [row.reason for row in before.rows] == ["not quantized yet", "only Linear and Embedding are quantized"]
+    assert [row.reason for row in before.rows] == ["not quantized yet", "only Linear, Embedding, Conv1d and Conv2d are quantized"]
     assert before.bytes_before == before.bytes_after == 4 * (64 * 10 + 10 + 20)
     after = report(quantize_(model, "q4_0"))
     assert after.bytes_before == before.bytes_before

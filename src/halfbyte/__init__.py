@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
+    from halfbyte.nn.batchnorm import fold_batch_norms_ as fold_batch_norms_
     from halfbyte.nn.calibrate import Calibration as Calibration
     from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
     from halfbyte.nn.convert import Config as Config
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from halfbyte.ops.conv import pack_conv as pack_conv
     from halfbyte.ops.conv import qconv2d as qconv2d
     from halfbyte.ops.conv import quantize_conv as quantize_conv
+    from halfbyte.quantizers.awq import AWQ as AWQ
+    from halfbyte.quantizers.gptq import GPTQ as GPTQ
 
 # Where each public name lives. Names are imported when they are first used, so that `import halfbyte` stays light.
 _HOMES = {
@@ -47,9 +50,12 @@ _HOMES = {
     "halfbyte.formats.codes": ("Codes",),
     "halfbyte.layouts.base": ("Packed",),
     "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "embedding", "dequantize"),
+    "halfbyte.quantizers.gptq": ("GPTQ",),
+    "halfbyte.quantizers.awq": ("AWQ",),
     "halfbyte.nn.calibrate": ("Calibration", "calibration_tokens"),
     "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
+    "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
     "halfbyte.dispatch.explain": ("explain",),

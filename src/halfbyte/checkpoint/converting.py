@@ -10,7 +10,6 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from halfbyte import ops
 from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import companions, copy_companions, journal, weight_files
 from halfbyte.checkpoint.folder import replacing
@@ -24,6 +23,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
 from halfbyte.nn.calibrate import Calibration, calibrate, unreached
 from halfbyte.nn.convert import UNCALIBRATED, Candidate, Config, check_calibration, check_patterns, decide, relative_error
+from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.report import Report
 
 
@@ -145,7 +145,7 @@ def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str, wr
         if (weight := plan.weights.get(name)) is None:
             writer.write(name, tensor)
             continue
-        codes = ops.quantize(tensor, weight.format, method, name=name)
+        codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
         _write_codes(writer, name, codes)
         plan.weights[name] = replace(weight, error=relative_error(tensor, codes))
 

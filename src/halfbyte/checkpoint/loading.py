@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from halfbyte import ops
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.entries import Entries, plain_entries
 from halfbyte.checkpoint.files import weight_files
@@ -26,9 +25,9 @@ from halfbyte.formats.codes import Codes
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import checksum
-from halfbyte.layouts.base import Packed
 from halfbyte.nn.convert import candidates, finished, own_tensors
-from halfbyte.nn.modules import QuantLinear, QuantModule, kind_of, quantized_form
+from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
+from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import Report, Row
 
@@ -146,7 +145,7 @@ def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | 
         model = skeleton(opened.config, _dtype(opened), opened.shapes())
         load_generation_config(model, opened.path)
     owners = _fit(opened, model)
-    packed = {name: ops.pack(opened.codes(name), device) for name in opened.weights}
+    packed = {owner: pack_weight(module, opened.codes(owner), device) for owner, module in _holders(opened, owners, model).items()}
     plain = {name: opened.tensor(name).to(device) for name in opened.plain}
     _fill(model, owners, packed, plain, opened.weights)
     for module in model.modules():
@@ -177,7 +176,7 @@ def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
-        if kind_of(module) not in fits or module.weight.shape != weight.shape:
+        if kind_of(module) not in fits or codes_shape(kind_of(module), module.weight.shape, weight.format) != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "
                 f"in the model {type(module).__name__} {list(module.weight.shape)}: pass the model that was saved"
@@ -197,8 +196,17 @@ def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
     return {name: owners.get(name) or same[id(tensor)] for name, tensor in places.items()}
 
 
+def _holders(opened: Opened, owners: Mapping[str, str], model: nn.Module) -> dict[str, nn.Module]:
+    """For each quantized weight the first module that has it."""
+    found: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        if (owner := owners.get(f"{prefix}.weight", "")) in opened.weights:
+            found.setdefault(owner, module)
+    return found
+
+
 def _fill(
-    model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, Packed], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
+    model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, AnyPacked], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
 ) -> None:
     """Puts everything in its place; `owners` is what `_fit` found."""
     made: dict[int, QuantModule] = {}

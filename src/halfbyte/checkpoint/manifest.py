@@ -20,6 +20,7 @@ from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.forms import CONVOLUTIONS, KINDS
 from halfbyte.nn.modules import check_compute
 
 SECTION = "halfbyte"
@@ -34,8 +35,8 @@ _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
 class Weight:
     """A quantized weight.
 
-    kind    "Linear" or "Embedding"
-    shape   logical
+    kind    one of KINDS
+    shape   of the codes
     dtype   of the float weight that it stands for, in which the module runs
     error   relative error when it was quantized, if known
     crc32   of each of its tensors: data, scale and perhaps zero
@@ -156,16 +157,17 @@ def _parse_weight(name: str, entry: object) -> Weight:
         raise ValueError(f"{short(name)} is no weight: an object called <module>.weight")
     kind, dtype, shape, error = entry.get("kind"), entry.get("dtype"), entry.get("shape"), entry.get("error")
     compute, activation = entry.get("compute", "auto"), entry.get("activation", "block")
-    if kind not in ("Linear", "Embedding"):
-        raise ValueError(f"the kind of {short(name)} is 'Linear' or 'Embedding', got {short(kind)}")
+    if kind not in KINDS:
+        raise ValueError(f"the kind of {short(name)} is one of {', '.join(KINDS)}, got {short(kind)}")
     if dtype not in _DTYPES:
         raise ValueError(f"the dtype of {short(name)} is one of {', '.join(_DTYPES)}, got {short(dtype)}")
-    if not (isinstance(shape, list) and len(shape) == 2 and is_shape(shape)):
-        raise ValueError(f"the shape of {short(name)} is two sizes, got {short(shape)}")
+    fmt = as_format(entry.get("format", ""))
+    sizes = 3 if kind in CONVOLUTIONS and isinstance(fmt.block, int) else 2
+    if not (isinstance(shape, list) and len(shape) == sizes and is_shape(shape)):
+        raise ValueError(f"the shape of {short(name)} is {sizes} sizes, got {short(shape)}")
     if error is not None and not (isinstance(error, int | float) and math.isfinite(error)):
         raise ValueError(f"the error of {short(name)} is a number, got {short(error)}")
     check_compute(compute, activation)
-    fmt = as_format(entry.get("format", ""))
     weight = Weight(kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"))
     if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")

@@ -16,7 +16,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
-from halfbyte.nn.modules import kind_of
+from halfbyte.nn.forms import codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 
 # For modules that hold a weight, and the tensors of the files that they come from unchanged, the format of each or why it has none.
@@ -100,7 +100,8 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
         elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
             raise CheckpointError(f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)}")
         if isinstance(decision, Format) and own == "weight":
-            plan.weights[name] = Weight(kind_of(module), decision, spec.shape, spec.dtype)
+            kind = kind_of(module)
+            plan.weights[name] = Weight(kind, decision, codes_shape(kind, spec.shape, decision), spec.dtype)
             if id(tensor) in linears:
                 plan.linears.add(name)
         else:

@@ -18,6 +18,7 @@ from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, 
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER
@@ -48,7 +49,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 modules[owner] = module
             else:
                 tied[f"{dot}weight"] = owner
-            if isinstance(module, QuantLinear):
+            if isinstance(module, QuantLinear | QuantConv2d):
                 settings[owner] = (module.compute, module.activation)
         for name, tensor in own_tensors(module):
             if tensor.is_meta:
@@ -59,7 +60,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
             else:
                 tied[f"{dot}{name}"] = owner
     weights = {
-        name: Weight(module.kind, module.packed.format, module.packed.shape, module.dtype, module.error, *settings.get(name, ()))
+        name: Weight(module.kind, module.packed.format, module.codes_shape, module.dtype, module.error, *settings.get(name, ()))
         for name, module in modules.items()
     }
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}

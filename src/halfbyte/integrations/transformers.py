@@ -25,14 +25,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte import ops
 from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.layouts.base import Packed
+from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_patterns, decide, finished, relative_error
-from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule, quantized_form
+from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.quantizers import METHODS
 
@@ -88,7 +88,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
-        self._packed: dict[str, tuple[Packed, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
+        self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
 
@@ -140,11 +140,11 @@ class HalfbyteQuantizer(HfQuantizer):
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
             module = model.get_submodule(name)
-            if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(module.weight, Tensor):
+            if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
                 what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
-                raise CheckpointError(f"{what}, but quantized in the files: only Linear and Embedding can be")
-            if tuple(module.weight.shape) != settings.shape:
-                raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(module.weight.shape)} in the model")
+                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: config.json is damaged")
+            if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
+                raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
             self._make_room(module, settings)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
@@ -171,23 +171,23 @@ class HalfbyteQuantizer(HfQuantizer):
         return found
 
     @staticmethod
-    def _make_room(module: nn.Linear | nn.Embedding, settings: Module) -> None:
+    def _make_room(module: Any, settings: Module) -> None:
         room = _Room(settings, module.weight.dtype)
         del module.weight
         module.add_module("weight", room)
         if settings.ordered:
-            module.register_buffer(ORDER, torch.empty(settings.shape[1], dtype=torch.int32, device="meta"))
-        module._is_hf_initialized = True  # type: ignore[assignment]
+            module.register_buffer(ORDER, torch.empty(settings.shape[-1], dtype=torch.int32, device="meta"))
+        module._is_hf_initialized = True
 
     # While they are read
 
-    def quantize(self, name: str, weight: Tensor) -> None:
-        """Quantizes and packs the weight of the module `name`; an error waits for the end, where transformers lets it through."""
+    def quantize(self, name: str, module: nn.Module, weight: Tensor) -> None:
+        """Quantizes and packs the weight of a module; an error waits for the end, where transformers lets it through."""
         config = self.quantization_config.config
         assert config is not None
         try:
-            codes = ops.quantize(weight, self._decisions[name], config.method, name=f"{name}.weight")
-            packed = ops.pack(codes, weight.device)
+            codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
+            packed = pack_weight(module, codes, weight.device)
         except HalfbyteError as e:
             self._failure = self._failure or e
             return
@@ -216,14 +216,14 @@ class HalfbyteQuantizer(HfQuantizer):
                 codes = room.codes()
             except FormatError as e:
                 raise CheckpointError(f"{name}.weight: {e}") from e
-            self._put(model, name, ops.pack(codes, codes.data.device), room.dtype, None)
+            self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
 
     def _take_packed(self, model: Any) -> None:
         for name in self._decisions:
             owner = self._tied.get(name, name)
             if name not in self._packed and owner not in self._packed:
                 # A weight that came with others out of one tensor of the files, or was in none.
-                self.quantize(name, model.get_submodule(name).weight)
+                self.quantize(name, module := model.get_submodule(name), module.weight)
                 if self._failure is not None:
                     raise self._failure
         for name in self._decisions:
@@ -232,7 +232,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._packed.clear()
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
 
-    def _put(self, model: Any, name: str, packed: Packed, dtype: torch.dtype, error: float | None) -> None:
+    def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         """Puts a packed weight in place of the module `name`, and of those that share its weight and have none of their own."""
         config = self.quantization_config
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
@@ -255,7 +255,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 if name in modules:
                     state[f"{name}.weight"] = guard()
                 else:
-                    for part in stored_tensors(module.packed.format, module.packed.shape):
+                    for part in stored_tensors(module.packed.format, module.codes_shape):
                         del state[f"{name}.weight.{part}"]
         return state, {}
 
@@ -317,7 +317,8 @@ class _Quantize(ConversionOps):
             if not self._quantizer.param_needs_quantization(model, target):
                 left[target] = value
                 continue
-            self._quantizer.quantize(target.removesuffix(".weight"), value[0] if isinstance(value, list) else value)
+            name = target.removesuffix(".weight")
+            self._quantizer.quantize(name, model.get_submodule(name), value[0] if isinstance(value, list) else value)
             model.get_parameter(target)._is_hf_initialized = True  # nothing is left to initialise
             if missing_keys is not None:
                 missing_keys.discard(target)
@@ -343,15 +344,19 @@ def _same(a: QuantModule, b: QuantModule) -> bool:
     return a.packed.data.data_ptr() == b.packed.data.data_ptr()
 
 
-def _float_form(module: QuantModule, weight: nn.Parameter) -> nn.Module:
-    """The Linear or Embedding that `module` stands for, with this weight [N, K]."""
-    n, k = weight.shape
-    made: nn.Linear | nn.Embedding
+def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
+    """The module that `module` stands for, with this weight."""
+    made: Any
     if isinstance(module, QuantLinear):
-        made = nn.Linear(k, n, bias=False, device="meta")
-        made.bias = module.bias  # type: ignore[assignment]
+        made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    elif isinstance(module, QuantEmbedding):
+        made = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
     else:
-        assert isinstance(module, QuantEmbedding)
-        made = nn.Embedding(n, k, module.padding_idx, device="meta")
+        assert isinstance(module, QuantConv2d)
+        kind: Any = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
+        sizes = (module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
+        made = kind(*sizes, module.groups, bias=False, device="meta")
     made.weight = weight
+    if not isinstance(module, QuantEmbedding):
+        made.bias = module.bias
     return made.train(module.training)

@@ -15,20 +15,22 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
+from halfbyte.layouts.convolution import channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
-from halfbyte.nn.modules import QuantModule, check_compute, kind_of, quantized_form
+from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
+from halfbyte.nn.modules import QuantModule, check_compute
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
-NOT_A_KIND = "only Linear and Embedding are quantized"
-STACKED = "its weights are stacked experts, [experts, outputs, inputs]: only Linear and Embedding are quantized"
+NOT_A_KIND = "only Linear, Embedding, Conv1d and Conv2d are quantized"
+STACKED = "its weights are stacked experts, [experts, outputs, inputs]: there are no kernels for them"
+_NARROW = 16  # channels of a tap: blocks of fewer would hold more scale than code
 _ROWS = 128  # of a weight, from which its error is estimated: reading all takes longer than quantizing
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
 _NOTES = "_halfbyte_notes"  # and what else is worth saying about it
@@ -46,7 +48,8 @@ finished: list[Callable[[nn.Module], None]] = []
 class Config:
     """What to quantize and how.
 
-    format      of every Linear
+    format      of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel
+                where this one has blocks
     embedding   of every Embedding; None: the same as `format`
     method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
     skip        patterns of module names that stay as they are
@@ -89,13 +92,18 @@ class Config:
         bits      scales and zeros included; embeddings, and a head that is tied to one, are not counted
         formats   to choose from
         progress  called with (linear layers measured, all of them, name)
-        settings  other fields of the Config: method, skip, embedding, …
+        settings  other fields of the Config: method, skip, embedding, compute, activation
 
         How much a layer suffers is measured: the divergence (Kullback-Leibler) of the model's predictions when that layer alone has
         the format of the fewest bits, and for the other formats in proportion to their squared error. Then the sum is minimised under
         the budget. Raises ArgumentError where no choice fits it.
         """
         choices = [as_format(fmt) for fmt in formats]
+        if not choices or not 0 < bits < float("inf") or settings.keys() & {"format", "overrides"}:
+            raise ArgumentError(
+                f"auto chooses format and overrides among one or more formats for a positive number of bits, got {bits} bits, "
+                f"{len(choices)} formats and the settings {', '.join(settings) or 'none'}"
+            )
         plain = cls(str(choices[0]), **settings)
         found = candidates(model)
         check_patterns(plain, [candidate.name for candidate in found])
@@ -112,8 +120,10 @@ class Config:
         overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}
         return cls(str(choices[most]), overrides=overrides, **settings)
 
-    def default_for(self, kind: str) -> Format:
-        """The format of a module of this kind that no override names."""
+    def default_for(self, kind: str, *, narrow: bool = False) -> Format:
+        """The format of a module of this kind that no override names; `narrow`: a convolution whose taps have few channels."""
+        if narrow and isinstance(as_format(self.format).block, int):
+            return as_format("int8_channel")
         return as_format(self.embedding if kind == "Embedding" and self.embedding is not None else self.format)
 
 
@@ -121,14 +131,16 @@ class Config:
 class Candidate:
     """Something that holds a weight, and may be quantized unless `reason` says why not.
 
-    kind    "Linear", "Embedding", or what else it is
+    kind    "Linear", "Conv2d", …, or what else it is
     weight  equal for candidates that share one weight
+    narrow  a convolution whose taps have few channels: it takes int8_channel in the place of a format with blocks
     """
 
     name: str
     kind: str
     weight: Hashable
     reason: str | None = None
+    narrow: bool = False
 
 
 def quantize_(
@@ -137,7 +149,7 @@ def quantize_(
     calibration: Calibration | Tensor | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear and nn.Embedding of `model` by its quantized form, in place, and returns `model`.
+    """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model` by its quantized form, in place, and returns `model`.
 
     calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need, and what "mse" weighs its errors by if
                  it has it. The model is then one that goes through a list of decoder layers
@@ -148,7 +160,7 @@ def quantize_(
     """
     config = config if isinstance(config, Config) else Config(config)
     check_calibration(config.method, calibration is not None)
-    if isinstance(model, nn.Linear | nn.Embedding):
+    if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
@@ -172,10 +184,10 @@ def quantize_(
             if (tied := by_weight.get(id(weight))) is not None:
                 packed, error = tied.packed, tied.error
             elif (result := results.get(f"{name}.weight")) is not None and isinstance(result.value, Codes):
-                packed, error = ops.pack(result.value, weight.device), result.error
+                packed, error = pack_weight(module, result.value, weight.device), result.error
             else:
-                codes = ops.quantize(weight, fmt, method, name=f"{name}.weight")
-                packed, error = ops.pack(codes, weight.device), relative_error(weight, codes)
+                codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
+                packed, error = pack_weight(module, codes, weight.device), relative_error(weight, codes)
             made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)
@@ -212,19 +224,19 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     without_data    weights on the meta device are candidates too
     """
     modules = list(model.named_modules(remove_duplicate=False))
-    weights = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
+    weights = {f"{name}.weight" for name, module in modules if isinstance(module, FLOAT_MODULES)}
     elsewhere = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in weights}
     found = []
     for name, module in modules:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, FLOAT_MODULES):
             reason = _why_not(module, without_data)
             if reason is None and (other := elsewhere.get(id(module.weight))):
-                reason = f"its weight is also {other}, which is no Linear or Embedding"
-            found.append(Candidate(name, kind_of(module), id(module.weight), reason))
+                reason = f"its weight is also {other}, which is no module that can be quantized"
+            narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
+            found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
-            stacked = any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module)) and not isinstance(
-                module, nn.modules.conv._ConvNd
-            )
+            convolution = isinstance(module, nn.modules.conv._ConvNd)
+            stacked = not convolution and any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module))
             found.append(Candidate(name, type(module).__name__, id(module), STACKED if stacked else NOT_A_KIND))
     return found
 
@@ -243,7 +255,9 @@ def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str
                 kept, why = next(iter(reasons.items()))
                 decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {kept}, which stays ({why})")
             else:
-                decisions[candidate.name] = overrides[0] if overrides else config.default_for(group[0].kind)
+                decisions[candidate.name] = (
+                    overrides[0] if overrides else config.default_for(group[0].kind, narrow=any(c.narrow for c in group))
+                )
     return decisions
 
 
@@ -272,6 +286,12 @@ def relative_error(weight: Tensor, codes: Codes) -> float:
 
     Of more than 128 rows it is an estimate from 128 of them, evenly spread.
     """
+    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # a convolution, row by row of its codes
+        weight = channels_last(weight, codes.format).reshape(-1, codes.shape[-1])
+        tensors = {
+            name: t if codes.format.block == "tensor" and name != "data" else t.flatten(0, -2) for name, t in codes.tensors().items()
+        }
+        codes = Codes.from_tensors(codes.format, (weight.shape[0], weight.shape[1]), tensors)
     n, k = codes.shape
     rows = torch.arange(n, device=weight.device) if n <= _ROWS else torch.linspace(0, n - 1, _ROWS, device=weight.device).round().long()
     w = weight.detach()[rows].float()
@@ -313,10 +333,10 @@ def _override(name: str, config: Config) -> Format | None:
     return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)
 
 
-def _why_not(module: nn.Linear | nn.Embedding, without_data: bool) -> str | None:
+def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     weight: Tensor = module.weight
-    name, base = type(module).__name__, nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+    name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
@@ -324,6 +344,7 @@ def _why_not(module: nn.Linear | nn.Embedding, without_data: bool) -> str | None
         "it has forward hooks, which would be lost": bool(module._forward_hooks or module._forward_pre_hooks),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
+        "it pads otherwise than with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
@@ -344,6 +365,6 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
     before = after = 0
     if owner == name:
         before = module.weight.nbytes
-        after = _stored_bytes(fmt, tuple(shape))
+        after = _stored_bytes(fmt, module.codes_shape)
     tied_to = None if owner == name else owner
-    return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to)
+    return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to, module.codes_shape[-1])

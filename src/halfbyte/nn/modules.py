@@ -19,7 +19,10 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.layouts.base import Packed
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.ops.conv import pack_conv
 
+AnyPacked = Packed | PackedConv
 COMPUTES = ("auto", "int8", "float")
 ACTIVATIONS = ("block", "row", "block_offset", "row_offset")
 
@@ -31,15 +34,15 @@ class WeightView(Tensor):
     that multiplies by `module.weight` gets the right product slowly. Nothing can write to it.
     """
 
-    packed: Packed
+    packed: AnyPacked
 
     @staticmethod
-    def __new__(cls, packed: Packed, dtype: torch.dtype) -> WeightView:
+    def __new__(cls, packed: AnyPacked, dtype: torch.dtype) -> WeightView:
         view: WeightView = Tensor._make_wrapper_subclass(cls, packed.shape, dtype=dtype, device=packed.device)
         view.packed = packed
         return view
 
-    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+    def __init__(self, packed: AnyPacked, dtype: torch.dtype) -> None:
         super().__init__()
 
     def _numbers(self) -> Tensor:
@@ -65,32 +68,39 @@ class WeightView(Tensor):
 
 
 # Weights that have moved to another device, by their bytes where they were: modules that share one share it there too.
-_moved: MutableMapping[Tensor, Packed] = WeakTensorKeyDictionary()
+_moved: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
 
 
-def _repacked(packed: Packed, device: torch.device) -> Packed:
+def _repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
     """The same weight, arranged for another device."""
     if (there := _moved.get(packed.data)) is None or there.device != device:
-        there = _moved[packed.data] = ops.pack(ops.unpack(packed), device)
+        there = _moved[packed.data] = pack_like(packed, ops.unpack(packed), device)
     return there
 
 
-class QuantModule(nn.Module):
-    """What QuantLinear and QuantEmbedding share: the packed weight, its place in buffers and state_dict, what `.to` does.
+def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacked:
+    """`codes` of the same shape as those of `packed`, arranged for `device`."""
+    if isinstance(packed, PackedConv):
+        return pack_conv(codes, packed.sizes.kernel, packed.sizes.groups, device)
+    return ops.pack(codes, device)
 
-    packed  the weight, logical shape [N, K]
+
+class QuantModule(nn.Module):
+    """What quantized modules share: the packed weight, its place in buffers and state_dict, what `.to` does.
+
+    packed  the weight: [N, K], or that of a convolution
     dtype   of the float weight that it stands for; follows `.to(dtype)`, which does not touch the packed bytes
     error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
-    kind    the module that it stands for, "Linear" or "Embedding"
+    kind    the module that it stands for, such as "Linear"
     """
 
     kind: ClassVar[str]
     packed_data: Tensor
     dtype_mark: Tensor
 
-    def __init__(self, packed: Packed, dtype: torch.dtype, error: float | None) -> None:
+    def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         super().__init__()
-        if len(packed.shape) != 2:
+        if isinstance(packed, Packed) and len(packed.shape) != 2:
             raise ArgumentError(f"a module's weight is [N, K], got shape {list(packed.shape)}")
         self.error = error
         # Buffers, so that torch counts and compiles them as the module's; not persistent: a layout is never stored.
@@ -99,8 +109,13 @@ class QuantModule(nn.Module):
         self._packed = packed
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> AnyPacked:
         return self._packed
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        """The shape of the weight's codes."""
+        return self._packed.shape if isinstance(self._packed, Packed) else self._packed.sizes.codes_shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,7 +123,7 @@ class QuantModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, [N, K], for code that looks at it; computed when it is used."""
+        """The dequantized weight, for code that looks at it; computed when it is used."""
         if torch.compiler.is_compiling():
             return ops.dequantize(self._packed, self.dtype)
         return WeightView(self._packed, self.dtype)
@@ -117,7 +132,7 @@ class QuantModule(nn.Module):
         """The weight in canonical order."""
         return ops.unpack(self._packed)
 
-    def _set_packed(self, packed: Packed) -> None:
+    def _set_packed(self, packed: AnyPacked) -> None:
         self.packed_data = packed.data
         self._packed = packed
 
@@ -144,7 +159,7 @@ class QuantModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        fmt, shape = self._packed.format, self._packed.shape
+        fmt, shape = self._packed.format, self.codes_shape
         names = {name: f"{prefix}weight.{name}" for name in stored_tensors(fmt, shape)}
         found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in names.values()}
@@ -158,11 +173,20 @@ class QuantModule(nn.Module):
         except FormatError as e:
             error_msgs.append(f"{prefix}weight: {e}")
             return
-        self._set_packed(ops.pack(codes, self._packed.device))
+        self._set_packed(pack_like(self._packed, codes, self._packed.device))
         self.error = None
 
 
-class QuantLinear(QuantModule):
+class QuantMatrix(QuantModule):
+    """What QuantLinear and QuantEmbedding share: a weight [N, K]."""
+
+    @property
+    def packed(self) -> Packed:
+        assert isinstance(self._packed, Packed)
+        return self._packed
+
+
+class QuantLinear(QuantMatrix):
     """y = x W^T + bias, as nn.Linear, with a quantized W.
 
     packed      W, [out_features, in_features]
@@ -197,7 +221,7 @@ class QuantLinear(QuantModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype."""
-        return ops.linear(x, self._packed, self.bias, compute=self.compute, activation=self.activation)
+        return ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
 
     def extra_repr(self) -> str:
         return (
@@ -205,7 +229,7 @@ class QuantLinear(QuantModule):
         )
 
 
-class QuantEmbedding(QuantModule):
+class QuantEmbedding(QuantMatrix):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype."""
 
     kind = "Embedding"
@@ -218,28 +242,11 @@ class QuantEmbedding(QuantModule):
         self.padding_idx = padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self._packed, self.dtype)
+        return ops.embedding(ids, self.packed, self.dtype)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.format}"
-
-
-def quantized_form(
-    module: nn.Module, packed: Packed, dtype: torch.dtype, compute: str, activation: str, error: float | None
-) -> QuantModule:
-    """What takes the place of `module` (a Linear or Embedding, quantized or not) once its weight is `packed`."""
-    if isinstance(module, nn.Embedding | QuantEmbedding):
-        return QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error).train(module.training)
-    assert isinstance(module, nn.Linear | QuantLinear)
-    return QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error).train(module.training)
-
-
-def kind_of(module: nn.Module) -> str:
-    """The kind "Linear" or "Embedding" of a module that is one, quantized or not, else the name of its class."""
-    if isinstance(module, QuantModule):
-        return module.kind
-    return "Linear" if isinstance(module, nn.Linear) else "Embedding" if isinstance(module, nn.Embedding) else type(module).__name__
 
 
 def check_compute(compute: str, activation: str) -> None:

@@ -20,6 +20,7 @@ class Row:
     tied_to   the name of an earlier row that holds the same weight; its bytes are counted there
     bytes_*   of all its parameters and persistent buffers, quantized weights in canonical order
     error     ||float weight - quantized weight|| / ||float weight|| (Frobenius), if known
+    k         elements of a row of the codes, where that is not the last size of the shape
     """
 
     name: str
@@ -31,11 +32,12 @@ class Row:
     bytes_after: int
     error: float | None = None
     tied_to: str | None = None
+    k: int | None = None
 
     @property
     def bits_per_weight(self) -> float | None:
         """Stored bits for each weight, scales and zeros included."""
-        return None if self.format is None or not self.shape else self.format.bits_per_weight(self.shape[-1])
+        return None if self.format is None or not self.shape else self.format.bits_per_weight(self.k or self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)

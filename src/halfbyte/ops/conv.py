@@ -6,7 +6,6 @@ and an output always is so.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 _taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 _KEPT_PLANS = 4096
+_kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
 # Codes and layouts
@@ -183,18 +183,21 @@ def _flat(value: Sequence[Any]) -> list[int]:
 
 
 def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`Window.numbers` of what a caller wrote."""
-    try:
+    """`Window.numbers` of what a caller wrote; kept, since reading it takes longer than a small kernel."""
+    if torch.compiler.is_compiling():
         return _written_moves(kernel, stride, padding, dilation)
-    except TypeError:  # lists are no keys
-        return _written_moves(kernel, *(_frozen(value) for value in (stride, padding, dilation)))
+    key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
+    if key not in _kept_moves:
+        if len(_kept_moves) >= _KEPT_PLANS:
+            _kept_moves.clear()
+        _kept_moves[key] = _written_moves(kernel, stride, padding, dilation)
+    return _kept_moves[key]
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return value if isinstance(value, int | str) else tuple(map(_frozen, value))
 
 
-@functools.lru_cache(maxsize=1024)
 def _written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
     strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
     if padding == "same":

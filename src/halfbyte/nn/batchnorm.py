@@ -1,0 +1,43 @@
+"""Batch normalization folded into the layer before it: a frozen one is a scale and an offset for each channel."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from halfbyte.errors import ArgumentError, UnsupportedError
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+def fold_batch_norms_(model: nn.Module) -> list[tuple[str, str]]:
+    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place: (layer, norm) of each.
+
+    The norm becomes nn.Identity. Only pairs are folded where the norm alone reads the layer's result and both are used once, so in
+    evaluation the model computes the same. Call it before `quantize_`, and before `load` on a model that is passed to it.
+
+    Raises ArgumentError for a model in training mode, UnsupportedError for one that torch.fx cannot trace.
+    """
+    if model.training:
+        raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
+    try:
+        graph = fx.symbolic_trace(model).graph
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedError(f"{type(model).__name__} cannot be traced, so nobody knows what its norms follow ({reason})") from error
+    modules = dict(model.named_modules())
+    used = [node.target for node in graph.nodes if node.op == "call_module"]
+    folded = []
+    for norm in graph.nodes:
+        layer = norm.args[0] if norm.op == "call_module" and norm.args else None
+        if not (isinstance(layer, fx.Node) and layer.op == "call_module" and len(layer.users) == 1):
+            continue
+        names = str(layer.target), str(norm.target)
+        before, after = (modules[name] for name in names)
+        frozen = isinstance(after, _NORMS) and after.track_running_stats
+        if frozen and isinstance(before, nn.Conv1d | nn.Conv2d | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
+            fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
+            model.set_submodule(names[0], fuse(before, after))  # type: ignore[type-var]
+            model.set_submodule(names[1], nn.Identity())
+            folded.append(names)
+    return folded

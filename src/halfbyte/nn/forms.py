@@ -1,0 +1,66 @@
+"""The modules that are quantized, and for each how: what kind it is, its weight as codes, the codes arranged, and what takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.nn.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.ops.conv import pack_conv, quantize_conv
+
+FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d")
+CONVOLUTIONS = ("Conv1d", "Conv2d")
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind of a module that is quantized or can be, such as "Linear"; else the name of its class."""
+    if isinstance(module, QuantModule):
+        return module.kind
+    return next((base.__name__ for base in FLOAT_MODULES if isinstance(module, base)), type(module).__name__)
+
+
+def codes_shape(kind: str, shape: Sequence[int], fmt: Format) -> tuple[int, ...]:
+    """The shape of the codes in `fmt` of a weight of `shape` that belongs to a module of this kind."""
+    if kind not in CONVOLUTIONS:
+        return tuple(shape)
+    out, channels, *kernel = shape
+    height, width = (1, *kernel)[-2:]
+    return Filter(fmt, out, channels, (height, width)).codes_shape
+
+
+def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str) -> Codes:
+    """The weight of a module of this kind as codes."""
+    quantize = quantize_conv if kind in CONVOLUTIONS else ops.quantize
+    return quantize(weight, fmt, method, name=name)
+
+
+def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
+    """The codes of a module's weight, arranged for `device`."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d):
+        return pack_conv(codes, module.kernel_size, module.groups, device)
+    return ops.pack(codes, device)
+
+
+def quantized_form(
+    module: nn.Module, packed: AnyPacked, dtype: torch.dtype, compute: str, activation: str, error: float | None
+) -> QuantModule:
+    """What takes the place of `module`, quantized or not, once its weight is `packed`."""
+    made: QuantModule
+    if isinstance(packed, PackedConv):
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d)
+        form = QuantConv1d if isinstance(module, nn.Conv1d | QuantConv1d) else QuantConv2d
+        made = form(packed, module, compute, activation, dtype=dtype, error=error)
+    elif isinstance(module, nn.Embedding | QuantEmbedding):
+        made = QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error)
+    else:
+        assert isinstance(module, nn.Linear | QuantLinear)
+        made = QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error)
+    return made.train(module.training)

@@ -1,0 +1,140 @@
+"""Convolutions as modules: swapped, reported, saved, loaded, traced."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.nn.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules import QuantModule
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, 1, 1, groups=32),
+        nn.Conv2d(32, 64, 1, bias=False),
+        nn.Conv2d(64, 64, 3, padding="same", dilation=2, groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ).eval()
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 17, 15, generator=torch.Generator().manual_seed(1))
+
+
+def floats_of(model: nn.Module, like: nn.Module) -> nn.Module:
+    """`like` with the dequantized weights of `model`."""
+    out = copy.deepcopy(like)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantModule):
+            out.get_submodule(name).weight.data = hb.dequantize(module.packed).view_as(out.get_submodule(name).weight)
+    return out
+
+
+@pytest.mark.parametrize("format", ["int8_channel", "q4_0", "int4_g32_zp"])
+def test_a_network_computes_with_its_dequantized_weights(format: str) -> None:
+    model = network()
+    quantized = hb.quantize_(copy.deepcopy(model), hb.Config(format, compute="float"))
+    assert all(isinstance(quantized[i], QuantConv2d) for i in (0, 2, 3, 4))
+    x = images()
+    torch.testing.assert_close(quantized(x), floats_of(quantized, model)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_narrow_convolutions_take_a_scale_a_channel_unless_told_otherwise() -> None:
+    def formats(config: hb.Config) -> list[str]:
+        return [str(row.format) for row in hb.report(hb.quantize_(network(), config)).rows]
+
+    assert formats(hb.Config("q4_0")) == ["int8_channel", "int8_channel", "q4_0", "q4_0", "q4_0"]
+    assert formats(hb.Config("int4_channel")) == ["int4_channel"] * 5
+    assert formats(hb.Config("q4_0", overrides={"0": "q8_0"}))[0] == "q8_0"
+
+
+def test_the_report_counts_what_is_stored() -> None:
+    report = hb.report(hb.quantize_(network(), "q4_0"))
+    row = report.rows[3]
+    assert (row.name, row.kind, row.shape) == ("4", "Conv2d", (64, 32, 3, 3))
+    assert row.bytes_after == 64 * 9 * 18 + 64 * 4  # a block of 18 bytes a tap, and the bias
+    assert row.bits_per_weight == 4.5
+    assert row.error is not None
+    assert 0.01 < row.error < 0.2
+
+
+@pytest.mark.parametrize("format", ["int8_channel", "q4_1", "int8_tensor"])
+def test_what_is_saved_loads_as_it_was(format: str, tmp_path: Path) -> None:
+    quantized, x = hb.quantize_(network(), format), images()
+    hb.save(quantized, tmp_path / "a")
+    loaded = hb.load(tmp_path / "a", model=network())
+    assert torch.equal(loaded(x), quantized(x))
+    again = hb.quantize_(network(), format)
+    again.load_state_dict(quantized.state_dict())
+    assert torch.equal(again(x), quantized(x))
+
+
+def test_a_kernel_of_another_size_does_not_load(tmp_path: Path) -> None:
+    hb.save(hb.quantize_(network(), "q4_0"), tmp_path / "a")
+    other = network()
+    other[4] = nn.Conv2d(64, 64, 5, padding=2, groups=2)
+    with pytest.raises(CheckpointError, match=r"4\.weight"):
+        hb.load(tmp_path / "a", model=other)
+
+
+def test_lines() -> None:
+    torch.manual_seed(0)
+    for layer in (nn.Conv1d(6, 8, 5, 2, 2), nn.Conv1d(8, 8, 3, padding="same", groups=8)):
+        model = nn.Sequential(layer)
+        quantized = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", compute="float"))
+        assert isinstance(quantized[0], QuantConv1d)
+        x = torch.randn(2, layer.in_channels, 20)
+        torch.testing.assert_close(quantized(x), floats_of(quantized, model)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_and_moved() -> None:
+    quantized, x = hb.quantize_(network(), "q4_0"), images()
+    wanted = quantized(x)
+    torch.testing.assert_close(torch.compile(quantized, fullgraph=True, backend="aot_eager")(x), wanted)
+    half = copy.deepcopy(quantized).bfloat16()
+    assert half[0].weight.dtype == torch.bfloat16
+    torch.testing.assert_close(half(x.bfloat16()).float(), wanted, rtol=0.1, atol=0.05)
+
+
+def test_norms_are_folded() -> None:
+    torch.manual_seed(0)
+
+    def block() -> nn.Sequential:
+        first = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.BatchNorm2d(16)
+        return nn.Sequential(*first, nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4))
+
+    model = block()
+    for _ in range(3):
+        model(torch.randn(8, 3, 3, 3) * 3 + 1)
+    model.eval()
+    x = torch.randn(2, 3, 3, 3)
+    wanted = model(x)
+    assert hb.fold_batch_norms_(model) == [("0", "1"), ("5", "6")]
+    assert isinstance(model[1], nn.Identity)
+    assert isinstance(model[3], nn.BatchNorm2d)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArgumentError, match=r"model\.eval"):
+        hb.fold_batch_norms_(block())
+
+
+def test_a_model_that_decides_as_it_runs_is_not_folded() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)) if x.sum() > 0 else x
+
+    with pytest.raises(UnsupportedError, match="cannot be traced"):
+        hb.fold_batch_norms_(Branching().eval())
