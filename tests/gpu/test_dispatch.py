@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from halfbyte.machine import GPUS, Gpu
 
 
 def problem(
-    m: int, n: int = 4096, k: int = 4096, fmt: str = "int4_g128", compute: str = "float", dtype: torch.dtype = torch.float16
+    m: int, n: int = 4032, k: int = 4096, fmt: str = "int4_g128", compute: str = "float", dtype: torch.dtype = torch.float16
 ) -> Problem:
     return Problem("linear", m, n, k, as_format(fmt), dtype, compute, "row" if compute == "int8" else "block")  # type: ignore[arg-type]
 
@@ -106,7 +107,7 @@ def test_what_fails_here_is_passed_over_and_explained() -> None:
     second = rules.choose_gpu_linear(asked, gpu)
     assert second.taken is None or str(second.taken.config) != str(first.config)
     assert (first.candidate, f"{first.config} failed: no room") in second.rejected
-    assert "no room" in str(explain(1, 4096, 4096, "int4_g128", dtype=torch.float16, device="sm_90"))
+    assert "no room" in str(explain(1, 4032, 4096, "int4_g128", dtype=torch.float16, device="sm_90"))
     assert rules.choose_gpu_linear(problem(1), GPUS["sm_80"]).taken is not None
 
 
@@ -117,7 +118,7 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
     path = tune.table_path(gpu)
     assert path.parent.parent == tmp_path
     assert json.loads(path.read_text())["linear"] == {
-        "w4_none_b128 float16 float 4096x4096": {"1": {"skinny": {"Config()": 2e-5}}, "4": {"skinny": {"Config()": 3e-5}}}
+        "w4_none_b128 float16 float 4032x4096": {"1": {"skinny": {"Config()": 2e-5}}, "4": {"skinny": {"Config()": 3e-5}}}
     }
     assert tune.measured(gpu, problem(4)) == {"skinny": {"Config()": 3e-5}}
     assert tune.measured(gpu, problem(8)) == {}
@@ -131,12 +132,34 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
             tune.keep(gpu, problem(1), {})
 
 
-def test_the_tables_in_the_package_are_sound() -> None:
+def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:
+    """A config that a kernel no longer has is a number that nobody reads."""
+    formats = {"w4_none_b128": "int4_g128", "w4_point_b128": "int4_g128_zp", "w4_none_b32": "q4_0"}
     for path in tune._TABLES.glob("*.json"):
         table = tune._read(path)
         assert path.stem == table["arch"]
-        known = {candidate.name for candidate in rules.GPU_LINEAR}
-        assert {name for rows in table["linear"].values() for times in rows.values() for name in times} <= known
+        for kind, by_rows in table["linear"].items():
+            weight, dtype, way, shape = kind.split(" ")
+            n, k = map(int, shape.split("x"))
+            for m, times in by_rows.items():
+                asked = problem(int(m), n, k, formats[weight], way.split("_")[0], getattr(torch, dtype))
+                assert tune.kind(asked) == kind
+                for candidate in rules.GPU_LINEAR:
+                    known = {_settled(config) for config in candidate.module.configs(asked, GPUS[table["arch"]])}
+                    assert {_settled(config) for config in times.get(candidate.name, {})} <= known
+                assert set(times) <= {candidate.name for candidate in rules.GPU_LINEAR}
+
+
+def _settled(config: object) -> str:
+    """Without what the interpreter switches off."""
+    return re.sub(r"(ptx|pdl|asm)=\w+", "", str(config))
+
+
+def test_halves_stand_in_for_each_other() -> None:
+    gpu = GPUS["sm_90"]
+    tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
+    assert tune.measured(gpu, problem(1, dtype=torch.bfloat16)) == {"skinny": {"Config()": 2e-5}}
+    assert tune.measured(gpu, problem(1, dtype=torch.float32)) == {}
 
 
 def test_rows_are_counted_in_powers_of_two() -> None:

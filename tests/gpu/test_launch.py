@@ -163,8 +163,9 @@ def test_each_stream_and_each_graph_has_its_own(device: torch.device) -> None:
         assert launch.locks(device, 1).data_ptr() != here.data_ptr()
     addresses, graphs = [], []
     for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
+        graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
         with torch.cuda.graph(graph):
+            something.add_(1)
             first, second = launch.locks(device, 1), launch.locks(device, 1)
             more = launch.locks(device, first.numel() + 1)
         assert first.data_ptr() == second.data_ptr()

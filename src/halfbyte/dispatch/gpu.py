@@ -51,7 +51,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",
-        lambda c, p: Tiles(128, 256), direct=False,
+        lambda c, p: Tiles(128, 128, 4), direct=False,
     ),
     GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",

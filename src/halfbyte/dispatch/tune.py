@@ -6,7 +6,7 @@ that each candidate's configs took.
     {"gpu": "NVIDIA H200", "arch": "sm_90", "linear": {"w4_none_b128 float16 float 14336x4096": {"1": {"skinny": {"Config(…)": 1.2e-05}}}}}
 
 This machine's stands in the cache folder and is believed for this GPU alone; the package's, in dispatch/tables, serve their
-architecture. A number of rows between two that were measured counts as the next power of two.
+architecture. float16 and bfloat16 stand in for each other. A number of rows between two that were measured counts as the next power of two.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import json
 import os
 import re
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from halfbyte import env
 from halfbyte.errors import ArgumentError
@@ -26,16 +29,19 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 Times = dict[str, dict[str, float]]  # candidate -> config -> seconds
+_HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
 
 
 def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Times:
     """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
-    key, rows = kind(problem), str(rows_class(problem.m))
+    rows = str(rows_class(problem.m))
+    alike = _HALVES.get(problem.dtype, problem.dtype)
     for path in [table_path(gpu)] + [_TABLES / f"{gpu.arch}.json"] * (not here):
-        times = _table(path).get("linear", {}).get(key, {}).get(rows)
-        if times is not None:
-            return times  # type: ignore[no-any-return]
+        for key in (kind(problem), kind(replace(problem, dtype=alike))):
+            times = _table(path).get("linear", {}).get(key, {}).get(rows)
+            if times is not None:
+                return times  # type: ignore[no-any-return]
     return {}
 
 
