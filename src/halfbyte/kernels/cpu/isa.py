@@ -48,7 +48,7 @@ class ISA:
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
-    matrix: ClassVar[ISA | None] = None  # takes over products of bytes and of bfloat16 from `matrix_rows` rows on
+    matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
@@ -80,7 +80,9 @@ class ISA:
 
     def taking(self, m: int, inner: str) -> ISA:
         """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
-        return self.matrix if self.matrix is not None and inner != "float" and m >= self.matrix_rows else self
+        # Sums of bfloat16 products depend on the unit that makes them: one does all, so that a row does not depend on the others.
+        first = self.matrix_rows if inner == "int8" else 1
+        return self.matrix if self.matrix is not None and inner != "float" and m >= first else self
 
     @property
     def floats(self) -> str:

@@ -60,7 +60,11 @@ class AMXTiles(AVX512BF16):
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         # Short blocks: the totals of 16 x 16 outputs stay in registers. Long ones: four products for four loads of tiles.
-        return (min(m, ROWS), 1) if block <= COLUMN_BYTES else (min(m, 2 * ROWS), 2)
+        if m <= ROWS // 2:
+            return m, 2
+        if block > COLUMN_BYTES:
+            return min(m, 2 * ROWS), 2
+        return min(m, ROWS), 1 if compute == "int8" else 2
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
