@@ -130,7 +130,7 @@ class AMXInt8(AVX512BF16):
     needs = AMXTiles.needs
     features = _FEATURES
     matrix = AMXTiles()
-    matrix_rows = 5
+    matrix_rows = 9  # up to eight are one tile of dot products
 
     def __init__(self) -> None:
         super().__init__(intel=True)
