@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import check_linear
+from float_support import check_linear
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import gemm_hopper

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import check_linear
+from float_support import check_linear
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import skinny

@@ -10,8 +10,7 @@ from samples import random_codes
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.problem import Epilogue
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
