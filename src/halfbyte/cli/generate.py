@@ -53,6 +53,8 @@ def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from halfbyte.nn.convert import Config
 
     model, tokenizer = open_model(args.model, args.device, None if args.format is None else Config(args.format))
+    if args.compile and not args.quiet:
+        print("the decoding step is compiled first, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)
     drawn = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
