@@ -62,10 +62,12 @@ class MatrixTile(Tile):
         spec, isa, f = self.spec, self.isa, self.f
         self._begin(first)
         unpacking = _Unpacking(self, first) if spec.bits == 4 else None
-        ahead, behind = ([f.variable(self.weights), f.variable(self.activations)] for _ in range(2))
+        ahead = f.variable(self.weights), f.variable(self.activations)
+        behind = f.variable(self.weights), f.variable(self.activations)
 
-        def record(w: Variable, a: Variable, b: Value) -> tuple[Value, Value, Value]:
-            """Units of block b, where its scales and its fields lie; w and a go on to the next one."""
+        def record(walk: tuple[Variable, Variable], b: Value) -> tuple[Value, Value, Value]:
+            """Units of block b, where its scales and its fields lie; the walk goes on to the next one."""
+            w, a = walk
             n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
             tail, fields = w.value + n * self.unit_bytes, a.value + n * (spec.rows * self.row_bytes)
             w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
@@ -73,7 +75,7 @@ class MatrixTile(Tile):
 
         def multiply(b: Value) -> None:
             w, a = (at.value for at in ahead)
-            n, _, _ = record(*ahead, b)
+            n, _, _ = record(ahead, b)
             self._multiply(w, a, n, first, self._slot(b), unpacking)
 
         if unpacking is not None:
@@ -84,7 +86,7 @@ class MatrixTile(Tile):
         for b in f.loop(self.blocks):
             with f.when(b + isa.blocks_ahead < self.blocks):
                 multiply(b + isa.blocks_ahead)
-            n, tail, fields = record(*behind, b)
+            n, tail, fields = record(behind, b)
             slot = self._slot(b)
             weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
             self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, n)
