@@ -20,7 +20,7 @@ Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -46,16 +46,16 @@ class Config:
 
     bands: int
     columns: int
-    slices: int
-    batch: int
-    records: int
-    stages: int
-    warps: int
-    split: int
-    scale_sums: bool
-    prefetch: int
-    ptx: bool
-    pdl: bool
+    slices: int = 1
+    batch: int = 1
+    records: int = 1
+    stages: int = 1
+    warps: int = 8
+    split: int = 1
+    scale_sums: bool = True
+    prefetch: int = 0
+    ptx: bool = True
+    pdl: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,54 +115,64 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first. The rules come from measurements on an H100."""
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    flags = (0, ptx, ptx and gpu.capability >= (9, 0))
-    records = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records
+    pdl = ptx and gpu.capability >= (9, 0)
+    found = _few_rows(problem, gpu) if _reads_directly(problem, gpu) else _staged(problem, gpu)
+    return tuple(replace(config, ptx=ptx, pdl=pdl) for config in dict.fromkeys(found))
+
+
+def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
+    """Whether 4-bit weights go to registers without a stop in shared memory: where few rows of x leave nothing else to wait for."""
+    return gpu.backend == "cuda" and problem.m <= 8 and problem.format.bits == 4 and problem.dtype != torch.float32
+
+
+def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
+    """K is split among the warps of a block only, eight ways or more."""
     bands_n = -(-problem.n // BAND)
-    # A few blocks for each multiprocessor hide each other's waits and leave no long last wave.
+    # Three blocks and more for each multiprocessor hide each other's waits and leave no long last wave.
     most = next((bands for bands in (8, 4, 2) if bands_n >= 3 * bands * gpu.sms), 1)
-    least = 8 if gpu.backend == "cuda" else 16
-    columns = min(triton.next_power_of_2(problem.m), 128 if problem.dtype == torch.float16 or problem.dtype == torch.bfloat16 else 32)
-    if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10):
-        columns = min(columns, 64)  # larger tiles do not fit in registers without wgmma
-    if problem.format.bits == 8 or problem.dtype == torch.float32:
-        return _staged(problem, gpu, columns, least, records, bands_n, flags)
-    if columns == 1 and least == 8:
+    columns = triton.next_power_of_2(problem.m)
+    slices = 8 // columns
+    if columns == 1:
         bands = min(most, 4)
-        deep = 1 if records <= 8 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
-        choices = [(bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2)]
-        return tuple(dict.fromkeys(Config(b, 1, 8, 1, r, 1, 8, 1, True, *flags) for b, r in choices))
-    if columns < 8 and least == 8:
-        slices = 8 // columns
-        whole = Config(8 // slices * (2 if most == 8 and slices == 4 else 1), columns, slices, 1, 2, 1, 8, 1, True, *flags)
-        parts = [Config(1, columns, slices, batch, 2, 1, batch, 1, True, *flags) for batch in (4, 8)]
-        return (whole, *parts) if bands_n >= 8 * whole.bands * gpu.sms // 4 else (*parts, whole)
-    if columns == 8 and least == 8:
-        batch, bands = (4, min(4, most)) if most >= 4 else (8, 2 if bands_n >= 3 * gpu.sms else 1)
-        return tuple(
-            Config(b, 8, 1, n, 1 if b == 4 else 2, 1, n, 1, True, *flags) for n, b in dict.fromkeys(((batch, bands), (4, 4), (4, 2), (8, 1)))
-        )
-    return _staged(problem, gpu, columns, least, records, bands_n, flags)
+        records = -(-problem.k // (slices * gpu_tiles.RECORD))  # of a warp
+        deep = 1 if records == 1 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
+        choices = ((bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2))
+        return [Config(b, columns, slices, records=r) for b, r in choices]
+    if columns == 8:
+        best = (4, 4) if most >= 4 else (8, 2) if most == 2 or bands_n >= 3 * gpu.sms else (8, 1)
+        choices = (best, (4, 4), (4, 2), (8, 1))
+        return [Config(b, columns, batch=n, records=1 if b == 4 else 2, warps=n) for n, b in choices]
+    whole = Config((16 if most >= 4 else 8) // slices, columns, slices, records=2)
+    parts = [Config(1, columns, slices, batch=n, records=2, warps=n) for n in (4, 8)]
+    return [whole, *parts] if bands_n >= 2 * whole.bands * gpu.sms else [*parts, whole]
 
 
-def _staged(
-    problem: Problem, gpu: Gpu, columns: int, least: int, records: int, bands_n: int, flags: tuple[int, bool, bool]
-) -> tuple[Config, ...]:
-    """Configs that read ahead through shared memory, K split over as many blocks as fill the GPU."""
-    element, slices = problem.dtype.itemsize, max(1, least // columns)
+def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Weights and x are read ahead into shared memory; K is split over as many blocks as fill the GPU, with 8 records each at least."""
+    element, bits = problem.dtype.itemsize, problem.format.bits
+    records = -(-problem.k // gpu_tiles.RECORD)
+    columns = min(triton.next_power_of_2(problem.m), 16 if problem.dtype == torch.float32 else 128)
+    if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10):
+        columns = min(columns, 64)  # without wgmma larger tiles do not fit in registers
+    slices = max(1, (8 if gpu.backend == "cuda" else 16) // columns)
     found = []
-    for bands, per_sm in ((4, 3.0), (8, 1.5)):
-        bands = max(1, bands // slices) if problem.format.bits == 8 else bands
-        tiles = -(-bands_n // bands) * -(-problem.m // columns)
-        wanted = per_sm * gpu.sms / (2 if columns >= 64 else 1)
+    if slices == 8 and bits == 8:  # a row of bytes: each warp has a part of K, as in _few_rows
+        sums = mode(problem, Config(1, 1)) == "sums"
+        stages = min(3, (gpu.shared - (4 << 10)) // (4 * (16384 + 128 * element)))
+        found = [Config(2, 1, 8, records=2, stages=stages), Config(1, 1, 8)][:: 1 if sums else -1]
+    for bands, blocks in ((4, 3.0), (8, 1.5)):  # of a tile, and for each multiprocessor
+        bands = max(1, bands // slices)
+        tiles = -(-problem.n // (BAND * bands)) * -(-problem.m // columns)
+        wanted = blocks * gpu.sms / (2 if columns >= 64 else 1)
         split = 1
-        while split < 16 and tiles * split * 2 <= 1.4 * wanted and records >= 16 * slices * split:
+        while split < 16 and 2 * split * tiles <= 1.4 * wanted and records >= 16 * slices * split:
             split *= 2
         deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
-        step = deep * slices * (bands * 256 * problem.format.bits + 128 * columns * element)
+        step = deep * slices * (bands * 256 * bits + 128 * columns * element)
         stages = max(1, min(3, (gpu.shared - (4 << 10)) // step))
-        found.append(Config(bands, columns, slices, 1, deep, stages, min(8, bands * slices), split, True, *flags))
-    few = -(-bands_n // 4) * -(-problem.m // columns) < 2 * gpu.sms
-    return tuple(found[::-1] if few and columns <= 16 else found)
+        found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
+    few = -(-problem.n // (4 * BAND)) * -(-problem.m // columns) < 2 * gpu.sms
+    return found[::-1] if few and 1 < columns <= 16 else found
 
 
 def launch(
@@ -472,16 +482,20 @@ def _spread(values, S: tl.constexpr):
 
 @triton.jit
 def _dot_pieces(a, b, total):
-    """total + a · b of float32, by the six products of bfloat16 pieces that matter, the least first."""
-    a0 = a.to(tl.bfloat16)
-    a1 = (a - a0.to(tl.float32)).to(tl.bfloat16)
-    a2 = (a - a0.to(tl.float32) - a1.to(tl.float32)).to(tl.bfloat16)
+    """total + a · b of float32, by the six products of bfloat16 pieces that matter; the small ones are summed apart."""
     b0 = b.to(tl.bfloat16)
-    b1 = (b - b0.to(tl.float32)).to(tl.bfloat16)
-    b2 = (b - b0.to(tl.float32) - b1.to(tl.float32)).to(tl.bfloat16)
-    small = _dot(a2, b0, _dot(a1, b1, _dot(a0, b2, tl.zeros_like(total))))
-    small = _dot(a1, b0, _dot(a0, b1, small))
-    return total + _dot(a0, b0, small)
+    b -= b0.to(tl.float32)
+    b1 = b.to(tl.bfloat16)
+    b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
+    piece = a.to(tl.bfloat16)
+    large = _dot(piece, b0, tl.zeros_like(total))
+    small = _dot(piece, b1, _dot(piece, b2, tl.zeros_like(total)))
+    a -= piece.to(tl.float32)
+    piece = a.to(tl.bfloat16)
+    small = _dot(piece, b0, _dot(piece, b1, small))
+    a -= piece.to(tl.float32)
+    small = _dot(a.to(tl.bfloat16), b0, small)
+    return total + (large + small)
 
 
 @triton.jit
