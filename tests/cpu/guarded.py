@@ -1,7 +1,7 @@
 """Every kernel on memory that ends, or begins, at a page that may not be touched: a process of its own, which dies of a step too far.
 
-    python guarded.py PROGRESS    runs all; the file PROGRESS says what was running
-    python guarded.py PROGRESS 1  reads one byte too far, and should not come back
+python guarded.py PROGRESS    runs all; the file PROGRESS says what was running
+python guarded.py PROGRESS 1  reads one byte too far, and should not come back
 """
 
 import ctypes
