@@ -3,12 +3,12 @@
 The products, their arithmetic and the order of the operands are those of `gemm_int8.py`; an x with an offset is left to it.
 
 A program computes tiles of 128 rows of the weight by BM rows of x, one after the other. One warp keeps STAGES records (128 k) of
-both operands on their way to shared memory; two warpgroups multiply 64 rows of the weight each. Eight nibbles go from shared
-memory through three instructions into the registers that `wgmma` reads.
+both operands on their way to shared memory; warpgroups multiply 64 rows of the weight each, two by all of BM or four by half of
+it. Eight nibbles go from shared memory through three instructions into the registers that `wgmma` reads.
 
-Where blocks are scaled, each record's sum C of integers becomes a float in its own time, while the other warpgroup's wgmma runs.
-I2F has a sixteenth of the rate of additions, so it is not used: the sum starts at the bits of 1.5 * 2^23, which is then a float
-1.5 * 2^23 + C as long as |C| < 2^22. That holds for blocks of 128: 127 * 128 * 128 < 2^21.
+Where blocks are scaled, the integers of a record (of each block of it, if those are shorter) become floats while other warpgroups'
+wgmma run, as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is s * C,
+rounded once: the product in front is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _PLANES = gl.constexpr(gemm_int8._PLANES.value)
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 128 rows of the weight by block_m of x, `stages` records in flight, `group` tiles along M together in the L2 cache."""
+    """Tiles of 128 rows of the weight by block_m of x, `stages` records in flight, `group` tiles along M together in the L2 cache;
+    `consumers` (2 or 4) warpgroups multiply and scale."""
 
     block_m: int
     stages: int
@@ -78,11 +79,13 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         tiles = -(-problem.m // block_m) * -(-problem.n // 128)
         return -(-tiles // gpu.sms) * (block_m + weight / 700)
 
-    sizes = (128, 64, 256) if plan.whole else (128, 64)
+    sizes = (128, 64, 256) if plan.whole else (128, 64) if plan.granule == gpu_tiles.RECORD else (64,)
     block_m = min(sizes, key=lambda size: cost(size) * (1 if size == 128 else 1.05))
     stages = min(8, (gpu.shared - (32 << 10)) // (block_m * 128 + weight))
     tiles = -(-problem.m // block_m) * -(-problem.n // 128)
-    return (Config(block_m, stages, 8, min(gpu.sms, tiles), 2 if plan.whole else 4),)
+    # Four warpgroups hide more of each other's waits, where what they keep fits their registers.
+    crowded = problem.format.zero != "none" or (problem.format.bits == 4 and not plan.whole_row)
+    return (Config(block_m, stages, 8, min(gpu.sms, tiles), 2 if plan.whole or crowded else 4),)
 
 
 def beside(problem: Problem, config: Config) -> int:
@@ -216,20 +219,20 @@ def _operand(plane, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _fold(total, p, f, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
-    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23; f is what `_fetch` gave."""
+def _fold(total, p, w, x, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
+    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23; w and x are what `_of_weight` and `_of_x` gave."""
     v = p.to(gl.float32, bitcast=True)
-    s = f[0].to(gl.float32)
-    if ZERO == 0 and f[0].dtype != gl.float32:
-        # 1.5 * 2^23 times a scale of 11 bits is exact, and so is the subtraction in front of the rounding.
+    s = w[0].to(gl.float32)
+    if ZERO == 0 and w[0].dtype == gl.float16:
+        # 1.5 * 2^23 times a scale of 11 bits is exact (and no overflow), and so is the subtraction in front of the rounding.
         v = gl.fma(v, gl.expand_dims(s, 1), gl.expand_dims(s * -_MAGIC, 1))
     else:
         v -= _MAGIC
-        v = _scaled(v, s, f[1], f[3], BITS, ZERO)
+        v = _scaled(v, s, w[1], x[1], BITS, ZERO)
     if ROW:
         return total + v
     else:
-        return total + v * gl.expand_dims(f[2], 0)
+        return total + v * gl.expand_dims(x[0], 0)
 
 
 @gluon.jit
@@ -246,19 +249,25 @@ def _scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(scales, i, rn, rm, NP, MP, ZERO: gl.constexpr, ROW: gl.constexpr):
-    """Of granule i: scale and zero of the weight, scale and sums of x; where there is none, another."""
+def _of_weight(scales, i, rn, NP, ZERO: gl.constexpr):
+    """Scale and zero (where there is one) of granule i."""
     s = gl.load(scales[0] + i * NP + rn)
     z = s
     if ZERO != 0:
         z = gl.load(scales[1] + i * NP + rn)
-    a = s
+    return s, z
+
+
+@gluon.jit
+def _of_x(scales, i, other, rm, MP, ZERO: gl.constexpr, ROW: gl.constexpr):
+    """Scale and sums of granule i; `other` where they are not needed."""
+    a = other
     if not ROW:
         a = gl.load(scales[2] + i * MP + rm)
     m = a
     if ZERO != 0:
         m = gl.load(scales[3] + i * MP + rm)
-    return s, z, a, m
+    return a, m
 
 
 @gluon.jit
@@ -301,14 +310,18 @@ def _sum_records(
 ):  # fmt: skip
     """Scaled sums of blocks of a record each."""
     total = gl.zeros_like(start).to(gl.float32)
+    w = _of_weight(scales, 0, rn, NP, ZERO)
     for r in range(R):
+        # Scales come from afar: those of the weight, which others may not have read before, a record ahead.
+        x = _of_x(scales, r, w[0], rm, MP, ZERO, ROW)
+        following = _of_weight(scales, gl.minimum(r + 1, R - 1), rn, NP, ZERO)
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         p = _record(_rows(xs.index(stage), W, start.shape[1]), _weight(ws.index(stage), W % 2, BITS, OPERAND), start, BITS)
-        f = _fetch(scales, r, rn, rm, NP, MP, ZERO, ROW)
         p = warpgroup_mma_wait(0, deps=[p])
         mbarrier.arrive(empty.index(stage), count=1)
-        total = _fold(total, p, f, BITS, ZERO, ROW)
+        total = _fold(total, p, w, x, BITS, ZERO, ROW)
+        w = following
         step += 1
     return total
 
@@ -346,16 +359,17 @@ def _sum_pieces(
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         xt = _rows(xs.index(stage), W, start.shape[1])
         if BITS == 4:
-            w = _planes(ws.index(stage)._reinterpret(gl.int16, [64, 64], WORDS), W % 2, OPERAND)
+            q = _planes(ws.index(stage)._reinterpret(gl.int16, [64, 64], WORDS), W % 2, OPERAND)
         else:
-            w = _weight(ws.index(stage), W % 2, BITS, OPERAND)
+            q = _weight(ws.index(stage), W % 2, BITS, OPERAND)
         for j in gl.static_range(PIECES):
-            p = _piece(xt, w, start, j, BITS, G)
-            f = _fetch(scales, r * PIECES + j, rn, rm, NP, MP, ZERO, ROW)
+            p = _piece(xt, q, start, j, BITS, G)
+            w = _of_weight(scales, r * PIECES + j, rn, NP, ZERO)
+            x = _of_x(scales, r * PIECES + j, w[0], rm, MP, ZERO, ROW)
             p = warpgroup_mma_wait(0, deps=[p])
             if j + 1 == PIECES:
                 mbarrier.arrive(empty.index(stage), count=1)
-            total = _fold(total, p, f, BITS, ZERO, ROW)
+            total = _fold(total, p, w, x, BITS, ZERO, ROW)
         step += 1
     return total
 
@@ -412,7 +426,8 @@ def _finish_whole(
     acc = gl.convert_layout(acc, MMA, assert_trivial=True)
     rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
     rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    s, z, a, m = _fetch(scales, 0, rn, rm, NP, MP, ZERO, False)
+    s, z = _of_weight(scales, 0, rn, NP, ZERO)
+    a, m = _of_x(scales, 0, s, rm, MP, ZERO, False)
     total = _scaled(acc.to(gl.float32), s.to(gl.float32), z, m, BITS, ZERO)
     if BITS == 4:
         a *= 0.0625
