@@ -41,6 +41,13 @@ def test_k_need_not_be_whole_records(hopper: torch.device) -> None:
         check_linear(gemm_hopper, config, problem("q4_0", 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
 
 
+def test_x_need_not_be_aligned(hopper: torch.device) -> None:
+    asked = problem("int4_g128", 70, 200, 1024)
+    check_linear(
+        gemm_hopper, gemm_hopper.configs(asked, GPUS["sm_90"])[0], asked, hopper, interpreted=False, weight_rounded=True, x_offset=3
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [

@@ -105,7 +105,9 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """x [M, K] (unit stride along K, rows a multiple of 16 bytes apart) times codes, scale, zero of gpu_tiles -> out [M, N]."""
+    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+    if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
+        x = x.clone(memory_format=torch.contiguous_format)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     static = _Static(

@@ -144,7 +144,7 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
         return [Config(b, columns, batch=n, records=1 if b == 4 else 2, warps=n) for n, b in choices]
     whole = Config((16 if most >= 4 else 8) // slices, columns, slices, records=2)
     parts = [Config(1, columns, slices, batch=n, records=2, warps=n) for n in (4, 8)]
-    return [whole, *parts] if bands_n >= 2 * whole.bands * gpu.sms else [*parts, whole]
+    return [whole, *parts] if most >= 4 else [*parts, whole]
 
 
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
