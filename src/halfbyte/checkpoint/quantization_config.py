@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape
+from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.modules import QuantLinear, QuantModule, check_compute
 from halfbyte.nn.permuted import PermutedLinear
 
@@ -25,7 +26,7 @@ VERSION = 1
 class Module:
     """How one quantized module is stored and, if it is a Linear, how it multiplies.
 
-    shape    of its weight, [N, K]
+    shape    of its codes: [N, K] of a Linear or Embedding
     ordered  its inputs are reordered: <module>.input_order is stored too
     """
 
@@ -37,8 +38,10 @@ class Module:
 
     @classmethod
     def of(cls, module: QuantModule) -> Module:
-        settings = (module.compute, module.activation, isinstance(module, PermutedLinear)) if isinstance(module, QuantLinear) else ()
-        return cls(module.packed.format, module.packed.shape, *settings)
+        made = cls(module.packed.format, module.codes_shape, ordered=isinstance(module, PermutedLinear))
+        if isinstance(module, QuantLinear | QuantConv2d):
+            return replace(made, compute=module.compute, activation=module.activation)
+        return made
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
@@ -47,8 +50,8 @@ class Module:
     def from_json(cls, entry: Mapping[str, Any]) -> Module:
         """Raises FormatError or ArgumentError for what `to_json` does not give."""
         fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
-        if not (isinstance(shape, list) and len(shape) == 2 and is_shape(shape)) or not isinstance(ordered, bool):
-            raise FormatError(f"a shape is two sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
+        if not (isinstance(shape, list) and len(shape) in (2, 3) and is_shape(shape)) or not isinstance(ordered, bool):
+            raise FormatError(f"a shape is two or three sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
         made = cls(fmt, tuple(shape), entry.get("compute", "auto"), entry.get("activation", "block"), ordered)
         check_compute(made.compute, made.activation)
         return made
