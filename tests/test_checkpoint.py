@@ -495,5 +495,5 @@ def test_memory_stays_below_the_quantized_model_and_one_tensor(tmp_path: Path) -
     assert run.returncode == 0, run.stderr
     converting, loading, control = map(int, run.stdout.split())
     assert converting <= 1.2 * (quantized + largest)
-    assert quantized <= loading <= 1.2 * (quantized + largest)
+    assert quantized / 2 <= loading <= 1.2 * (quantized + largest)  # it may reuse what converting gave back, but not most of it
     assert control >= count * weight.nbytes, "the measure does not see the float model"
