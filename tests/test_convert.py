@@ -272,7 +272,7 @@ def test_quantizing_is_resumed(folders: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(folders / "float", tmp_path / "m", "q4_0", stop)
+        convert(folders / "float", tmp_path / "m", "q4_0", stop, resume=True)
     left = next(tmp_path.glob(".m.halfbyte-*"))
     done = (left / "journal").read_text().count("\n") - 1
     assert done > 10
@@ -296,7 +296,7 @@ def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None
 
     def interrupted(source: str) -> Path:
         with pytest.raises(KeyboardInterrupt):
-            export(folders / source, tmp_path / "m", "halfbyte", stop, shard_bytes=20000)
+            export(folders / source, tmp_path / "m", "halfbyte", stop, resume=True, shard_bytes=20000)
         return next(tmp_path.glob(".m.halfbyte-*"))
 
     interrupted("q4_0")

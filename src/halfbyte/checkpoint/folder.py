@@ -15,7 +15,8 @@ folder next completes it. One that dies before 3 leaves hidden folders, and weig
 names; the next writer removes them.
 
 A file is written in a hidden folder beside its place, and takes the place of the old one in one step. Writers of something new
-that keep a journal (io/tensors.py) can be resumed: what one that was killed, or interrupted at the keyboard, left is taken over.
+that keep a journal (io/tensors.py) can be resumed: what one that was killed left is taken over. One that was to be resumed itself
+leaves its work when it is interrupted at the keyboard, too.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
         try:
             yield path
         except KeyboardInterrupt:
-            if not (path / JOURNAL).is_file():
+            if not (resume and (path / JOURNAL).is_file()):
                 shutil.rmtree(path, ignore_errors=True)
             raise
         except BaseException:
