@@ -49,6 +49,9 @@ def test_products_of_bfloat16_are_those_of_the_reference(name: str, m: int, k: i
     y = run_linear(kernel, x, pack(codes), bias)
     error = reference.error_bound(x, codes, bias)
     assert bool(reference.agrees(y, reference.linear(x, codes, bias), error).all())
+    whole = LinearKernel(fmt, n, k, torch.bfloat16, "bf16", "block", isa=EmulatedAMX())  # the unit, however few rows there are
+    for rows in (1, 2, 4):
+        assert torch.equal(run_linear(whole, x[:rows], pack(codes), bias), y[:rows])
     one_hot = run_linear(kernel, torch.eye(k).bfloat16(), pack(codes))
     assert torch.equal(one_hot, codes.dequantize(torch.float64).float().T.bfloat16())
 
