@@ -147,7 +147,10 @@ def test_a_nan_spoils_its_row_alone() -> None:
         (lambda p: hb.quantize(torch.randn(2, 3), "q5_9"), "unknown format 'q5_9'"),
         (lambda p: hb.quantize(torch.full((2, 3), 1e38), "q4_0"), "float16"),
         (lambda p: hb.pack(hb.unpack(p), device="meta"), "device 'meta', there are no kernels for it"),
-        (lambda p: hb.linear(torch.randn(2, K), p, residual=torch.randn(2, K)), rf"torch.float32 \[2, {N}\] .* got torch.float32 \[2, {K}\]"),
+        (
+            lambda p: hb.linear(torch.randn(2, K), p, residual=torch.randn(2, K)),
+            rf"torch.float32 \[2, {N}\] .* got torch.float32 \[2, {K}\]",
+        ),
         (lambda p: hb.linear(torch.randn(2, K), p, residual=torch.randn(2, N).half()), "got torch.float16"),
     ],
 )
