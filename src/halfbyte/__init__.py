@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
+    from halfbyte.nn.static import quantize_static as quantize_static
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
     from halfbyte.ops import linear as linear
@@ -56,6 +57,7 @@ _HOMES = {
     "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
+    "halfbyte.nn.static": ("quantize_static",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
     "halfbyte.dispatch.explain": ("explain",),

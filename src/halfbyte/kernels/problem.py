@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,12 @@ class Window:
     def numbers(self) -> tuple[int, ...]:
         """(stride, padding, dilation), flat"""
         return (*self.stride, *self.padding, *self.dilation)
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Window:
+        """The inverse of `numbers`."""
+        sh, sw, top, bottom, left, right, dh, dw = numbers
+        return cls((sh, sw), (top, bottom, left, right), (dh, dw))
 
     def out_size(self, size: Pair, kernel: Pair) -> Pair:
         """(Ho, Wo) of an image (H, W). Raises ArgumentError where the kernel is larger than the padded image."""

@@ -183,14 +183,14 @@ def _flat(value: Sequence[Any]) -> list[int]:
 
 
 def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`Window.numbers` of what a caller wrote; kept, since reading it takes longer than a small kernel."""
+    """`written_moves`, kept: reading takes longer than a small kernel."""
     if torch.compiler.is_compiling():
-        return _written_moves(kernel, stride, padding, dilation)
+        return written_moves(kernel, stride, padding, dilation)
     key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
     if key not in _kept_moves:
         if len(_kept_moves) >= _KEPT_PLANS:
             _kept_moves.clear()
-        _kept_moves[key] = _written_moves(kernel, stride, padding, dilation)
+        _kept_moves[key] = written_moves(kernel, stride, padding, dilation)
     return _kept_moves[key]
 
 
@@ -198,7 +198,8 @@ def _frozen(value: Any) -> Any:
     return value if isinstance(value, int | str) else tuple(map(_frozen, value))
 
 
-def _written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+def written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    """`Window.numbers` of what a caller wrote."""
     strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
     if padding == "same":
         if strides != (1, 1):
@@ -219,8 +220,7 @@ def _written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, d
 
 def _from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
     out, channels, kh, kw, groups = numbers
-    sh, sw, top, bottom, left, right, dh, dw = moves
-    return Filter(as_format(format), out, channels, (kh, kw), groups), Window((sh, sw), (top, bottom, left, right), (dh, dw))
+    return Filter(as_format(format), out, channels, (kh, kw), groups), Window.from_numbers(moves)
 
 
 # Custom ops

@@ -1,0 +1,131 @@
+"""Modules that take and give int8 codes: what `quantize_static` makes a network of.
+
+A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.ops import conv, elementwise
+
+LEAST, MOST = -128, 127
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What a code q stands for: step * (q - zero)."""
+
+    step: float
+    zero: int
+
+    @classmethod
+    def of_range(cls, low: float, high: float) -> Scale:
+        """The finest that reaches from `low` to `high` and has a code for 0."""
+        low, high = min(low, 0.0), max(high, 0.0)
+        step = (high - low) / (MOST - LEAST) or 1.0
+        return cls(step, max(LEAST, min(MOST, round(LEAST - low / step))))
+
+    def code(self, value: float) -> int:
+        """The code nearest to a number."""
+        return max(LEAST, min(MOST, round(value / self.step) + self.zero)) if abs(value) < float("inf") else (MOST if value > 0 else LEAST)
+
+
+class Quantize(nn.Module):
+    """Floating point -> codes."""
+
+    def __init__(self, scale: Scale) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return elementwise.combine(x, 1 / self.scale.step, self.scale.zero, torch.int8, clamp=(LEAST, MOST))
+
+    def extra_repr(self) -> str:
+        return f"step={self.scale.step:.4g}, zero={self.scale.zero}"
+
+
+class Dequantize(nn.Module):
+    """Codes -> floating point of `dtype`."""
+
+    def __init__(self, scale: Scale, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale, self.dtype = scale, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return elementwise.combine(x, self.scale.step, -self.scale.step * self.scale.zero, self.dtype)
+
+
+class Requantize(nn.Module):
+    """Codes of one scale -> codes of another; two tensors are added first. `clamp` is in codes of the result."""
+
+    def __init__(self, sources: Sequence[Scale], result: Scale, clamp: tuple[int, int] = (LEAST, MOST)) -> None:
+        super().__init__()
+        self.scale, self.clamp = result, clamp
+        self.factors = [source.step / result.step for source in sources]
+        self.offset = result.zero - sum(f * source.zero for f, source in zip(self.factors, sources, strict=True))
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        factor = self.factors[1] if b is not None else 0.0
+        return elementwise.combine(a, self.factors[0], self.offset, torch.int8, b=b, scale_b=factor, clamp=self.clamp)
+
+
+class AveragePool(nn.Module):
+    """A pool that averages, on codes: exact sums, rounded once to a code of the same scale."""
+
+    def __init__(self, pool: nn.Module, scale: Scale) -> None:
+        super().__init__()
+        self.pool, self.scale = pool, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = self.pool(x.float() - self.scale.zero)  # what pads is 0
+        return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
+
+
+class IntegerConv2d(nn.Module):
+    """int8 -> int8 with requantization, an activation's clamp included."""
+
+    def __init__(
+        self, packed: PackedConv, bias: Tensor | None, moves: Window, source: Scale, result: Scale, clamp: tuple[int, int]
+    ) -> None:
+        super().__init__()
+        self._packed, self.moves, self.in_zero, self.clamp = packed, moves.numbers, source.zero, clamp
+        scales = {"in_scale": source.step, "in_zero": source.zero, "out_scale": result.step, "out_zero": result.zero}
+        self.register_buffer("packed_data", packed.data)
+        self.register_buffer("table", conv.conv_requantization_table(packed, bias, **scales))  # type: ignore[arg-type]
+        self.table: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv.qconv2d_with(x, self._packed, self.table, self.moves, self.in_zero, self.clamp)
+
+    def extra_repr(self) -> str:
+        out, channels, kh, kw = self._packed.shape
+        return f"{channels * self._packed.sizes.groups}, {out}, kernel_size=({kh}, {kw}), clamp={self.clamp}"
+
+
+class IntegerLinear(nn.Module):
+    """int8 -> int8 with requantization, an activation's clamp included."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, source: Scale, result: Scale, clamp: tuple[int, int]) -> None:
+        super().__init__()
+        self._packed, self.clamp = packed, clamp
+        scales = {"in_scale": source.step, "in_zero": source.zero, "out_scale": result.step, "out_zero": result.zero}
+        self.register_buffer("packed_data", packed.data)
+        self.register_buffer("table", ops.requantization_table(packed, bias, **scales))  # type: ignore[arg-type]
+        self.table: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, k = self._packed.shape
+        return torch.ops.halfbyte.qlinear.default(x, self._packed.data, self.table, self._packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self._packed.shape[1]}, out_features={self._packed.shape[0]}, clamp={self.clamp}"

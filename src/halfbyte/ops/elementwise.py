@@ -1,0 +1,58 @@
+"""Sums of one or two tensors with scales, element by element: the custom op `halfbyte::combine` and what checks its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "combine(Tensor a, float scale_a, float offset, ScalarType dtype, Tensor? b, float scale_b, float low, float high) -> Tensor"
+)
+
+
+def combine(
+    a: Tensor,
+    scale_a: float,
+    offset: float,
+    dtype: torch.dtype,
+    *,
+    b: Tensor | None = None,
+    scale_b: float = 0.0,
+    clamp: tuple[float, float] = (-torch.inf, torch.inf),
+) -> Tensor:
+    """clamp(a * scale_a + b * scale_b + offset) in `dtype`, of a's shape; each step rounded once, in float32.
+
+    a and b are float32, bfloat16, float16 or int8 and have one shape. An int8 result is the nearest integer, ties to even, and
+    a NaN becomes the lower end of the clamp there, which lies in -128 … 127.
+    """
+    low, high = clamp
+    return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, low, high)  # type: ignore[no-any-return]
+
+
+def _combine_cpu(
+    a: Tensor, scale_a: float, offset: float, dtype: torch.dtype, b: Tensor | None, scale_b: float, low: float, high: float
+) -> Tensor:
+    from halfbyte.kernels.cpu import elementwise as kernel
+
+    for tensor in (a, *(() if b is None else (b,))):
+        if tensor.dtype not in _DTYPES or tensor.shape != a.shape or not tensor.is_cpu:
+            got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ArgumentError(f"combine takes tensors {list(a.shape)} of {', '.join(map(str, _DTYPES))} on the CPU, got {got}")
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"combine gives {', '.join(map(str, _DTYPES))}, not {dtype}")
+    if not low <= high or (dtype == torch.int8 and not -128 <= low <= high <= 127):
+        raise ArgumentError(f"clamp takes (low, high) with low <= high, in -128 … 127 for int8, got ({low}, {high})")
+    if a.numel() == 0:
+        return a.to(dtype)
+    a = a if a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last) else a.contiguous()
+    if b is not None and b.stride() != a.stride():
+        b = torch.empty_like(a, dtype=b.dtype).copy_(b)
+    return kernel.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
+
+
+_library.impl("combine", _combine_cpu, "CPU")
+torch.library.register_fake("halfbyte::combine", lambda a, scale_a, offset, dtype, *_: torch.empty_like(a, dtype=dtype), lib=_library)

@@ -1,0 +1,123 @@
+"""Networks on int8 codes: near the float network, on codes wherever that can be, and what cannot is said."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.errors import ArgumentError
+from halfbyte.nn.integer import Dequantize, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
+        self.beside = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if stride > 1 else nn.Identity()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.second(self.first(x)) + self.beside(x))
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(32, 16, 1), nn.Conv2d(32, 16, 3, padding=1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.left(x), nn.functional.max_pool2d(torch.relu(self.right(x)), 3, 1, 1)), 1)
+
+
+def network(middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU6(), nn.MaxPool2d(3, 2, 1)
+    body = Residual(16, 16, 1), Residual(16, 32, 2), Joined(), nn.Conv2d(32, 32, 3, 1, 1, groups=32), middle
+    model = nn.Sequential(*stem, *body, nn.AvgPool2d(2, 1, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(32, 10))
+    for _ in range(3):
+        model(images(8))
+    return model.eval()
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 40, 36)
+
+
+def kinds(model: nn.Module) -> list[type[nn.Module]]:
+    return [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("observer", ["minmax", "percentile", "mse"])
+def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
+    model = network(nn.Identity())
+    quantized = hb.quantize_static(model, [images(8) for _ in range(2)], observer=observer)  # type: ignore[arg-type]
+    x = images(4)
+    with torch.no_grad():
+        wanted, got = model(x), quantized(x)
+    assert float((got - wanted).norm() / wanted.norm()) < 0.05
+    assert quantized.notes == ()
+    found = kinds(quantized)
+    assert found.count(Quantize) == found.count(Dequantize) == 1  # at the edges alone
+    assert found.count(IntegerConv2d) == 9
+    assert found.count(IntegerLinear) == 1
+    assert nn.BatchNorm2d not in found
+    assert nn.ReLU not in found
+
+
+def test_what_has_no_codes_runs_in_floating_point_and_is_named() -> None:
+    model = network(nn.GELU())
+    quantized = hb.quantize_static(model, [images(8)])
+    assert len(quantized.notes) == 1
+    assert "GELU" in quantized.notes[0]
+    x = images(2)
+    with torch.no_grad():
+        assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
+
+
+def test_the_model_itself_does_not_change() -> None:
+    model = network(nn.Identity())
+    before = copy.deepcopy(model.state_dict())
+    hb.quantize_static(model, [images(2)])
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_it_compiles() -> None:
+    quantized = hb.quantize_static(network(nn.Identity()), [images(4)])
+    x = images(2)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(quantized, fullgraph=True, backend="aot_eager")(x), quantized(x))
+
+
+def test_a_scale_has_a_code_for_zero() -> None:
+    for low, high in ((-1.0, 3.0), (0.5, 2.0), (-4.0, -1.0), (0.0, 0.0), (-1e-9, 0.0)):
+        scale = Scale.of_range(low, high)
+        assert -128 <= scale.zero <= 127
+        for end in (low, high, 0.0):
+            assert abs((scale.code(end) - scale.zero) * scale.step - end) <= 0.5001 * scale.step
+    assert Scale(0.1, 3).code(float("inf")) == 127
+    assert Scale(0.1, 3).code(float("-inf")) == -128
+
+
+def test_codes_are_added_as_their_numbers_are() -> None:
+    a, b, result = Scale(0.02, -3), Scale(0.05, 7), Scale(0.06, 1)
+    x, y = (torch.randint(-128, 128, (3, 5, 4, 4), dtype=torch.int8) for _ in range(2))
+    got = Requantize((a, b), result, (-100, 90))(x.contiguous(memory_format=torch.channels_last), y)
+    real = (x.double() - a.zero) * a.step + (y.double() - b.zero) * b.step
+    wanted = (real / result.step + result.zero).clamp(-100, 90)
+    assert float((got.double() - wanted).abs().max()) <= 0.5 + 1e-4
+
+
+def test_nan_becomes_the_least_code() -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    assert Quantize(Scale(0.1, 5))(x).tolist() == [-128, 127, -128, 5]
+
+
+@pytest.mark.parametrize(
+    ("images_", "observer", "words"), [([], "minmax", "no calibration images"), ([torch.zeros(1, 3, 40, 36)], "best", "observer is one of")]
+)
+def test_bad_arguments(images_: list[Tensor], observer: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        hb.quantize_static(network(nn.Identity()), images_, observer=observer)  # type: ignore[arg-type]
