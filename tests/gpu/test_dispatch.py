@@ -17,8 +17,12 @@ from halfbyte.dispatch.explain_gpu import GpuExplanation
 from halfbyte.dispatch.roofline import SKILLS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels import reference
+from halfbyte.kernels.gpu import plain
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
+from halfbyte.quantizers import absmax
 
 
 def problem(
@@ -175,6 +179,17 @@ def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         rules.choose_gpu_linear(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
     assert "torch dequantizes" in str(found)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "int4_g48_offset", "int8_channel"])
+def test_what_runs_without_triton_is_right(fmt: str) -> None:
+    asked = problem(5, 33, 100, fmt, dtype=torch.bfloat16)
+    codes = absmax(torch.randn(33, 100), asked.format)
+    x, bias, residual = torch.randn(5, 100).to(torch.bfloat16), torch.randn(33), torch.randn(5, 33).to(torch.bfloat16)
+    out = torch.full((5, 33), torch.nan, dtype=torch.bfloat16)
+    plain.linear(asked, x, gpu_tiles.pack(codes).data, out, Epilogue(bias, residual, -1.0, 2.0))
+    expected = (reference.linear(x, codes, bias) + residual.double()).clamp(-1, 2)
+    assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, residual=residual)).all()
 
 
 def test_explain() -> None:
