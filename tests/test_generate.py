@@ -277,5 +277,6 @@ def test_eval_of_last_words(run: Run, folder: Path, tmp_path: Path) -> None:
     found = json.loads(run("eval", folder, "--lambada-like", text, "--json", "--format", "q8_0")[1])
     assert all(0 <= row["last_word_accuracy"] <= 1 for row in found["models"])
     assert "last word" in run("eval", folder, "--lambada-like", text)[1]
+    assert "--device" in run("eval", folder, "--text", text, "--device", "abacus")[2]
     assert ".svg" in run("eval", folder, "--lambada-like", text, "--plot", "a.svg")[2]
     assert "--against" in run("eval", folder, "--text", text, "--format", "q4_0", "--against", folder)[2]

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.cli.generate import check_device
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
@@ -85,6 +86,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
     from halfbyte.integrations.text import open_model, weight_bytes
     from halfbyte.nn.convert import Config
 
+    check_device(args.device)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it as it is: give one of the two")
     if args.plot and (args.lambada_like or args.plot.suffix != ".svg"):

@@ -40,14 +40,8 @@ def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if not 0 <= args.temperature < float("inf"):
         raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
+    check_device(args.device)
     import torch
-
-    try:
-        usable = torch.device(args.device).type == "cpu" or (torch.device(args.device).type == "cuda" and torch.cuda.is_available())
-    except RuntimeError:
-        usable = False
-    if not usable:
-        raise ArgumentError(f"--device is cpu{', or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}, got {args.device!r}")
 
     from halfbyte.integrations.text import open_model
     from halfbyte.nn.convert import Config
@@ -58,6 +52,18 @@ def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     torch.manual_seed(args.seed)
     drawn = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
+
+
+def check_device(name: str) -> None:
+    """Raises ArgumentError for a device that is not here."""
+    import torch
+
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise ArgumentError(f"--device is cpu{' or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}, got {name!r}")
 
 
 def run(args: argparse.Namespace) -> int:
