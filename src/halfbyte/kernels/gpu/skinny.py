@@ -55,8 +55,6 @@ class Config:
     stages: int = 1
     warps: int = 8
     split: int = 1
-    scale_sums: bool = True
-    prefetch: int = 0
     ptx: bool = True
     pdl: bool = True
 
@@ -73,7 +71,6 @@ class _Static:
     stages: int
     split: bool
     mode: str  # "sums", "weights", or "exact": see the text of this file
-    prefetch: int
     ptx: bool
     pdl: bool
     bits: int
@@ -161,7 +158,7 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
     slices = max(1, (8 if gpu.backend == "cuda" else 16) // columns)
     found = []
     if slices == 8 and bits == 8:  # a row of bytes: each warp has a part of K, as in _few_rows
-        sums = mode(problem, Config(1, 1)) == "sums"
+        sums = mode(problem) == "sums"
         stages = min(3, (gpu.shared - (4 << 10)) // (4 * (16384 + 128 * element)))
         found = [Config(2, 1, 8, records=2, stages=stages), Config(1, 1, 8)][:: 1 if sums else -1]
     for bands, blocks in ((4, 3.0), (8, 1.5)):  # of a tile, and for each multiprocessor
@@ -195,8 +192,7 @@ def launch(
         records=config.records,
         stages=config.stages,
         split=config.split > 1,
-        mode=mode(problem, config),
-        prefetch=config.prefetch,
+        mode=mode(problem),
         ptx=config.ptx,
         pdl=config.pdl,
         bits=geo.format.bits,
@@ -233,12 +229,12 @@ def launch(
     )
 
 
-def mode(problem: Problem, config: Config) -> str:
-    """Where the scale goes ("sums", "weights" or "exact"), which a config can't decide where only one way is right."""
+def mode(problem: Problem) -> str:
+    """Where the scale goes: "sums", "weights" or "exact"."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if problem.dtype == torch.float32:
         return "exact"
-    if config.scale_sums and geo.padded % gpu_tiles.RECORD == 0 and geo.format.zero != "offset":
+    if geo.padded % gpu_tiles.RECORD == 0 and geo.format.zero != "offset":
         return "sums"
     # A scale of larger range than float16's is multiplied in float32.
     return "exact" if problem.dtype == torch.float16 and geo.format.scale != torch.float16 else "weights"
@@ -298,7 +294,6 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
     WIDTH: tl.constexpr = S.width
     BATCH: tl.constexpr = S.batch
     RECORDS: tl.constexpr = S.records
-    AHEAD: tl.constexpr = S.prefetch
     row = tl.arange(0, BATCH * ROWS)
     row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
     n_padded = tl.cdiv(N, 64) * 64
@@ -317,10 +312,6 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_record = row_record[:, None]
-    if AHEAD > 0:
-        for t in tl.static_range(AHEAD):
-            if t < per:
-                _prefetch(codes + t * S.codes_step)
     if S.pdl:
         gdc_wait()
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
@@ -372,14 +363,6 @@ def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
     record = first + slice_ * per
     base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
     return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
-
-
-@triton.jit
-def _prefetch(pointers):
-    """What the pointers point to into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
