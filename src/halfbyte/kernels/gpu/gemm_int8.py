@@ -67,8 +67,10 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     plan = activations.plan(problem)
     m, records = problem.m, plan.k_padded // gpu_tiles.RECORD
+    # The scales of a record's blocks are fetched ahead: the more there are, the fewer rows the registers hold.
+    largest = 128 if plan.whole else 64 if plan.granule == gpu_tiles.RECORD else 16 if plan.with_offset and not plan.whole_row else 32
     least = 8 if plan.granule == gpu_tiles.RECORD else 16
-    block_m = max(least, min(128 if plan.whole else 64, triton.next_power_of_2(m)))
+    block_m = max(least, min(largest, triton.next_power_of_2(m)))
     block_n = 64 if block_m <= 64 else 128
     tiles = -(-problem.n // block_n) * -(-m // block_m)
     # Programs to keep all multiprocessors reading. Where blocks are scaled, several on each hide each other's waits.
