@@ -109,7 +109,7 @@ class Skill(NamedTuple):
 SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
-    "dequantized": Skill(0.80, 1.00, 4e-6, norm=2, unpacks=True),
+    "dequantized": Skill(0.93, 1.05, 4e-6, norm=2, unpacks=True),
     "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2),
 }
