@@ -54,16 +54,15 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         block = fmt.block_size(k)
         width = max(16, triton.next_power_of_2(block))
         blocks = -(-k // block)
-        held = max(1, _TILE // width)
+        held = min(max(1, _TILE // width), triton.next_power_of_2(blocks))
         run(
             _quantize,
-            (-(-len(flat) * blocks // held),),
+            (len(flat), -(-blocks // held)),
             flat,
             data,
             scale,
             zero,
             failed,
-            len(flat) * blocks,
             k,
             flat.stride(0),
             data.shape[-1],
@@ -98,17 +97,19 @@ def _inverse(x):
 
 @triton.jit
 def _quantize(
-    x, data, scale, zero, failed, count, k, stride, data_stride, block, half_block, blocks,
+    x, data, scale, zero, failed, k, stride, data_stride, block, half_block, blocks,
     HELD: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
 ):  # fmt: skip
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
-    number = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
-    row = number // blocks
-    first = (number % blocks * block).to(tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    which = tl.program_id(1) * HELD + tl.arange(0, HELD)
+    inside = which < blocks
+    number = row * blocks + which
+    first = which * block
     i = tl.arange(0, WIDTH)
-    real = (number < count)[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
-    v = tl.load(x + (row * stride + first)[:, None] + i[None, :], mask=real, other=0.0).to(tl.float32)
+    real = inside[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
+    v = tl.load(x + row * stride + first[:, None] + i[None, :], mask=real, other=0.0).to(tl.float32)
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     top = tl.full([HELD], Q_MAX, tl.float32)
     lo = tl.zeros([HELD], tl.float32)
@@ -133,7 +134,6 @@ def _quantize(
         inverse = tl.where(exact == 0, 0.0, tl.div_rn(tl.full([HELD], 1.0, tl.float32), exact))
     else:
         inverse = _inverse(exact)
-    inside = number < count
     tl.store(scale + number, stored, mask=inside)
     if ZERO == 1:
         point = tl.minimum(tl.maximum(_to_even(tl.minimum(-lo * inverse, 1024.0)), 0.0), Q_MAX)
@@ -160,10 +160,10 @@ def _quantize(
         q += (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)
     q = tl.minimum(tl.maximum(q, Q_MIN), Q_MAX)
     if BITS == 8:
-        tl.store(data + (row * data_stride + first)[:, None] + i[None, :], q.to(data.dtype.element_ty), mask=real)
+        tl.store(data + row * data_stride + first[:, None] + i[None, :], q.to(data.dtype.element_ty), mask=real)
     else:
         q = tl.where(real, q - Q_MIN, 0)
         even, odd = tl.split(tl.reshape(q, (HELD, WIDTH // 2, 2)))
-        j = (number % blocks * half_block).to(tl.int32)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
+        j = (which * half_block)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
         written = inside[:, None] & (tl.arange(0, WIDTH // 2) < half_block)[None, :] & (j < data_stride)
-        tl.store(data + (row * data_stride)[:, None] + j, (even | odd << 4).to(tl.uint8), mask=written)
+        tl.store(data + row * data_stride + j, (even | odd << 4).to(tl.uint8), mask=written)
