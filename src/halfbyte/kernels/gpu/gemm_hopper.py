@@ -98,7 +98,9 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
         for programs in {whole, shared}:
             parts = -(-programs // tiles) if tiles % programs else 1  # of a tile
-            us = tiles * records / programs * record_us + _MEETING_US * (max(2, parts) - 1 if tiles % programs else 0)
+            us = tiles * records / programs * record_us
+            if tiles % programs:
+                us = 1.03 * us + _MEETING_US * (max(2, parts) - 1)
             found.append((us, Config(rows, block_m, min(6, stages), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:4])
 
