@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu import jit, patches, runtime
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
 from halfbyte.kernels.cpu.patches import CONV, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
@@ -28,7 +28,6 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
-_KEPT_CALLS = 1024
 
 
 def _step(size: int, most: int) -> int:
@@ -46,14 +45,7 @@ class _Call(NamedTuple):
     outside: Tensor
 
 
-class _Kept(threading.local):
-    """Each Python thread has its own arguments, so that calls may run side by side."""
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[Any, ...], _Call] = {}
-
-
-_kept = _Kept()
+_kept = Kept[_Call]()
 
 
 class ConvKernel:
@@ -87,11 +79,7 @@ class ConvKernel:
         outside    the code of what lies outside of an int8 image
         """
         key = self.linear.number, tuple(x.shape), window, outside, runtime.threads()
-        call = _kept.calls.get(key)
-        if call is None:
-            if len(_kept.calls) >= _KEPT_CALLS:
-                _kept.calls.clear()
-            call = _kept.calls[key] = self._prepare(x, window, outside)
+        call = _kept.get(key, lambda: self._prepare(x, window, outside))
         out = torch.empty(call.out_shape, dtype=self.linear.out_dtype, memory_format=torch.channels_last)
         memory = torch.empty(call.memory + 64, dtype=torch.uint8)
         table = 0 if bias is None else bias.data_ptr()

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -44,7 +44,6 @@ DEPTHWISE = Block(
 )
 _TOGETHER = 8  # neighbouring outputs that share a weight
 _COST = 8  # of a product here, in products of a matrix
-_KEPT_CALLS = 1024
 _WIDEST = 7  # kernel whose line is written out
 MOST_TAPS = 1024  # 2^10 * 2^7 * 2^7 = 2^24: so many products of codes have a sum that float32 holds
 
@@ -174,14 +173,7 @@ class _Call(NamedTuple):
     outside: Tensor
 
 
-class _Kept(threading.local):
-    """Each Python thread has its own arguments, so that calls may run side by side."""
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[Any, ...], _Call] = {}
-
-
-_kept = _Kept()
+_kept = Kept[_Call]()
 _pack_call = DEPTHWISE.struct("counter", "clamp").pack_into
 _CALL = DEPTHWISE.offset("counter")
 
@@ -217,11 +209,7 @@ class DepthwiseKernel:
         if self.inner_dtype != self.dtype:
             x = x.to(self.inner_dtype)
         key = self.sizes, x.dtype, tuple(x.shape), window, outside, runtime.threads()
-        call = _kept.calls.get(key)
-        if call is None:
-            if len(_kept.calls) >= _KEPT_CALLS:
-                _kept.calls.clear()
-            call = _kept.calls[key] = self._prepare(x, window, outside)
+        call = _kept.get(key, lambda: self._prepare(x, window, outside))
         out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
         apart = 0 if residual is None else residual.to(x.dtype).data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
