@@ -1,4 +1,4 @@
-"""halfbyte: neural networks in 4 and 8 bits, fast on the CPU at hand."""
+"""halfbyte: neural networks in 4 and 8 bits, fast on the CPU or GPU at hand."""
 
 from __future__ import annotations
 
