@@ -31,7 +31,7 @@ def compiled() -> dict[tuple[str, str], Binary]:
 @pytest.mark.parametrize("what", PROBLEMS)
 def test_nothing_spills(what: str, arch: str, compiled: dict[tuple[str, str], Binary]) -> None:
     """float32 takes three pieces of both operands: a few registers too many, outside of what is meant to be fast."""
-    assert compiled[what, arch].spills <= (64 if "float32" in what else 0)
+    assert compiled[what, arch].spills <= (128 if "float32" in what else 0)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm_")])
