@@ -51,11 +51,13 @@ def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
         best = plain = absmax_grid(builder, group)
         least = torch.full(plain.scale.shape, torch.inf, dtype=torch.float64, device=plain.scale.device)
         for grid in _starts(blocks, plain):
+            going = torch.ones_like(least, dtype=torch.bool)  # each block stops by itself, whatever the others do
             for step in range(_ROUNDS):
                 loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
-                better = loss < least  # False where a scale overflowed
+                better = going & (loss < least)  # False where a scale overflowed
                 best, least = grid.where(better, best), torch.where(better, loss, least)
-                if step and not bool(better.any()):
+                going = better if step else going
+                if not bool(going.any()):
                     break
                 grid = moved
         builder.add(group, best, (encode(fmt, as_blocks(rows, fmt), best) for rows in group))
