@@ -208,10 +208,11 @@ class DepthwiseKernel:
         """x -> [B, C, Ho, Wo] with channels_last strides; `residual` and `outside` as for `ConvKernel`."""
         if self.inner_dtype != self.dtype:
             x = x.to(self.inner_dtype)
-        key = self.sizes, x.dtype, tuple(x.shape), window, outside, runtime.threads()
+            residual = None if residual is None else residual.to(self.inner_dtype)
+        key = self.isa, self.sizes, x.dtype, tuple(x.shape), window, outside, runtime.threads()
         call = _kept.get(key, lambda: self._prepare(x, window, outside))
         out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
-        apart = 0 if residual is None else residual.to(x.dtype).data_ptr() - out.data_ptr()  # the strides of both are the same
+        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
         _pack_call(call.buffer, _CALL, 0, x.data_ptr(), weights.data_ptr(), table, out.data_ptr(), apart, low, high)
         self.run(ctypes.addressof(call.buffer), call.threads)
