@@ -136,6 +136,23 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
 
 
 @isas
+@pytest.mark.parametrize("channels", [8, 32, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integer_patches_of_whole_units(isa, channels: int, bits: int, monkeypatch) -> None:
+    """Units of 8, of 32 and of more codes, with kernels of one tap and of several."""
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    for kernel in ((1, 1), (3, 2)):
+        sizes, window = Filter(as_format(f"int{bits}_channel"), 33, channels, kernel), Window((1, 1), (1, 0, 1, 1))
+        case = Case(sizes, window, (1, channels, 7, 6), bits)
+        codes, x = case.codes(), case.image_of(torch.int8)
+        scales = {"in_scale": 0.02, "in_zero": 5, "out_scale": 0.03 * sizes.k**0.5 * 2**bits, "out_zero": -7}
+        weight = ops.pack_conv(codes, kernel)
+        table = ops.conv_requantization_table(weight, None, **scales)
+        y = ConvKernel(sizes, torch.int8, "int8", "block")(x, window, weight.data, table, -128, 127, outside=5)
+        assert bool(conv_reference.qconv2d(x, codes, kernel, window, None, **scales).agrees(y).all())
+
+
+@isas
 def test_depthwise_convolutions_are_those_of_the_reference(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
 

@@ -19,7 +19,7 @@ from halfbyte.kernels.cpu import jit, patches, runtime
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
-from halfbyte.kernels.cpu.patches import CONV, GatherSpec
+from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.convolution import Filter
@@ -102,7 +102,7 @@ class ConvKernel:
         whole_lines = window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
         pieces, piece = (1, tap * sizes.kernel[1]) if whole_lines else (sizes.kernel[1], tap)
         most_copied = 4 * self.isa.lanes
-        if x.dtype == torch.int8 and geo.blocks == 1 and tap % linear.unit == 0:
+        if x.dtype == torch.int8 and geo.blocks == 1 and linear.unit >= LEAST_UNIT and tap % linear.unit == 0:
             spec = GatherSpec(linear.unit, linear.isa.correction(sizes.format.bits, signed=True))
         else:
             spec = GatherSpec(0, 0, _step(piece, most_copied), _step(tap, most_copied))

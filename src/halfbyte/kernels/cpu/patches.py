@@ -34,6 +34,8 @@ CONV = Block(
     LINEAR.floats,
 )
 
+LEAST_UNIT = 32  # codes that are worth a way of their own: short blocks come in units of 8
+
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
