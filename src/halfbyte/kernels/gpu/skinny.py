@@ -60,7 +60,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class _Static:
+class Static:
     """What the kernel is compiled for."""
 
     bands: int
@@ -180,29 +180,7 @@ def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    chunks = config.split * config.batch * config.slices
-    per = -(-geo.records // chunks)
-    per = -(-per // config.records) * config.records
-    static = _Static(
-        bands=config.bands,
-        columns=config.columns,
-        slices=config.slices,
-        batch=config.batch,
-        records=config.records,
-        stages=config.stages,
-        split=config.split > 1,
-        mode=mode(problem),
-        ptx=config.ptx,
-        pdl=config.pdl,
-        bits=geo.format.bits,
-        zero=geo.format.zero,
-        padded=geo.padded,
-        block=0 if geo.contiguous else geo.block,
-        whole=geo.block_rows == 1,
-        even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
-        clamp=epilogue.clamps,
-    )
+    static, per = compiled_for(problem, config, clamps=epilogue.clamps)
     tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
@@ -229,6 +207,33 @@ def launch(
     )
 
 
+def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
+    """What the kernel is compiled for, and how many records each part of K has."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    chunks = config.split * config.batch * config.slices
+    per = -(-geo.records // chunks)
+    per = -(-per // config.records) * config.records
+    return Static(
+        bands=config.bands,
+        columns=config.columns,
+        slices=config.slices,
+        batch=config.batch,
+        records=config.records,
+        stages=config.stages,
+        split=config.split > 1,
+        mode=mode(problem),
+        ptx=config.ptx,
+        pdl=config.pdl,
+        bits=geo.format.bits,
+        zero=geo.format.zero,
+        padded=geo.padded,
+        block=0 if geo.contiguous else geo.block,
+        whole=geo.block_rows == 1,
+        even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
+        clamp=clamps,
+    ), per
+
+
 def mode(problem: Problem) -> str:
     """Where the scale goes: "sums", "weights" or "exact"."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -240,7 +245,7 @@ def mode(problem: Problem) -> str:
     return "exact" if problem.dtype == torch.float16 and geo.format.scale != torch.float16 else "weights"
 
 
-# The kernel. `S` is a _Static; rows are (batch, band, slice, row of 16), columns (slice, row of x).
+# The kernel. `S` is a Static; rows are (batch, band, slice, row of 16), columns (slice, row of x).
 
 
 @triton.jit(do_not_specialize=["M", "per"])
@@ -250,11 +255,6 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
-    if S.block > 0:
-        full = (K - 1) // S.block
-        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
-    else:
-        records = tl.cdiv(K, 128)
     # Tiles of 8 parts of x follow each other for each part of the weight, so that both are found in the cache again.
     m_tiles = tl.cdiv(M, COLUMNS)
     width = 8 * tl.cdiv(N, OUTPUTS)
@@ -265,9 +265,8 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
     first = tl.program_id(1) * (S.batch * SLICES) * per  # record of the first slice
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
-    total = _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S)
-    if SLICES > 1:
-        total = _same_slices(total, S)
+    rows = tl.minimum(pm * COLUMNS + tl.arange(0, S.width) % COLUMNS, M - 1)
+    total = sums(x, rows, weight, N, K, stride, per, first, pn, S)
     if S.split:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -288,8 +287,13 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
 
 
 @triton.jit
-def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constexpr):
-    """float32 [rows, width] of the tile, over `per` records of each slice."""
+def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
+    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns."""
+    if S.block > 0:
+        full = (K - 1) // S.block
+        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
+    else:
+        records = tl.cdiv(K, 128)
     ROWS: tl.constexpr = S.rows
     WIDTH: tl.constexpr = S.width
     BATCH: tl.constexpr = S.batch
@@ -300,7 +304,7 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
     row_n = tl.minimum(pn * S.outputs + row % ROWS // (16 * S.slices) * 16 + row % 16, n_padded - 1)
     column = tl.arange(0, WIDTH)
     column_record = first + column // S.columns * per
-    xp = x + tl.minimum(pm * S.columns + column % S.columns, M - 1).to(tl.int64) * stride
+    xp = x + rows.to(tl.int64) * stride
     if BATCH > 1:
         column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
         xp = xp[None, None, :]
@@ -329,9 +333,10 @@ def _sums(x, weight, M, N, K, stride, records, per, first, pn, pm, S: tl.constex
     if S.mode == "sums" and S.whole:
         total *= _per_row(tl.load(weight[1] + row_n), S)
     if BATCH > 1:
-        return tl.sum(total, axis=0)
-    else:
-        return total
+        total = tl.sum(total, axis=0)
+    if S.slices > 1:
+        total = _same_slices(total, S)
+    return total
 
 
 @triton.jit
