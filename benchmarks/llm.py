@@ -4,8 +4,9 @@
     python benchmarks/llm.py --device cuda --size 8b
 
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
-after it. On a GPU `step` is one decoding step alone, as a CUDA graph: what is left when Python is out of the way, to be compared with the
-time that reading the weights takes.
+after it. On a GPU "step" is one decoding step after the prompt alone, as a CUDA graph: what is left when Python is out of the way.
+"reading" is the time that a bare read of the weights of a step takes (all but the embedding, of which a step reads one row), and
+"of roofline" is that time over the step's.
 """
 
 from __future__ import annotations
@@ -152,8 +153,6 @@ class Torch:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
-        from halfbyte.integrations.text import weight_bytes
-
         torch.set_num_threads(args.threads)
         self.args, self.seed = args, 0
         self.model = make_model(args, quantized=args.worker.startswith("halfbyte"))
@@ -167,49 +166,73 @@ class Torch:
 
         from halfbyte.integrations.text import generate
 
-        if self.args.device == "cuda" and self.compiled:
-            return {"step ms": self.step()}
+        steps = self.step() if self.args.device == "cuda" and self.compiled else {}
         self.seed += 1
         prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
         prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
         settings = {"max_new_tokens": self.args.new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled}
         done = generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
-        return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate}
+        return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate, **steps}
 
-    def step(self) -> float:
-        """Milliseconds of one decoding step with a static cache, as a CUDA graph."""
+    def step(self) -> dict[str, float]:
+        """Milliseconds of one decoding step with a static cache, as a CUDA graph, and of reading its weights."""
+        import torch
+
+        if not hasattr(self, "graph"):
+            self.graph, self.lengths = self.captured()
+            read = weight_bytes(self.model) - weight_bytes(self.model.get_input_embeddings())
+            self.reading = reading_seconds(read) * 1e3
+        times = []
+        for _ in range(20):
+            with torch.inference_mode():
+                for length in self.lengths:
+                    length.fill_(self.args.prompt)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(5):
+                self.graph.replay()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) / 5 * 1e3)
+        step = statistics.median(times)
+        return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
+
+    def captured(self) -> tuple[Any, list[Any]]:
+        """The graph of a step, and the counters of the cache that it moves on."""
         import torch
         from transformers import StaticCache
 
         model = self.model
         with torch.inference_mode():
-            if not hasattr(self, "graph"):
-                cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + self.args.new)
-                ids = torch.full((1, 1), 300, device="cuda")
-                step = torch.compile(model.forward, fullgraph=True, dynamic=False)
-                position = torch.full((1, 1), self.args.prompt, device="cuda")
-                model(input_ids=ids.expand(1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
+            cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
+            ids = torch.full((1, 1), 300, device="cuda")
+            position = torch.full((1, 1), self.args.prompt, device="cuda")
+            step = torch.compile(model.forward, fullgraph=True, dynamic=False)
+            model(input_ids=ids.expand(1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
 
-                def run() -> Any:
-                    return step(input_ids=ids, position_ids=position, past_key_values=cache).logits.argmax(-1)
+            def run() -> Any:
+                return step(input_ids=ids, position_ids=position, past_key_values=cache).logits.argmax(-1)
 
-                stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream):
-                    for _ in range(3):
-                        run()
-                torch.cuda.synchronize()
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
                     run()
-            times = []
-            for _ in range(20):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(5):
-                    self.graph.replay()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - begin) / 5 * 1e3)
-        return statistics.median(times)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+        return graph, [layer.cumulative_length for layer in cache.layers]
+
+
+def reading_seconds(nbytes: int) -> float:
+    """The least time in which a kernel reads so many bytes of memory."""
+    import torch
+
+    from halfbyte.kernels.gpu.clock import graph_times
+    from halfbyte.kernels.gpu.probe import read_launches
+    from halfbyte.machine import gpu
+
+    data = torch.empty(nbytes // 4 * 4, dtype=torch.uint8, device="cuda").random_()
+    return min(time.median for time in graph_times(read_launches([data], gpu(0)), rounds=5).values())
 
 
 # The model
@@ -243,6 +266,12 @@ def make_model(args: argparse.Namespace, *, quantized: bool) -> Any:
                 model.set_submodule("lm_head" if part is model.lm_head else "model.embed_tokens", holder[0])
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(args.device)
     return ready(model, args.device)
+
+
+def weight_bytes(model: Any) -> int:
+    from halfbyte.integrations import text
+
+    return text.weight_bytes(model)
 
 
 def make_tokenizer(size: int) -> Any:

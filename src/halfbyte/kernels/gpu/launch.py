@@ -5,13 +5,15 @@ compiled ahead of time for a GPU that is not there, or made again without Python
 
 Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
 so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come
-from its own memory, and locks are a piece of memory that nobody else is given.
+from its own memory, and locks are a piece of memory that nobody else is given. torch.compile runs what it will capture once before,
+with the allocations of that thread in the graphs' memory, where nothing may outlive the run: what is kept is allocated by another one.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -90,8 +92,7 @@ def workspace(device: torch.device, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     found = _workspaces.get((index, stream))
     if found is None or found.numel() < nbytes:
-        size = max(_LEAST_BYTES, _power_of_two(nbytes))
-        found = _workspaces[index, stream] = torch.empty(size, dtype=torch.uint8, device=device)
+        found = _workspaces[index, stream] = _lasting(torch.uint8, max(_LEAST_BYTES, _power_of_two(nbytes)), device)
     return found
 
 
@@ -102,10 +103,24 @@ def locks(device: torch.device, n: int) -> Tensor:
         return _locks_of_graph(device, n, (index, stream, graph))
     found = _locks.get((index, stream))
     if found is None or found.numel() < n:
-        found = _locks[index, stream] = torch.zeros(max(_LEAST_LOCKS, _power_of_two(n)), dtype=torch.int32, device=device)
+        found = _locks[index, stream] = _lasting(torch.int32, max(_LEAST_LOCKS, _power_of_two(n)), device)
         if index not in _arenas or _arenas[index].numel() < _ARENA // 2:
-            _arenas[index] = torch.zeros(_ARENA, dtype=torch.int32, device=device)
+            _arenas[index] = _lasting(torch.int32, _ARENA, device)
     return found
+
+
+def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
+    """Zeros [n], ready on the current stream, in memory that belongs to no graph whatever this thread is doing."""
+    if device.type != "cuda":
+        return torch.zeros(n, dtype=dtype, device=device)
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(n, dtype=dtype, device=device)
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
 
 
 def _locks_of_graph(device: torch.device, n: int, key: tuple[int, int, int]) -> Tensor:
