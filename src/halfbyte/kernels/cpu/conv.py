@@ -10,24 +10,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit, patches, runtime
+from halfbyte.kernels.cpu import direct, jit, patches, runtime
+from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
+from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter
 
 # Patches that are gathered at a time: so few that they stay near, so many that a panel's weights are worth loading for them.
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
+_STRIP_BYTES = 1 << 16  # of an image's lines, or of patches, that a thread has at hand
 
 
 def _step(size: int, most: int) -> int:
@@ -42,7 +47,7 @@ class _Call(NamedTuple):
     out_shape: tuple[int, int, int, int]
     memory: int
     threads: int
-    outside: Tensor
+    kept: tuple[Tensor, ...]
 
 
 _kept = Kept[_Call]()
@@ -92,6 +97,121 @@ class ConvKernel:
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
+        batch, _, height, width = x.shape
+        ho, wo = window.out_size((height, width), self.sizes.kernel)
+        linear = self.linear.taking(batch * ho * wo)
+        if self.dtype == torch.int8 and linear is self.linear and linear.geometry.blocks == 1:
+            return self._without_patches(x, window, outside)
+        return self._with_patches(x, window, outside)
+
+    def _without_patches(self, x: Tensor, window: Window, outside: int) -> _Call:
+        """The plan of `direct.py`."""
+        sizes, linear, isa, geo = self.sizes, self.linear, self.isa, self.linear.geometry
+        batch, channels, height, width = x.shape
+        ho, wo = window.out_size((height, width), sizes.kernel)
+        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
+        top, _, left, _ = window.padding
+        joined = dw == 1 and sizes.groups == 1  # the taps of a line lie side by side
+        runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
+        step = 32 if run % 32 == 0 else 8
+        inside = (ho - 1) * sh - top + (kh - 1) * dh < height and (wo - 1) * sw - left + (kw - 1) * dw < width
+        image_itself = top == left == 0 and inside and step == 32 and run % 32 == 0
+        patches = run % 8 != 0
+        near_width = (wo - 1) * sw + (kw - 1) * dw + 1
+        line = (width if image_itself else near_width) * channels
+        row = geo.padded if patches else 0
+        step = math.gcd(geo.padded, 32) if patches else step
+
+        def strip_bytes(lines: int) -> int:
+            return lines * wo * row + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
+
+        lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES), 1)
+        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
+        if most > 1:
+            lines = max(1, min(lines, -(-batch * ho * sizes.groups * geo.panels // (most * _ITEMS_A_THREAD))))
+        strips = -(-ho // lines)
+        lines = -(-ho // strips)
+        m = lines * wo
+        parts = max(1, min(geo.panels, -(-most * _ITEMS_A_THREAD // (batch * strips * sizes.groups)))) if most > 1 else 1
+        group = -(-geo.panels // parts)
+        parts = -(-geo.panels // group)
+        most_rows, vectors = isa.direct_tile
+        rows = -(-m // -(-m // most_rows))
+        tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False)
+        tile_name = direct.name_of(tile_spec)
+        tile = jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name]
+        correction = isa.correction(sizes.format.bits, signed=True)
+        left_pixels = min(left, near_width)
+        copied = min(width, near_width - left_pixels) * channels
+        spec = LinesSpec(
+            0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 1,
+            0 if not patches else min(32, 1 << (run - 1).bit_length()),
+            rows,
+            step,
+            correction,
+        )
+        phase = jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name]
+        y, x_ = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
+        places = (y * (sh * line) + x_ * (sw * channels)).flatten()
+        walk_places = torch.arange(m) * row if patches else places
+        near_lines = (lines - 1) * sh + (kh - 1) * dh + 1
+        patches_at = 0 if image_itself else near_lines * line + SLACK + 63 & ~63
+        sums_at = patches_at + (m * row + SLACK + 63 & ~63 if patches else 0)
+        thread_bytes = sums_at + (m * 4 + 63 & ~63)
+        items = batch * strips * sizes.groups * parts
+        threads = min(most, items)
+        edge = torch.full((64,), outside, dtype=torch.int8)
+        fields = {
+            "first_phase": phase,
+            "openmp": runtime.openmp_address(),
+            "n": geo.n,
+            "panel_bytes": geo.panel_bytes,
+            "group": group,
+            "out_stride": sizes.out,
+            "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
+            "tile_function": tile,
+            "row_bytes": row,
+            "items": items,
+            "parts": parts,
+            "groups": sizes.groups,
+            "strips": strips,
+            "strip_lines": lines,
+            "rows": m,
+            "group_bytes": sizes.channels,
+            "group_weights": geo.nbytes,
+            "group_bias": 12 * cpu_tiles.PANEL * geo.panels,
+            "group_out": geo.n,
+            "thread_bytes": thread_bytes,
+            "patches_at": patches_at,
+            "sums_at": sums_at,
+            "height": height if copied else 0,  # 0: nothing of a line is seen
+            "out_height": ho,
+            "out_width": wo,
+            "stride_h": sh,
+            "top": top,
+            "image_bytes": height * width * channels,
+            "line_bytes": width * channels,
+            "near_lines": near_lines,
+            "near_line_bytes": line,
+            "copied_bytes": copied,
+            "left_bytes": left_pixels * channels,
+            "outside": edge.data_ptr(),
+            "places": places.data_ptr(),
+            "walk_places": walk_places.data_ptr(),
+            "lines": kh,
+            "line_step": dh * line,
+            "runs": runs,
+            "run_step": dw * channels,
+            "run_bytes": run,
+            "walk_lines": 1 if patches else kh,
+            "walk_line_step": dh * line,
+            "walk_runs": 1 if patches else runs,
+            "walk_run_step": dw * channels,
+            "walk_steps": (row if patches else run) // step,
+        }
+        return _Call(DIRECT.buffer(fields), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places))
+
+    def _with_patches(self, x: Tensor, window: Window, outside: int) -> _Call:
         sizes, element = self.sizes, self.dtype.itemsize
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
@@ -160,4 +280,4 @@ class ConvKernel:
                 "piece_stride": piece if whole_lines else stride,
             }
         )
-        return _Call(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, edge)
+        return _Call(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))

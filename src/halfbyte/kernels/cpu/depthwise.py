@@ -2,8 +2,9 @@
 
     y[m, c] = sum over taps of  w[tap, c] * x[pixel under tap of output m, c]
 
-Threads draw lines of the output; a few neighbouring outputs share each load of a weight. Weights are made numbers beforehand:
-there are as many as taps, once a channel, and each is used for every pixel. Images and outputs are channels_last; outside of an
+Threads draw lines of the output; a few neighbouring outputs are computed together, and share each load of a weight and, where the
+kernel and its stride are small, each load of a pixel. Weights are made numbers beforehand: there are as many as taps, once a channel,
+and each is used for every pixel. Images and outputs are channels_last; outside of an
 image lie zeros (or the code that means zero).
 
 Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: the same with codes, whose sums are exact
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
@@ -42,23 +44,38 @@ DEPTHWISE = Block(
     ),
     frozenset({"clamp"}),
 )
-_TOGETHER = 8  # neighbouring outputs that share a weight
+_TOGETHER = 8  # neighbouring outputs that share a weight, at most; with many registers _MORE_TOGETHER
+_MORE_TOGETHER = 14
+_MANY_REGISTERS = 16  # lanes: AVX-512 has 32 registers
+_SHARED_STRIDE = 2  # up to which neighbours share pixels that are loaded once
 _COST = 8  # of a product here, in products of a matrix
 _WIDEST = 7  # kernel whose line is written out
 MOST_TAPS = 1024  # 2^10 * 2^7 * 2^7 = 2^24: so many products of codes have a sum that float32 holds
+_TAPS_AND_START = 512  # so many products of codes and the start, which is a sum of as many products
 
 
 @dataclass(frozen=True, slots=True)
 class DepthwiseSpec:
-    """kind: of the image, "f32", "bf16", "f16" or "i8"; lanes: channels side by side; width: of the kernel, 0 for any."""
+    """What the kernel is compiled for.
+
+    kind      of the image: "f32", "bf16", "f16" or "i8"
+    lanes     channels side by side
+    together  outputs side by side
+    width     of the kernel; 0 for any
+    stride    between outputs, where they share pixels; 0 for any
+    started   sums of codes begin at the table's start, else it is added at the end
+    """
 
     kind: str
     lanes: int
+    together: int
     width: int
+    stride: int
+    started: bool
 
     @property
     def name(self) -> str:
-        return f"depthwise_{self.kind}_{self.lanes}_w{self.width}"
+        return f"depthwise_{self.kind}_{self.lanes}x{self.together}_w{self.width}_s{self.stride}{'_started' if self.started else ''}"
 
 
 def build(spec: DepthwiseSpec, isa: ISA) -> Module:
@@ -94,17 +111,21 @@ class _Lines:
             for start in f.loop(channels, step=spec.lanes):
                 c = f.umin(start, channels - spec.lanes)  # the last vector may overlap the one before
                 out = line * width * channels + c
-                for x in f.loop(first):
-                    self._outputs(image, top, x, c, out, 1, inside=False)
-                for x in f.loop(stop, first, _TOGETHER):  # the last ones may overlap those before
-                    self._outputs(image, top, f.umin(x, stop - _TOGETHER), c, out, _TOGETHER, inside=True)
-                for x in f.loop(width, stop):
-                    self._outputs(image, top, x, c, out, 1, inside=False)
+                for x in f.loop(width, step=spec.together):
+                    x = f.umin(x, width - spec.together)  # the last ones may overlap those before
+                    inside = (x >= first) & (stop - spec.together >= x)
+                    with f.when(inside):
+                        self._outputs(image, top, x, c, out, inside=True)
+                    with f.when(inside.equals(0)):
+                        self._outputs(image, top, x, c, out, inside=False)
 
-    def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value, count: int, *, inside: bool) -> None:
-        """`count` neighbouring outputs from `first` on; `inside`: no tap lies left or right of the image."""
+    def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value, *, inside: bool) -> None:
+        """Neighbouring outputs from `first` on; `inside`: no tap lies left or right of the image."""
         f, spec = self.f, self.spec
-        sums = [f.variable(f.value(self.floats, 0.0)) for _ in range(count)]
+        begin = f.value(self.floats, 0.0)
+        if spec.started:
+            begin = (self.pointer("bias") + (self.get("channels") * 8 + c * 4)).load(self.ints, 0, 4).to("float")
+        sums = [f.variable(begin) for _ in range(spec.together)]
         left = first * self.get("stride_w") - self.get("left")
         channels = self.get("channels")
         weight = f.variable(self.pointer("weights") + c * 4)
@@ -114,19 +135,38 @@ class _Lines:
             # Above and below of the image each pixel is the same one.
             step = there.select(channels * self.element, 0)
             line = there.select(image + iy * self.get("width") * channels * self.element, self.pointer("outside")) + c * self.element
-            pixel, apart, hop = f.variable(line + left * step), self.get("stride_w") * step, self.get("dilation_w") * step
-            for kw in range(spec.width) if spec.width else f.loop(self.get("kernel_w")):
-                w = weight.value.load(self.floats, 0, 4)
-                for i, total in enumerate(sums):
-                    source = pixel.value + apart * i
-                    if not inside:
-                        ix = left + self.get("dilation_w") * kw
-                        source = _below(f, ix, self.get("width")).select(source, self.pointer("outside") + c * self.element)
-                    total.value = f.fma(w, self._load(source), total.value)
-                pixel.value = pixel.value + hop
-                weight.value = weight.value + channels * 4
+            start = line + left * step
+
+            def pixel(x: Value | int, start: Value = start, step: Value = step) -> Value:
+                """That of `x` to the right of the first."""
+                source = start + step * x
+                if inside:
+                    return source
+                return _below(f, left + x, self.get("width")).select(source, self.pointer("outside") + c * self.element)
+
+            if spec.stride:
+                self._shared_taps(pixel, weight.value, sums)
+                weight.value = weight.value + channels * (4 * spec.width)
+            else:
+                for kw in range(spec.width) if spec.width else f.loop(self.get("kernel_w")):
+                    w = weight.value.load(self.floats, 0, 4)
+                    for i, total in enumerate(sums):
+                        x = self.get("dilation_w") * kw + self.get("stride_w") * i
+                        total.value = f.fma(w, self._load(pixel(x)), total.value)
+                    weight.value = weight.value + channels * 4
         for i, total in enumerate(sums):
             self._write(total.value, c, at + (first + i) * channels)
+
+    def _shared_taps(self, pixel: Callable[[int], Value], weights: Value, sums: list[Variable]) -> None:
+        """A line of the kernel: each pixel is loaded once, for all outputs that it has a part in."""
+        f, spec, apart = self.f, self.spec, self.get("channels") * 4
+        taps = [(weights + apart * kw).load(self.floats, 0, 4) for kw in range(spec.width)]
+        for x in range((spec.together - 1) * spec.stride + spec.width):
+            uses = [(i, x - i * spec.stride) for i in range(spec.together) if 0 <= x - i * spec.stride < spec.width]
+            value = self._load(pixel(x)) if uses else None
+            for i, kw in uses:
+                assert value is not None
+                sums[i].value = f.fma(taps[kw], value, sums[i].value)
 
     def _load(self, x: Value) -> Value:
         lanes = self.spec.lanes
@@ -141,8 +181,9 @@ class _Lines:
         if self.integer:
             row = self.get("channels") * 4
             offset, multiplier = bias.load(self.floats, 0, 4), (bias + row).load(self.floats, 0, 4)
-            start = (bias + row * 2).load(self.ints, 0, 4)
-            value = f.fma((total.to("i32") + start).to("float"), multiplier, offset).max_or(low).min_or(high)
+            if not self.spec.started:
+                total = (total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)).to("float")
+            value = f.fma(total, multiplier, offset).max_or(low).min_or(high)
             out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
@@ -223,11 +264,18 @@ class DepthwiseKernel:
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         lanes = self.isa.lanes if channels >= self.isa.lanes else 1
         kw, stride, left = self.sizes.kernel[1], window.stride[1], window.padding[2]
-        spec = DepthwiseSpec(KINDS[x.dtype], lanes, kw if kw <= _WIDEST else 0)
-        first = min(-(-left // stride), wo)
-        stop = max(first, min((width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1, wo))
-        if stop - first < _TOGETHER:
-            first = stop = wo
+        most = _MORE_TOGETHER if self.isa.lanes >= _MANY_REGISTERS else _TOGETHER
+        shares = kw <= _WIDEST and stride <= _SHARED_STRIDE and window.dilation[1] == 1
+        spec = DepthwiseSpec(
+            KINDS[x.dtype],
+            lanes,
+            together=-(-wo // -(-wo // most)),
+            width=kw if kw <= _WIDEST else 0,
+            stride=stride if shares else 0,
+            started=x.dtype == torch.int8 and self.sizes.taps <= _TAPS_AND_START,
+        )
+        first = -(-left // stride)
+        stop = max(0, (width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1)
         edge = torch.full((channels,), outside, dtype=x.dtype)
         buffer = DEPTHWISE.buffer(
             {

@@ -9,7 +9,7 @@ Bytes are little-endian throughout: a layout's four bytes are read as one intege
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +50,7 @@ class ISA:
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
+    direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
@@ -157,11 +158,11 @@ class ISA:
         return totals
 
     def int8_unit(
-        self, f: Function, unit: Int8Unit, weights: Value, a: Value, totals: list[Value], weight_sums: list[Value]
+        self, f: Function, unit: Int8Unit, weights: Value, a: Sequence[Value], totals: list[Value], weight_sums: list[Value]
     ) -> tuple[list[Value], list[Value]]:
         """The totals after one unit; `weight_sums` (a vector each, or none) are those of one more row, which is all ones.
 
-        weights, a   address of the unit's data at the tile's first output, and of its activations
+        weights, a   address of the unit's data at the tile's first output, and of each row's activations
         """
         accs = [self.start(f, t, unit.bits) for t in totals]
         sums = [self.start(f, t, unit.bits) for t in weight_sums]
@@ -171,7 +172,7 @@ class ISA:
             by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(weights + t * PANEL * 4, unit.vectors)]
             for step in zip(*by_vector, strict=True):
                 for i in range(unit.rows):
-                    four = self.spread(a, "i32", i * unit.k + at)
+                    four = self.spread(a[i], "i32", at)
                     for v, w in enumerate(step):
                         n = i * unit.vectors + v
                         accs[n] = self.pinned(f, self.dot(f, accs[n], w, four, unit.bits, unit.full_range))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, mangled
@@ -19,6 +20,7 @@ class Neon(ISA):
     features = "+neon"
     half_conversions = True
     register = "w"
+    direct_tile = (4, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -66,6 +68,7 @@ class NeonDotprod(Neon):
 
     name = "neon_dotprod"
     needs = Neon.needs | {"dotprod"}
+    direct_tile = (5, 4)
     features = "+neon,+dotprod"
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
@@ -98,6 +101,7 @@ class NeonI8mm(NeonDotprod):
     needs = NeonDotprod.needs | {"i8mm"}
     features = "+neon,+dotprod,+i8mm"
     lane_products = 8
+    direct_tile = (8, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return (min(m, 8), 2) if compute == "int8" and m > 1 else super().tile(m, compute, bits, block)
@@ -117,7 +121,7 @@ class NeonI8mm(NeonDotprod):
         return [(i * unit.vectors + v, (i + 1) * unit.vectors + v) for i in rows for v in range(unit.vectors)]
 
     def int8_unit(
-        self, f: Function, unit: Int8Unit, weights: Value, a: Value, totals: list[Value], weight_sums: list[Value]
+        self, f: Function, unit: Int8Unit, weights: Value, a: Sequence[Value], totals: list[Value], weight_sums: list[Value]
     ) -> tuple[list[Value], list[Value]]:
         accs, sums = list(totals), list(weight_sums)
         ones = f.value("i32", 0x01010101).splat(self.lanes)
@@ -126,13 +130,13 @@ class NeonI8mm(NeonDotprod):
             operands = [(low.shuffle(_ZIP_LOW, high), low.shuffle(_ZIP_HIGH, high)) for low, high in zip(*steps, strict=True)]
             for n, (first, second) in enumerate(self._pairs_of_accumulators(unit)):
                 i, v = n // unit.vectors * 2, n % unit.vectors
-                top, bottom = (a.load("<8 x i8>", (i + j) * unit.k + 8 * g, 8) for j in (0, 1))
+                top, bottom = (a[i + j].load("<8 x i8>", 8 * g, 8) for j in (0, 1))
                 rows = top.shuffle(range(16), bottom)
                 for acc, operand in zip((first, second), operands[v], strict=True):
                     accs[acc] = self.product(f, accs[acc], operand, rows)
             for s, step in enumerate(steps):
                 if unit.rows % 2:
-                    four = self.spread(a, "i32", (unit.rows - 1) * unit.k + 8 * g + 4 * s)
+                    four = self.spread(a[-1], "i32", 8 * g + 4 * s)
                     at = (unit.rows - 1) * unit.vectors
                     accs[at:] = [self.dot(f, acc, w, four, unit.bits) for acc, w in zip(accs[at:], step, strict=True)]
                 sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
@@ -157,6 +161,8 @@ class SVE(NeonDotprod):
         self.name = f"sve{bits}"
         self.lanes = bits // 32
         self.attributes = f"vscale_range({bits // 128},{bits // 128})"
+        vectors = min(4, PANEL // self.lanes)
+        self.direct_tile = 20 // vectors, vectors
 
     needs = NeonDotprod.needs | {"sve"}
     features = "+neon,+dotprod,+sve"

@@ -14,6 +14,7 @@ class RV64GC(ISA):
     name = "rv64gc"
     arch = "riscv64"
     features = "+m,+a,+f,+d,+c"
+    direct_tile = (1, 1)
     code_model = "medium"  # relative to the program counter: the code may lie anywhere
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
@@ -27,6 +28,7 @@ class RVV(RV64GC):
     needs: ClassVar[frozenset[str]] = frozenset({"v"})
     features = RV64GC.features + ",+v"
     lanes = 8
+    direct_tile = (2, 2)
     register_totals = 4
     register = "^vr"
 

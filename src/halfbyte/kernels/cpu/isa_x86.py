@@ -26,6 +26,7 @@ class AVX2(ISA):
     half_conversions = True
     register_totals = 4
     register = "v"
+    direct_tile = (4, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -79,6 +80,7 @@ class AVX512(AVX2):
     needs = AVX2.needs | _AVX512_NEEDS
     attributes = _WHOLE_REGISTERS
     register_totals = 12
+    direct_tile = (6, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return min(m, 6), 2
@@ -108,6 +110,7 @@ class AVXVNNI(ISA):
     half_conversions = True
     register_totals = 4
     register = "v"
+    direct_tile = (5, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -137,6 +140,7 @@ class AVX512VNNI(AVXVNNI):
     attributes = _WHOLE_REGISTERS
     register = ""
     register_totals = 12
+    direct_tile = (12, 2)
 
     def __init__(self, intel: bool | None = None) -> None:
         self.intel = machine().vendor == "Intel" if intel is None else intel

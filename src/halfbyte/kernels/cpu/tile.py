@@ -213,7 +213,7 @@ class Tile:
                 f.prefetch(w + (PREFETCH_BYTES + line))
         rows = w + first * 4
         if spec.inner == "int8":
-            return self.isa.int8_unit(f, self.int8, rows, a, totals, weight_sums)
+            return self.isa.int8_unit(f, self.int8, rows, [a + i * spec.unit for i in range(spec.rows)], totals, weight_sums)
         step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
         row_k = 32 // spec.bits
         for t in range(spec.unit // row_k):
@@ -374,22 +374,25 @@ class RequantizingTile(Tile):
 
     def _write(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        stride = LINEAR.load(self.args, "out_stride")
-        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
-        codes = f.alloca("i8", self.count * isa.lanes, 64)
         some = f.umin((self.columns - first).max_or(0), f.value("i64", spec.vectors * isa.lanes))
+        whole = some.equals(spec.vectors * isa.lanes)
+        with f.when(whole):
+            self._write_codes(self.out + first, LINEAR.load(self.args, "out_stride"), first)
+        with f.when(whole.equals(0)):
+            codes = f.alloca("i8", self.count * isa.lanes, 64)
+            self._write_codes(codes, f.value("i64", spec.vectors * isa.lanes), first)
+            for i in range(spec.rows):
+                to = self.out + LINEAR.load(self.args, "out_stride") * i + first
+                for c in f.loop(some):
+                    (to + c).store(codes.load("i8", c + i * spec.vectors * isa.lanes))
+
+    def _write_codes(self, to: Value, stride: Value, first: Value) -> None:
+        """All codes of the tile; rows lie `stride` bytes apart."""
+        spec, isa, f = self.spec, self.isa, self.f
+        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
         for v in range(spec.vectors):
             offset, multiplier = (self._column(row, first, v, isa.floats) for row in (0, 1))
             for i in range(spec.rows):
                 total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
                 value = f.fma(total, multiplier, offset).max_or(low).min_or(high)
-                codes.store((value + ROUND).bits(isa.ints).to("i8"), (i * spec.vectors + v) * isa.lanes)
-        for i in range(spec.rows):
-            to = self.out + stride * i + first
-            whole = some.equals(spec.vectors * isa.lanes)
-            with f.when(whole):
-                for v in range(spec.vectors):
-                    to.store(codes.load(vector("i8", isa.lanes), (i * spec.vectors + v) * isa.lanes), v * isa.lanes)
-            with f.when(whole.equals(0)):
-                for c in f.loop(some):
-                    (to + c).store(codes.load("i8", c + i * spec.vectors * isa.lanes))
+                (to + stride * i).store((value + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)

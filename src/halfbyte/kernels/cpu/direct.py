@@ -1,0 +1,238 @@
+"""Convolution of codes without patches: the tiles read each output's taps where they lie in the image.
+
+    acc[m, co] = sum over kh, runs of codes  w[co, kh, …] * x[image + place of output m + kh * line + …]
+
+Threads draw items: a strip of an image's output lines times some panels of a group's outputs. A strip's lines of the image are first
+copied into the thread's own memory, with what stands for 0 at their ends and above and below (not where nothing is padded). Then a
+tile's rows are R outputs, wherever they lie: each has its place, and from there all walk the same way over the kernel's lines. Where
+the codes of a walk come in runs that are no multiple of 8, as in stems of 3 channels, patches are written one behind the other first,
+which is a matter of a few loads and stores, and the walk is one run.
+
+The arithmetic is that of `tile.RequantizingTile`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit
+from halfbyte.kernels.cpu.tile import RequantizingTile, TileSpec
+from halfbyte.layouts.cpu_tiles import PANEL
+
+DIRECT = Block(
+    (
+        *LINEAR.fields,
+        # items: strips of lines x groups of channels x parts of the panels
+        *("items", "parts", "groups", "strips", "strip_lines", "rows"),
+        *("group_bytes", "group_weights", "group_bias", "group_out"),
+        # a thread's memory: the lines of a strip, patches where they are written out, sums of each row
+        *("thread_bytes", "patches_at", "sums_at"),
+        # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
+        *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
+        *("near_lines", "near_line_bytes", "copied_bytes", "left_bytes", "outside"),
+        # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
+        *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_bytes"),
+        *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+    ),
+    LINEAR.floats,
+)
+SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
+
+
+@dataclass(frozen=True, slots=True)
+class LinesSpec:
+    """What the loops around the tiles are compiled for.
+
+    copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
+    patches     bytes that are written at a time where patches are written out; else 0
+    rows        R
+    step        codes that a tile takes of each row at a time: 32 or 8
+    correction  what the sum of a patch's codes is multiplied by for the accumulators (`ISA.correction`)
+    """
+
+    copied: int
+    patches: int
+    rows: int
+    step: int
+    correction: int
+
+    @property
+    def name(self) -> str:
+        return f"lines_{self.copied}_{self.patches}_{self.rows}x{self.step}_{'m' if self.correction < 0 else ''}{abs(self.correction)}"
+
+
+def build(spec: LinesSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    _Lines(spec, isa, f).emit()
+    return module
+
+
+class _Lines:
+    def __init__(self, spec: LinesSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, self.thread, _ = f.parameters
+        self.near = self.pointer("scratch") + self.thread * self.get("thread_bytes")
+        self.patches, self.sums = self.near + self.get("patches_at"), self.near + self.get("sums_at")
+
+    def get(self, name: str) -> Value:
+        return DIRECT.load(self.args, name)
+
+    def pointer(self, name: str) -> Value:
+        return DIRECT.load(self.args, name, "ptr")
+
+    def emit(self) -> None:
+        f, get, spec = self.f, self.get, self.spec
+        parts, groups, strips, group = get("parts"), get("groups"), get("strips"), get("group")
+        counter, rows, panels = self.args + DIRECT.offset("counter"), get("rows"), (get("n") + (PANEL - 1)) // PANEL
+        copied, gathered = f.variable(f.value("i64", -1)), f.variable(f.value("i64", -1))
+        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
+            part, place = item % parts, item // parts
+            g, strip = place % groups, place // groups
+            b, number = strip // strips, strip % strips
+            y = f.umin(number * get("strip_lines"), get("out_height") - get("strip_lines"))
+            image = self.pointer("x") + b * get("image_bytes")
+            top = y * get("stride_h") - get("top")
+            if spec.copied:
+                new = copied.value.equals(strip).equals(0)
+                with f.when(new):
+                    self._copy(image, top)
+                    copied.value = strip
+                start = self.near + g * get("group_bytes")
+            else:
+                start = image + top * get("line_bytes") + g * get("group_bytes")
+            new = gathered.value.equals(place).equals(0)
+            walked = self.patches if spec.patches else start
+            with f.when(new):
+                if spec.patches:
+                    self._gather(start)
+                if spec.correction:
+                    self._sum(walked)
+                gathered.value = place
+            first, stop = part * group, f.umin(part * group + group, panels)
+            out = self.pointer("out") + (b * get("out_height") + y) * get("out_width") * get("out_stride") + g * get("group_out")
+            weights, table = self.pointer("weights") + g * get("group_weights"), self.pointer("bias") + g * get("group_bias")
+            tile = self.pointer("tile_function")
+            for p in f.loop(stop, first):
+                columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
+                at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * PANEL
+                for r in f.loop(rows, step=spec.rows):  # the last tile may overlap the one before
+                    m = f.umin(r, rows - spec.rows)
+                    places = self.pointer("walk_places") + m * 8
+                    f.call_pointer(
+                        tile, self.args, at[0], walked, places, self.sums + m * 4, at[2] + m * get("out_stride"), at[1], columns
+                    )
+
+    def _copy(self, image: Value, top: Value) -> None:
+        """The lines of a strip from line `top` of the image on, with what lies outside."""
+        f, get, spec = self.f, self.get, self.spec
+        size, left, line_bytes = get("copied_bytes"), get("left_bytes"), get("near_line_bytes")
+        outside = self.pointer("outside").load("i8").splat(spec.copied) if spec.copied > 1 else self.pointer("outside").load("i8")
+        kind, last = vector("i8", spec.copied), size - spec.copied
+        for line in f.loop(get("near_lines")):
+            to, y = self.near + line * line_bytes, top + line
+            inside = f.emit("i1", f"icmp ult i64 {y.name}, {get('height').name}")
+            with f.when(inside):
+                for at in f.loop(left, step=spec.copied):  # stores may reach beyond: what comes after is written later
+                    to.store(outside, at)
+                source, middle = image + y * get("line_bytes"), to + left
+                for at in f.loop(last, step=spec.copied):
+                    middle.store(source.load(kind, at), at)
+                middle.store(source.load(kind, last), last)
+            start = inside.select(left + size, f.value("i64", 0))
+            for at in f.loop(line_bytes, start=start, step=spec.copied):
+                to.store(outside, at)
+
+    def _gather(self, start: Value) -> None:
+        """Patches, one behind the other. What pads a patch is any number: it meets weights that are 0."""
+        f, get, width = self.f, self.get, self.spec.patches
+        kind, size = vector("i8", width), get("run_bytes")
+        to = f.variable(self.patches)
+        for m in f.loop(get("rows")):
+            patch = start + (self.pointer("places") + m * 8).load("i64", 0, 8)
+            at = f.variable(to.value)
+            for line in f.loop(get("lines")):
+                for run in f.loop(get("runs")):
+                    source = patch + line * get("line_step") + run * get("run_step")
+                    for byte in f.loop(size, step=width):
+                        at.value.store(source.load(kind, byte), byte)
+                    at.value = at.value + size
+            to.value = to.value + get("row_bytes")
+
+    def _sum(self, start: Value) -> None:
+        """What the accumulators of each row begin at."""
+        f, get, isa = self.f, self.get, self.isa
+        ones, width = f.value(isa.quads, 1), 4 * isa.lanes
+        for m in f.loop(get("rows")):
+            place = start + (self.pointer("walk_places") + m * 8).load("i64", 0, 8)
+            total = f.variable(f.value(isa.ints, 0))
+            for line in f.loop(get("walk_lines")):
+                for run in f.loop(get("walk_runs")):
+                    codes, size = place + line * get("walk_line_step") + run * get("walk_run_step"), get("walk_steps") * self.spec.step
+                    whole = size // width * width
+                    for at in f.loop(whole, step=width):
+                        total.value = isa.dot(f, total.value, ones, codes.load(isa.quads, at), 8, full_range=True)
+                    for at in f.loop(size, start=whole, step=8):
+                        eight = codes.load("<8 x i8>", at).shuffle([*range(8), *[8] * (width - 8)], f.value("<8 x i8>", 0))
+                        total.value = isa.dot(f, total.value, ones, eight, 8, full_range=True)
+            (self.sums + m * 4).store(total.value.reduce("add") * self.spec.correction, 0, 4)
+
+
+def build_tile(spec: TileSpec, isa: ISA) -> Module:
+    """A module with one function: spec.name_direct(arguments, weights, image, places, sums, out, table, columns)."""
+    module = Module(isa.attributes)
+    f = module.function(name_of(spec), ["ptr"] * 7 + ["i64"])
+    tile = _DirectTile(spec, isa, f)
+    passes = PANEL // (isa.lanes * spec.vectors)
+    if passes == 1:
+        tile.emit(f.value("i64", 0))
+    else:
+        for part in f.loop(passes):
+            tile.emit(part * (isa.lanes * spec.vectors))
+    return module
+
+
+def name_of(spec: TileSpec) -> str:
+    return f"direct_{spec.name}"
+
+
+class _DirectTile(RequantizingTile):
+    """R outputs of an image times a panel of weights."""
+
+    def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, self.weights, self.image, self.places, self.sums, self.out, self.bias, self.columns = f.parameters
+        self.unit_bytes = PANEL * spec.unit * spec.bits // 8
+        self.count = spec.rows * spec.vectors
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=True)
+        self.in_registers = False
+        self.scratch = f.alloca(isa.floats, self.count, isa.lanes * 4)
+
+    def emit(self, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        columns = [self._column(2, first, v, isa.ints) for v in range(spec.vectors)]
+        starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
+        corrected = isa.correction(spec.bits, signed=True) != 0
+        totals = [column + start if corrected else column for start in starts for column in columns]
+        kept = [f.variable(total) for total in isa.turned(self.int8, totals)]
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
+        lines, line_step, runs, run_step, steps = (
+            DIRECT.load(self.args, f"walk_{name}") for name in ("lines", "line_step", "runs", "run_step", "steps")
+        )
+        w = f.variable(self.weights + first * 4)
+        for line in f.loop(lines):
+            for run in f.loop(runs):
+                at = f.variable(line * line_step + run * run_step)
+                for _ in f.loop(steps):
+                    here = [row + at.value for row in rows]
+                    new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
+                    for k, total in zip(kept, new, strict=True):
+                        k.value = total
+                    w.value = w.value + self.unit_bytes
+                    at.value = at.value + spec.unit
+        for n, total in enumerate(isa.turned(self.int8, [k.value for k in kept])):
+            self._set_total(n, total.bits(isa.floats))
+        self._write(first)
