@@ -118,6 +118,34 @@ def test_a_folder_without_an_architecture(folders: Path, tmp_path: Path) -> None
     assert isinstance(tensors[f"{PROJ}.weight"], Codes)
 
 
+OLD_SETTINGS = {
+    "gptq": ("quantize_config.json", {"bits": 4, "group_size": 16, "damp_percent": 0.01, "desc_act": False, "sym": False}),
+    "awq": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}),
+}
+
+
+@pytest.mark.parametrize("kind", OLD_SETTINGS)
+def test_folders_that_say_it_beside_config_json(kind: str, folders: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ wrote them before transformers read such models; halfbyte's own files of GPTQ are asymmetric: version 2."""
+    name, settings = OLD_SETTINGS[kind]
+    folder = tmp_path / "old"
+    shutil.copytree(folders / kind, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-16g.safetensors")
+    (folder / name).write_text(json.dumps(settings | ({"checkpoint_format": "gptq_v2"} if kind == "gptq" else {})))
+    assert torch.equal(logits(load(folder)), logits(load(folders / kind)))
+    export(folder, tmp_path / "new", "compressed-tensors")
+    assert not (tmp_path / "new" / name).exists(), "it says nothing of the copy"
+    (folder / name).write_text(json.dumps(settings | {"bits": 3, "w_bit": 3}))
+    with pytest.raises(CheckpointError, match="says 3 bits"):
+        load(folder)
+    (folder / name).write_text("[1]")
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
+
+
 def test_modules_with_settings_of_their_own(folders: Path, tmp_path: Path) -> None:
     """GPTQ's `dynamic`: 8 bits for one, another block size for another."""
     shutil.copytree(folders / "gptq", tmp_path / "m")

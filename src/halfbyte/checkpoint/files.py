@@ -13,6 +13,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are no tokenizers
+# Where a folder says how it is quantized besides config.json: AutoGPTQ's file, and that of AutoAWQ and llm-awq.
+GPTQ_SETTINGS, AWQ_SETTINGS = "quantize_config.json", "quant_config.json"
 _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
 
 
@@ -47,7 +49,9 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
         for path in sorted(source.rglob("*")) if source.is_dir() else ():
             name = path.relative_to(source)
             hidden = any(part.startswith(".") for part in name.parts)
-            if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()) or name.as_posix() == CONFIG:
+            if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()):
+                continue
+            if name.as_posix() in (CONFIG, GPTQ_SETTINGS, AWQ_SETTINGS):  # they say how the source is quantized
                 continue
             model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
             if not model:

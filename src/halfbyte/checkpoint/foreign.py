@@ -2,7 +2,7 @@
 what runs: no weight is quantized again.
 
 `quantization_config` in config.json says which project it was. What it says about single modules is checked against the tensors that
-are there, and the tensors are believed.
+are there, and the tensors are believed. Older folders of AWQ and GPTQ say it in a file of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any, cast
 
@@ -18,17 +19,31 @@ from torch import Tensor
 
 from halfbyte.checkpoint import quantization_config
 from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_entries
+from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.io import awq, compressed_tensors, gptq, points
-from halfbyte.io.safetensors import Reader
+from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 
 # What a module of a compressed-tensors checkpoint may hold besides its weight: scales of activations, of caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
 _MOST_POINTS = 1 << 22  # that are looked at to judge a version
+
+
+def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The quantization_config of a folder with this config.json, or what an older folder has in its place; None where it has neither."""
+    if (settings := config.get(quantization_config.SETTINGS)) is not None:
+        return settings
+    if (folder / GPTQ_SETTINGS).is_file():  # AutoGPTQ keeps models of AWQ too, and then says so
+        return {"quant_method": "gptq", **load_json(folder / GPTQ_SETTINGS)}
+    if not (folder / AWQ_SETTINGS).is_file():
+        return None
+    found = load_json(folder / AWQ_SETTINGS)
+    renamed = {"w_bit": "bits", "q_group_size": "group_size"}
+    return {"quant_method": "awq", **{renamed.get(name, name): value for name, value in found.items()}}
 
 
 def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:

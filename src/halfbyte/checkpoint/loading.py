@@ -15,7 +15,7 @@ from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.entries import Entries, plain_entries
 from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.folder import complete
-from halfbyte.checkpoint.foreign import read_folder
+from halfbyte.checkpoint.foreign import read_folder, settings_of
 from halfbyte.checkpoint.gguf_model import open_gguf
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, read_manifest
 from halfbyte.checkpoint.opened import Opened, open_entries, order_name
@@ -41,8 +41,8 @@ def open_model(path: str | PathLike[str], *, floats: bool = False) -> Opened:
     if isfile(source) and is_gguf(source):
         return open_gguf(source)
     config = load_json(source / CONFIG) if isfile(source / CONFIG) else {}
-    if config.get(SETTINGS) is not None and SECTION not in config:
-        entries = read_folder(Reader(weight_files(source)), config)
+    if SECTION not in config and (settings := settings_of(source, config)) is not None:
+        entries = read_folder(Reader(weight_files(source)), {**config, SETTINGS: settings})
         return open_entries(source, {key: value for key, value in config.items() if key != SETTINGS}, entries)
     if floats and SECTION not in config:
         return open_entries(source, config, Entries(plain_entries(Reader(weight_files(source)))))

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
 from halfbyte import checkpoint
+from halfbyte.checkpoint.foreign import settings_of
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
@@ -76,7 +77,7 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None) ->
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
-    if SECTION in described or described.get("quantization_config"):
+    if SECTION in described or settings_of(path, described):
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
         model = _open_quantized(path, described, device)
