@@ -188,6 +188,23 @@ def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
 
 
+def test_with_calibration(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"gptq needs calibration.*calibration=calibration_tokens"):
+        HalfbyteConfig("int4_g32", method="gptq")
+    tokens = torch.randint(0, 100, (4, 16))
+    for method in ("gptq", "awq"):
+        config = Config("int4_g32", method=method, skip=["*.layers.0.mlp.*"])
+        expected = quantize_(AutoModelForCausalLM.from_pretrained(folder), config, tokens)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig(config, calibration=tokens))
+        assert report(loaded).to_json() == report(expected).to_json()
+        assert torch.equal(outputs(loaded), outputs(expected))
+        assert isinstance(loaded.config.quantization_config, HalfbyteConfig)
+        loaded.save_pretrained(tmp_path / method)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / method)
+        assert torch.equal(outputs(again), outputs(expected))
+        assert again.lm_head.packed is again.model.embed_tokens.packed
+
+
 # Saved and loaded
 
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from halfbyte.checkpoint import convert as convert
+    from halfbyte.checkpoint import export as export
     from halfbyte.checkpoint import load as load
     from halfbyte.checkpoint import load_tensors as load_tensors
     from halfbyte.checkpoint import save as save
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.codes import Codes as Codes
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
+    from halfbyte.integrations.gguf import load_gguf as load_gguf
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
@@ -59,8 +61,9 @@ _HOMES = {
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.static": ("quantize_static",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
-    "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert"),
+    "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
+    "halfbyte.integrations.gguf": ("load_gguf",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,29 +30,30 @@ from halfbyte.errors import ArgumentError, CheckpointError, FormatError, Halfbyt
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
-from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_patterns, decide, finished, relative_error
+from halfbyte.nn.calibrate import Calibration
+from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_calibration, check_patterns, decide, finished
+from halfbyte.nn.convert import quantize_, relative_error
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.quantizers import METHODS
 
 
 @register_quantization_config(METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):
     """What `from_pretrained(..., quantization_config=...)` quantizes, and how: the arguments of `Config`, or a Config.
 
-    modules  what is quantized in a model that has been: filled by `from_pretrained`, and all that a saved model needs
+    calibration  as for `quantize_`. With it the float model is read as a whole, and quantized then
+    modules      what is quantized in a model that has been: filled by `from_pretrained`, and all that a saved model needs
     """
 
-    def __init__(self, format: str | Format | Config, **settings: Any) -> None:
+    def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
         if isinstance(format, Config) and settings:
             raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
         self.quant_method = METHOD  # type: ignore[assignment]
         self.config: Config | None = format if isinstance(format, Config) else Config(format, **settings)
+        self.calibration = calibration
         self.modules: dict[str, Module] = {}
-        if self.config.method not in METHODS:
-            one_of = f"one of {', '.join(METHODS)} quantizes a model as it loads"
-            raise ArgumentError(f"{one_of}, got {self.config.method!r}, which looks at activations: load the model and use quantize_")
+        check_calibration(self.config.method, calibration is not None)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         """The config of a model of which these modules are quantized."""
         made = cls.__new__(cls)
         made.quant_method = METHOD  # type: ignore[assignment]
-        made.config, made.modules = None, modules
+        made.config, made.calibration, made.modules = None, None, modules
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._tied = _ties(model)
         if self.pre_quantized:
             self._expect_codes(model)
-        else:
+        elif self.quantization_config.calibration is None:
             self._decide(model)
 
     def _decide(self, model: Any) -> None:
@@ -200,6 +201,10 @@ class HalfbyteQuantizer(HfQuantizer):
             raise self._failure
         if self.pre_quantized:
             self._take_codes(model)
+        elif self.quantization_config.calibration is not None:
+            assert self.quantization_config.config is not None
+            quantize_(model, self.quantization_config.config, self.quantization_config.calibration)
+            model.hf_quantizer, model.config.quantization_config = self, self.quantization_config
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)

@@ -274,7 +274,7 @@ def check_calibration(method: str, given: bool) -> None:
     """Raises ArgumentError for a method that needs calibration and has none, or the other way round."""
     if method in CALIBRATED and not given:
         raise ArgumentError(
-            f"{method} needs calibration, which was not given: pass quantize_(…, calibration=calibration_tokens(tokenizer, text)), "
+            f"{method} needs calibration, which was not given: pass calibration=calibration_tokens(tokenizer, text), "
             f"or use one of {', '.join(METHODS)}"
         )
     if given and method not in (*CALIBRATED, "mse"):
