@@ -29,10 +29,19 @@ from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, gu
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.calibrate import Calibration
-from halfbyte.nn.convert import CONFIG_ATTRIBUTE, Config, candidates, check_calibration, check_patterns, decide, finished
-from halfbyte.nn.convert import quantize_, relative_error
+from halfbyte.nn.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.convert import (
+    CONFIG_ATTRIBUTE,
+    Config,
+    candidates,
+    check_calibration,
+    check_patterns,
+    decide,
+    finished,
+    quantize_,
+    relative_error,
+)
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
