@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
-    from halfbyte.nn.static import quantize_static as quantize_static
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
+    from halfbyte.ops import grouped_linear as grouped_linear
     from halfbyte.ops import linear as linear
     from halfbyte.ops import pack as pack
     from halfbyte.ops import qlinear as qlinear
@@ -52,14 +52,13 @@ _HOMES = {
     "halfbyte.formats.spec": ("Format", "as_format"),
     "halfbyte.formats.codes": ("Codes",),
     "halfbyte.layouts.base": ("Packed",),
-    "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "embedding", "dequantize"),
+    "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "grouped_linear", "embedding", "dequantize"),
     "halfbyte.quantizers.gptq": ("GPTQ",),
     "halfbyte.quantizers.awq": ("AWQ",),
     "halfbyte.nn.calibrate": ("Calibration", "calibration_tokens"),
     "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
-    "halfbyte.nn.static": ("quantize_static",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),

@@ -97,7 +97,7 @@ def scratch(flush: str) -> None:
         exact = guarded((size,), torch.uint8, flush)
         return exact, exact.data_ptr()
 
-    linear._thread.memory = memory
+    linear.thread.memory = memory
     linear._ZEROS = placed(torch.zeros(32), flush)
 
 
@@ -120,7 +120,7 @@ def products(tell: Callable[[str], None]) -> None:
             for flush in ENDS:
                 tell(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
                 scratch(flush)
-                linear._thread.calls.clear()  # they know where the zeros were that stand for a bias
+                linear.thread.calls.clear()  # they know where the zeros were that stand for a bias
                 rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
                 with guarded_allocations(flush):
                     same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted[0])

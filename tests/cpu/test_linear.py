@@ -79,7 +79,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
     yield
-    linear._thread.calls.clear()
+    linear.thread.calls.clear()
 
 
 def test_the_cases_cover_each_pair() -> None:
@@ -204,7 +204,7 @@ def test_many_rows_go_through_in_passes(case: Case, monkeypatch: pytest.MonkeyPa
     residual = torch.randn(4097, n).to(case.dtype)
     added = kernel(x, packed.data.data_ptr(), None, -1.0, 1.0, residual)
     for rows in (1, 7, 1000, 5000):
-        monkeypatch.setattr(linear, "_ROWS_A_PASS", rows)
+        monkeypatch.setattr(linear, "ROWS_A_PASS", rows)
         assert torch.equal(kernel(x[:1011], packed.data.data_ptr(), None, -torch.inf, torch.inf), whole[:1011])
         assert torch.equal(kernel(x[:1011], packed.data.data_ptr(), None, -1.0, 1.0, residual[:1011]), added[:1011])
 

@@ -100,6 +100,21 @@ def launch_linear(
         file.launch(problem, config, x, *views, out, epilogue)
 
 
+def grouped_job(arch: str, pairs: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
+    """The best guess for linear layers of experts."""
+    return Job("aot:launch_grouped", arch, {"pairs": pairs, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype})
+
+
+def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: str, dtype: str) -> None:
+    from halfbyte.kernels.gpu import grouped
+
+    problem = Problem("grouped_linear", pairs, n, k, as_format(format), getattr(torch, dtype), experts=experts)
+    nbytes = experts * gpu_tiles.geometry(problem.format, (n, k)).nbytes
+    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(pairs, dtype=torch.int64, device="meta")
+    x, out = (torch.empty(pairs, size, dtype=problem.dtype, device="meta") for size in (k, n))
+    grouped.launch(problem, grouped.configs(problem, gpu)[0], x, ids, weight, out, torch.empty(experts, n, device="meta"))
+
+
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

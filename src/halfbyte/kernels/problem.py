@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format
 
-Op = Literal["linear", "qlinear", "embedding", "dequantize"]
+Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
 Pair = tuple[int, int]
@@ -24,7 +24,7 @@ class Problem:
     """One operation on a weight [n, k] in `format`.
 
     op          "linear": x [m, k] -> [m, n];  "qlinear": int8 x -> int8, requantized;  "embedding": m rows of the weight;
-                "dequantize": all of them
+                "dequantize": all of them;  "grouped_linear": m rows, each times one of `experts` weights [n, k]
     dtype       of the activations and of the result: float32, bfloat16 or float16; int8 for "qlinear"
     compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly
     activation  how, for "int8": a scale for each block of the weight along K or for the row; symmetric or with an offset
@@ -38,6 +38,7 @@ class Problem:
     dtype: torch.dtype
     compute: Compute = "float"
     activation: Activation = "block"
+    experts: int = 1
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:

@@ -15,7 +15,7 @@ from halfbyte.formats.spec import Format
 class Packed:
     """The same numbers as the Codes it was made from, in the order of `layout`.
 
-    shape   logical shape [..., N, K]
+    shape   logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`)
     layout  name of the byte order, as the file of that layout in this room defines it
     data    uint8, one dimension
     name    the format's, spelled once: looking it up costs more than a small kernel

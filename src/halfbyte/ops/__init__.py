@@ -5,6 +5,7 @@ library.py    the custom ops as torch sees them: schemas, shapes, gradients
 checks.py     what arguments must be, on every device
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs
+grouped.py    mixture of experts, on all of them
 """
 
 from halfbyte.ops import library as library
@@ -16,3 +17,4 @@ from halfbyte.ops.functions import qlinear as qlinear
 from halfbyte.ops.functions import quantize as quantize
 from halfbyte.ops.functions import requantization_table as requantization_table
 from halfbyte.ops.functions import unpack as unpack
+from halfbyte.ops.grouped import grouped_linear as grouped_linear

@@ -7,18 +7,17 @@ from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
+from halfbyte.layouts import convolution, cpu_tiles, experts, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_requantization
-from halfbyte.ops.library import OPS, differentiated
+from halfbyte.ops.library import OPS, differentiated, plain
 from halfbyte.quantizers import CALIBRATED, METHODS
 
 _INFINITE = float("inf")
@@ -51,23 +50,32 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
 
 
 def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
-    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". The numbers stay the same: `unpack` gives them back."""
+    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". The numbers stay the same: `unpack` gives them back.
+
+    Codes [N, K] become a weight for `linear` and its like, stacked ones [E, N, K] one for `grouped_linear`.
+    """
     device = torch.device(device)
     if device.type == "cpu":
-        from halfbyte.kernels.cpu import pack as kernel
-
-        codes = codes.to("cpu")
-        return kernel.pack(codes) if kernel.supports(codes) is None else cpu_tiles.pack(codes)
+        return experts.pack(codes.to("cpu"), _pack_cpu, cpu_tiles.NAME) if len(codes.shape) == 3 else _pack_cpu(codes.to("cpu"))
     if device.type == "cuda" and torch.cuda.is_available():
-        return gpu_tiles.pack(codes.to(device))
+        codes = codes.to(device)
+        return experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME) if len(codes.shape) == 3 else gpu_tiles.pack(codes)
     there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
     raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
+
+
+def _pack_cpu(codes: Codes) -> Packed:
+    from halfbyte.kernels.cpu import pack as kernel
+
+    return kernel.pack(codes) if kernel.supports(codes) is None else cpu_tiles.pack(codes)
 
 
 def unpack(packed: Packed | PackedConv) -> Codes:
     """The Codes that `packed` was made from, on its device."""
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
+    if len(packed.shape) == 3:
+        return experts.unpack(packed, unpack)
     return gpu_tiles.unpack(packed) if packed.layout == gpu_tiles.NAME else cpu_tiles.unpack(packed)
 
 
@@ -172,19 +180,13 @@ def dequantize(packed: Packed | PackedConv, dtype: torch.dtype = torch.float32) 
     """The weight that `packed` stands for, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`."""
     if isinstance(packed, PackedConv):
         return convolution.dequantize(packed, dtype)
+    if len(packed.shape) == 3:
+        weight = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+        for one, matrix in zip(weight, experts.matrices(packed), strict=True):
+            one.copy_(dequantize(matrix, dtype))
+        return weight
     *lead, k = packed.shape
     return OPS.dequantize.default(packed.data, packed.name, math.prod(lead), k, dtype).reshape(packed.shape)  # type: ignore[no-any-return]
-
-
-def plain(x: Tensor) -> bool:
-    """Nobody is watching (no tracing, no modes, no functorch), so the dispatcher, which costs more than a small kernel, may be skipped."""
-    return (
-        type(x) is Tensor
-        and (x.is_cpu or x.is_cuda)
-        and not torch.compiler.is_compiling()
-        and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
 
 
 def _matrix(packed: Packed) -> tuple[int, int]:

@@ -86,6 +86,9 @@ LINEAR = Block(
     frozenset({"clamp"}),
 )
 
+# blocks of LINEAR, one behind the other
+GROUPED = Block((*_HEADER, "blocks", "count"))
+
 DEQUANTIZE = Block(
     (*_HEADER, "weights", "panel_bytes", "blocks", "block", "last", "units", "last_units", "ids", "rows", "out", "out_stride")
 )

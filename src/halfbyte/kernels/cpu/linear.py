@@ -34,7 +34,7 @@ KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", tor
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
-_ROWS_A_PASS = 4096
+ROWS_A_PASS = 4096
 _KEPT_CALLS = 4096
 _KEPT_SCRATCH = 1 << 24
 
@@ -69,7 +69,7 @@ class _Thread(threading.local):
         return memory, memory.data_ptr() + 63 & ~63
 
 
-_thread = _Thread()
+thread = _Thread()
 _numbers = itertools.count()
 
 
@@ -136,18 +136,18 @@ class LinearKernel:
         if residual is not None:
             residual = residual.to(self.out_dtype)
             apart = residual.data_ptr() - out.data_ptr()  # the rows of both are as long
-        if m <= _ROWS_A_PASS:
+        if m <= ROWS_A_PASS:
             self._pass(x, m, weights, bias, low, high, out, apart)
         else:
-            for rows, part in zip(x.split(_ROWS_A_PASS), out.split(_ROWS_A_PASS), strict=True):
+            for rows, part in zip(x.split(ROWS_A_PASS), out.split(ROWS_A_PASS), strict=True):
                 self._pass(rows, len(rows), weights, bias, low, high, part, apart)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
         """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
-        thread, available = _thread, runtime.threads()
-        call = thread.calls.get((self.number, m, available)) or self._prepare(m, available)
-        _memory, address = thread.memory(call.scratch_bytes)
+        kept, available = thread, runtime.threads()
+        call = kept.calls.get((self.number, m, available)) or self._prepare(m, available)
+        _memory, address = kept.memory(call.scratch_bytes)
         # Asking for a stride costs three times what it costs to ask whether it is the usual one.
         stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
         pack_call(
@@ -167,19 +167,24 @@ class LinearKernel:
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
+        geo = self.geometry
+        threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
+        buffer, scratch_bytes = self.arguments(m, threads)
+        call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
+        if len(thread.calls) >= _KEPT_CALLS:
+            thread.calls.clear()
+        thread.calls[self.number, m, available] = call
+        return call
+
+    def arguments(self, m: int, threads: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+        """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""
         geo, taken = self.geometry, self.taking(m)
         fields = taken.fields(m)
-        threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
         group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
         phases = jit.load("driver", driver.build, self.isa)
         chunks = max(1, min(m * taken.row_bytes // taken.isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
-        buffer = LINEAR.buffer(fields)
-        call = _Call(buffer, ctypes.addressof(buffer), m * taken.row_bytes, threads)
-        if len(_thread.calls) >= _KEPT_CALLS:
-            _thread.calls.clear()
-        _thread.calls[self.number, m, available] = call
-        return call
+        return LINEAR.buffer(fields), m * taken.row_bytes
 
     def fields(self, m: int) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need."""

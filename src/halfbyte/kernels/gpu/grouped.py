@@ -1,0 +1,189 @@
+"""y [P, N]: y[p] = x[p / share] · W[id[p]]ᵀ + bias[id[p]], the linear layers of experts, for all pairs p of a token and an expert at once.
+
+Weight: E matrices [N, K] in `layouts/gpu_tiles.py`, one after the other (`layouts/experts.py`). x [P / share, K]: `share` pairs that
+follow each other have one row. Tiles, configs and arithmetic are those of `skinny.py`; rows of x that meet the same expert are computed
+together. Where the ids say that, nobody but the device knows how many rows an expert has, so that the host never waits:
+
+    sorted    a first small launch orders the pairs by expert and cuts each expert's into tiles of `columns`: a table with as many
+              entries as there may be at most, those that are left over empty
+    direct    with few pairs for the number of experts, each pair is a tile: nothing to sort
+
+An id that is no expert's gives a row of NaN. It wins as `skinny` does: where reading weights is most of the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu import skinny
+from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+_MOST_COLUMNS = 128
+_CHUNK = 1024  # ids that are looked at together
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one tile is computed, and whether pairs are sorted first."""
+
+    tile: skinny.Config
+    sort: bool
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if problem.op != "grouped_linear" or problem.compute != "float":
+        return f"it multiplies experts in floating point, not {problem.op} in {problem.compute}"
+    return None
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    pairs, experts = problem.m, problem.experts
+    active = min(pairs, experts)
+    if 3 * pairs <= experts:
+        return tuple(Config(tile, False) for tile in _tiles(problem, gpu, 1, pairs))
+    # A weight is read once for each of its tiles: half as many again as the mean leaves most experts with one.
+    columns = min(triton.next_power_of_2(-(-3 * pairs // (2 * experts))), _MOST_COLUMNS)
+    found = []
+    for size in (columns, 2 * columns, columns // 2):
+        if 1 <= size <= _MOST_COLUMNS:
+            found += [Config(tile, True) for tile in _tiles(problem, gpu, size, active * -(-pairs // (active * size)))]
+    return tuple(found)
+
+
+def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny.Config]:
+    """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
+    alike = replace(problem, op="linear", m=columns, n=problem.n * count, experts=1)
+    return list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
+
+
+def launch(problem: Problem, config: Config, x: Tensor, ids: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """x [P / share, K] (unit stride along K), ids [P] int32 or int64, weight uint8 [E * bytes of a matrix], bias [E, N] -> out [P, N]."""
+    pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
+    geo = gpu_tiles.geometry(problem.format, (n, k))
+    codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
+    steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
+    columns = config.tile.columns
+    static, per = skinny.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
+    blocks, table = pairs, None
+    if config.sort:
+        filled = min(pairs, experts + 1)  # ids that are no expert's are together one more
+        blocks = (pairs + filled * (columns - 1)) // columns
+        size = 4 * (pairs + 3 * blocks)
+        memory = launcher.workspace(out.device, size)[:size].view(torch.int32)
+        table = memory[:pairs], *memory[pairs:].view(3, blocks)
+        chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+        bins = max(32, triton.next_power_of_2(experts + 1))
+        launcher.run(_sort, (experts + 1,), ids, table, pairs, experts, blocks, BINS=bins, CHUNK=chunk, COLUMNS=columns, num_warps=4)
+    options = {"launch_pdl": True} if config.tile.pdl else {}
+    launcher.run(
+        _grouped,
+        (blocks * -(-n // static.outputs),),
+        x,
+        (codes, scale, zero),
+        ids,
+        table,
+        out,
+        bias,
+        (pairs, experts, blocks, pairs // max(1, x.shape[0])),
+        steps,
+        n,
+        k,
+        x.stride(0),
+        per,
+        static,
+        num_warps=config.tile.warps,
+        **options,
+    )
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks"])
+def _sort(ids, table, pairs, experts, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The part of the table that belongs to one expert; the last program's is that of ids that are no expert's.
+
+    table  the pairs in the order of their experts, [P], and for each tile its expert (-1: none), its first of these, and their number
+    """
+    e = tl.program_id(0)
+    i = tl.arange(0, CHUNK)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        counts += tl.histogram(_expert(ids, start + i, pairs, experts), BINS, mask=start + i < pairs)
+    bins = tl.arange(0, BINS)
+    tiles = (counts + (COLUMNS - 1)) // COLUMNS
+    first = tl.sum(tl.where(bins < e, counts, 0))
+    tile = tl.sum(tl.where(bins < e, tiles, 0))
+    mine = tl.sum(tl.where(bins == e, counts, 0))
+    for start in range(0, mine, CHUNK * COLUMNS):
+        before = start + i * COLUMNS
+        inside = before < mine
+        at = tile + start // COLUMNS + i
+        tl.store(table[1] + at, tl.zeros_like(i) + e, mask=inside)
+        tl.store(table[2] + at, first + before, mask=inside)
+        tl.store(table[3] + at, tl.minimum(mine - before, COLUMNS), mask=inside)
+    if e == experts:
+        for start in range(tile + (mine + (COLUMNS - 1)) // COLUMNS, blocks, CHUNK):
+            tl.store(table[1] + start + i, tl.zeros_like(i) - 1, mask=start + i < blocks)
+    for start in range(0, pairs, CHUNK):
+        hit = ((_expert(ids, start + i, pairs, experts) == e) & (start + i < pairs)).to(tl.int32)
+        tl.store(table[0] + first + tl.cumsum(hit, 0) - 1, start + i, mask=hit > 0)
+        first += tl.sum(hit)
+
+
+@triton.jit
+def _expert(ids, at, pairs, experts):
+    """int32: the expert of each pair, `experts` where it is none."""
+    e = tl.load(ids + at, mask=at < pairs, other=0)
+    return tl.where((e >= 0) & (e < experts), e, experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["per"])
+def _grouped(x, weight, ids, table, out, bias, counts, steps, N, K, stride, per, S: tl.constexpr):
+    COLUMNS: tl.constexpr = S.columns
+    OUTPUTS: tl.constexpr = S.outputs
+    if S.pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    pairs, experts, blocks, share = counts
+    # As in `skinny`: eight tiles of rows follow each other for each part of a weight, which is then found in the cache again.
+    width = 8 * tl.cdiv(N, OUTPUTS)
+    first_m = tl.program_id(0) // width * 8
+    size = tl.minimum(blocks - first_m, 8)
+    pm = first_m + tl.program_id(0) % width % size
+    pn = tl.program_id(0) % width // size
+    column = tl.arange(0, S.width) % COLUMNS
+    own = tl.arange(0, COLUMNS)
+    if table is None:
+        rows = tl.zeros_like(column) + pm
+        rm = own + pm
+        e = _expert(ids, pm, pairs, experts)
+    else:
+        e = tl.load(table[1] + pm)
+        if e < 0:
+            return
+        order = table[0] + tl.load(table[2] + pm)
+        count = tl.load(table[3] + pm)
+        rows = tl.load(order + tl.minimum(column, count - 1))
+        rm = tl.load(order + own, mask=own < count, other=pairs)
+    at = tl.minimum(e, experts - 1).to(tl.int64)
+    if weight[2] is None:
+        mine = (weight[0] + at * steps[0], weight[1] + at * steps[1], None)
+    else:
+        mine = (weight[0] + at * steps[0], weight[1] + at * steps[1], weight[2] + at * steps[2])
+    added = (None, None)
+    if bias is not None:
+        added = (bias + at * N, None)
+    total = skinny.sums(x, rows // share, mine, N, K, stride, per, 0, pn, S)
+    total = tl.where(e < experts, total, float("nan"))
+    rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
+    write(total, out, added, rn, rm, pairs, N, 0.0, 0.0, False)

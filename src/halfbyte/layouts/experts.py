@@ -1,0 +1,63 @@
+"""Stacked weights [E, N, K], one matrix for each expert: the matrices [N, K], each in a layout of its own, one after the other.
+
+The layout is called `stacked_` and the name of the matrices' layout. Every matrix begins at a multiple of 64 bytes (of 256 in
+`gpu_tiles`) and is read by what reads one alone: an expert is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+
+PREFIX = "stacked_"
+
+
+def pack(codes: Codes, pack_matrix: Callable[[Codes], Packed], layout: str) -> Packed:
+    """Codes [E, N, K] -> Packed, with each matrix as `pack_matrix` arranges it in `layout`, on the device of the codes."""
+    data = torch.empty(0, dtype=torch.uint8, device=codes.data.device)
+    for e in range(codes.shape[0]):
+        matrix = pack_matrix(matrix_of(codes, e)).data
+        if e == 0:
+            nbytes = codes.shape[0] * matrix.numel()
+            data = torch.empty(nbytes, dtype=torch.uint8, device=matrix.device) if matrix.is_cuda else cpu_tiles.allocate(nbytes)
+        data.view(codes.shape[0], -1)[e] = matrix
+    return Packed(codes.format, codes.shape, PREFIX + layout, data)
+
+
+def unpack(packed: Packed, unpack_matrix: Callable[[Packed], Codes]) -> Codes:
+    """The exact inverse of `pack`."""
+    return join([unpack_matrix(matrix) for matrix in matrices(packed)], packed)
+
+
+def matrix_of(codes: Codes, e: int) -> Codes:
+    """Expert e of stacked codes [E, N, K]: [N, K]."""
+    one = codes.format.block == "tensor"  # a scale for all experts together
+    tensors = {name: t[0 if one and name != "data" else e] for name, t in codes.tensors().items()}
+    return Codes.from_tensors(codes.format, codes.shape[1:], tensors)
+
+
+def join(parts: Sequence[Codes], packed: Packed) -> Codes:
+    """The inverse of `matrix_of`, for all experts of `packed`."""
+    fmt, tensors = packed.format, {}
+    for name, (dtype, shape) in stored_tensors(fmt, packed.shape).items():
+        if not parts:
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=packed.device)
+        elif fmt.block == "tensor" and name != "data":
+            tensors[name] = parts[0].tensors()[name].unsqueeze(0)
+        else:
+            tensors[name] = torch.stack([part.tensors()[name] for part in parts])
+    return Codes.from_tensors(fmt, packed.shape, tensors)
+
+
+def matrices(packed: Packed) -> list[Packed]:
+    """Each expert's matrix, sharing the memory of `packed`."""
+    if not packed.layout.startswith(PREFIX):
+        raise FormatError(f"stacked experts have a layout that begins with {PREFIX}, got {packed.layout}")
+    layout, count = packed.layout.removeprefix(PREFIX), packed.shape[0]
+    return [Packed(packed.format, packed.shape[1:], layout, part) for part in packed.data.view(count, -1)] if count else []

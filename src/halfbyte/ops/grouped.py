@@ -1,0 +1,217 @@
+"""Mixture of experts: `grouped_linear` on stacked weights, and the custom op `halfbyte::grouped_linear` below it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.dispatch.gpu import compute_of, triton_trouble
+from halfbyte.errors import ArgumentError, FormatError, KernelError, UnsupportedError
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts.base import Packed
+from halfbyte.machine import gpu
+from halfbyte.ops import cuda
+from halfbyte.ops.checks import ACTIVATIONS, FLOATS, packed_bytes, place
+from halfbyte.ops.library import OPS, differentiated, plain
+
+
+def grouped_linear(
+    x: Tensor,
+    packed: Packed,
+    expert_ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    compute: str = "auto",
+    activation: str = "block",
+) -> Tensor:
+    """Each row of x times the weight of the expert that it is sent to, + that expert's bias, in x's dtype (float32, bfloat16 or float16):
+
+        expert_ids [M]      x [M, K]                       y[m]    = x[m] · W[id[m]]ᵀ            -> [M, N]
+        expert_ids [M, T]   x [M, K], shared by all T      y[m, t] = x[m] · W[id[m, t]]ᵀ         -> [M, T, N]
+                            or [M, T, K]                   y[m, t] = x[m, t] · W[id[m, t]]ᵀ
+
+    packed        weights of shape [E, N, K]: `pack` of codes of that shape
+    expert_ids    int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: to look at ids there
+                  would mean to wait for them
+    bias          [E, N] or None
+    compute, activation   as in `linear`; GPUs have "float" alone
+
+    A layer's routing weights are one multiplication and sum more: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights
+    and biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
+    """
+    if len(packed.shape) != 3:
+        raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
+    experts, n, k = packed.shape
+    sizes = (experts, n, k, compute, activation)
+    if plain(x) and not differentiated(x, None, None):
+        run = _cpu if x.is_cpu else _cuda
+        return run(x, packed.data, expert_ids, bias, packed.name, *sizes)
+    return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, packed.name, *sizes)  # type: ignore[no-any-return]
+
+
+def _shape(x: Tensor, ids: Tensor, experts: int, n: int, k: int) -> tuple[int, ...]:
+    """The shape of the result. Raises ArgumentError where those of x and ids do not fit."""
+    shared = x.shape == (*ids.shape[:1], k)
+    if ids.dim() not in (1, 2) or not (shared or x.shape == (*ids.shape, k)):
+        wanted = f"x [M, {k}] with ids [M] or [M, T], or x [M, T, {k}] with ids [M, T]"
+        raise ArgumentError(
+            f"{experts} experts of shape [{n}, {k}] take {wanted}, got x {list(x.shape)} and ids {list(ids.shape)}: flatten the tokens"
+        )
+    return (*ids.shape, n)
+
+
+def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, format: str, experts: int, n: int, k: int, activation: str) -> None:
+    """All but the shapes of x and ids, and the compute."""
+    if x.dtype not in FLOATS:
+        raise ArgumentError(f"grouped_linear takes activations of float32, bfloat16 or float16, got {x.dtype}: convert them first")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    if ids.dtype not in (torch.int64, torch.int32) or ids.device != x.device:
+        raise ArgumentError(f"expert ids are int64 or int32 on {place(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
+    nbytes = experts * packed_bytes(format, n, k, x.device.type)
+    if weight.dtype != torch.uint8 or weight.dim() != 1 or weight.numel() != nbytes or weight.device != x.device:
+        raise FormatError(
+            f"{format} of shape [{experts}, {n}, {k}] is {nbytes} packed bytes on {place(x.device.type)}, "
+            f"got {weight.dtype} {list(weight.shape)} on {weight.device}: pack the codes with halfbyte.pack"
+        )
+    if bias is not None and (bias.shape != (experts, n) or not bias.is_floating_point() or bias.device != x.device):
+        got = f"{bias.dtype} {list(bias.shape)} on {bias.device}"
+        raise ArgumentError(f"the bias of {experts} experts is floating point [{experts}, {n}] on {place(x.device.type)}, got {got}")
+
+
+def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """The result where K or some other size is 0: a sum of nothing."""
+    if bias is None or not shape[0] * shape[-1]:
+        return x.new_zeros(shape)
+    return bias[ids.long()].to(x.dtype)
+
+
+def _cpu(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    format: str,
+    experts: int,
+    n: int,
+    k: int,
+    compute: str,
+    activation: str,
+) -> Tensor:
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu import grouped
+    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    shape = _shape(x, ids, experts, n, k)
+    _check(x, weight, ids, bias, format, experts, n, k, activation)
+    fmt = as_format(format)
+    inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
+    if ids.numel():
+        least, most = (int(bound) for bound in torch.aminmax(ids))
+        if least < 0 or most >= experts:
+            raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {least} … {most}")
+    if x.numel() == 0 or n == 0 or not ids.numel():
+        return _nothing(x, ids, bias, shape)
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)  # type: ignore[arg-type]
+    flat = x.reshape(-1, k).contiguous()
+    if not weight.is_contiguous() or weight.data_ptr() % 64:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    biases = None if bias is None else bias.to(torch.float32).contiguous()
+    out = grouped.run(kernel, flat, ids.flatten(), weight, biases)
+    return out.view(shape)
+
+
+_taken: dict[tuple[Any, ...], Any] = {}  # the config for a problem
+
+
+def _cuda(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    format: str,
+    experts: int,
+    n: int,
+    k: int,
+    compute: str,
+    activation: str,
+) -> Tensor:
+    shape = _shape(x, ids, experts, n, k)
+    _check(x, weight, ids, bias, format, experts, n, k, activation)
+    if compute_of(compute) != "float":
+        raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={compute!r}: use 'float', or the CPU")
+    if x.numel() == 0 or n == 0 or not ids.numel():
+        return _nothing(x, ids, bias, shape)
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
+    from halfbyte.kernels.gpu import grouped
+
+    x, weight, ids = cuda.aligned(x.reshape(-1, k)), cuda.aligned(weight), ids.flatten()
+    out = torch.empty((ids.numel(), n), dtype=x.dtype, device=x.device)
+    bias = None if bias is None else cuda.aligned(bias)
+    problem = Problem("grouped_linear", ids.numel(), n, k, as_format(format), x.dtype, experts=experts)
+    here = gpu(x.get_device())
+    with cuda.on(x):
+        launch = partial(grouped.launch, problem, x=x, ids=ids, weight=weight, out=out, bias=bias)
+        if (config := _taken.get((problem, here))) is not None:
+            launch(config)
+            return out.view(shape)
+        reasons = []
+        for config in grouped.configs(problem, here):
+            try:
+                launch(config)
+            except KernelError as error:
+                reasons.append(str(error))
+            else:
+                _taken[problem, here] = config
+                return out.view(shape)
+    raise UnsupportedError(f"no kernel on {here.name} runs {problem} ({'; '.join(reasons)}): use the CPU")
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """dX[p] = dY[p] · W[id[p]] with the dequantized W, whatever the forward computed in; the weights are frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, *settings)
+        ctx.settings, ctx.shared = settings, x.dim() < ids.dim() + 1
+        ctx.save_for_backward(weight, ids)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, ids = ctx.saved_tensors
+        format, experts, n, k = ctx.settings[:4]
+        grad_x = grad.new_empty((*ids.shape, k))
+        for e in ids.unique().tolist():
+            one = OPS.dequantize.default(weight.view(experts, -1)[e], format, n, k, grad.dtype)
+            grad_x[ids == e] = grad[ids == e] @ one
+        return (grad_x.sum(1) if ctx.shared else grad_x, *[None] * (3 + len(ctx.settings)))
+
+
+def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    if differentiated(x, None, None):
+        return _GroupedLinear.apply(x, weight, ids, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
+
+
+def _fake(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, format: str, experts: int, n: int, k: int, *_: Any) -> Tensor:
+    return x.new_empty(_shape(x, ids, experts, n, k))
+
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "grouped_linear(Tensor x, Tensor weight, Tensor expert_ids, Tensor? bias, str format, int experts, int n, int k, str compute, "
+    "str activation) -> Tensor"
+)
+for _device, _run in (("CPU", _cpu), ("CUDA", _cuda)):
+    _library.impl("grouped_linear", _run, _device)
+    _library.impl("grouped_linear", _autograd, f"Autograd{_device}")
+torch.library.register_fake("halfbyte::grouped_linear", _fake, lib=_library)
