@@ -9,7 +9,7 @@ truer: a model in use seldom knows only a few tokens of what came before.
     divergence   mean of KL(reference || candidate) = sum_v p_ref(v) log(p_ref(v) / p_cand(v)) over the scored tokens, in nats
     top1         share of the scored tokens for which both find the same token likeliest
 
-Logits come from the models in their own precision; everything after is float64.
+Logits come from the models in their own precision; everything after is float64, on the reference's device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Sums:
         self.same = 0
 
     def add(self, log_p: Tensor, targets: Tensor, reference: Tensor | None) -> None:
-        self.losses.append(-log_p.gather(1, targets[:, None])[:, 0])
+        self.losses.append(-log_p.gather(1, targets[:, None])[:, 0].cpu())
         if reference is not None:
             # A token that the reference rules out adds nothing, even where the candidate rules it out too.
             terms = torch.where(reference > -math.inf, reference.exp() * (reference - log_p), 0.0)
@@ -97,7 +97,8 @@ def evaluate_language(
         window, targets = ids[begin : end - 1], ids[scored:end]
         rows = slice(scored - begin - 1, end - begin - 1)  # each row predicts the token after it
         expected = _logits(reference, window, rows, "the reference")
-        found = {name: _logits(model, window, rows, name) for name, model in candidates.items()}
+        found = {name: _logits(model, window, rows, name).to(expected.device) for name, model in candidates.items()}
+        targets = targets.to(expected.device)
         for start in range(0, len(targets), _ROWS):
             part = slice(start, start + _ROWS)
             log_p = expected[part].double().log_softmax(1)
@@ -124,7 +125,7 @@ def last_word_accuracy(model: Any, tokenizer: Any, lines: Sequence[str]) -> floa
         word_ids = tokenizer(blank + word, add_special_tokens=False)["input_ids"]
         ids = torch.tensor(start + word_ids)
         logits = _logits(model, ids, slice(len(start) - 1, len(ids) - 1), "the model")
-        right += int((logits.argmax(1) == ids[len(start) :]).all())
+        right += int((logits.argmax(1).cpu() == ids[len(start) :]).all())
     return right / len(lines)
 
 
@@ -141,8 +142,8 @@ def _windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, 
 
 @torch.inference_mode()
 def _logits(model: Any, ids: Tensor, rows: slice, name: str) -> Tensor:
-    """The logits [rows, V] of a model for a text [t], on the CPU."""
-    logits: Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, rows].cpu()
+    """The logits [rows, V] of a model for a text [t]."""
+    logits: Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, rows]
     if bool(logits.isnan().any()):
         raise ArgumentError(f"the logits of {name} have NaN, so it predicts nothing: its weights are damaged or its numbers overflow")
     return logits
