@@ -1,13 +1,15 @@
 """Networks on int8 codes: near the float network, on codes wherever that can be, and what cannot is said."""
 
 import copy
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.nn.integer import Dequantize, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 
 
@@ -46,6 +48,14 @@ def images(count: int) -> Tensor:
     return torch.randn(count, 3, 40, 36)
 
 
+def on_codes(model: nn.Module, batches: Iterable[object], **settings: object) -> nn.Module:
+    return hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", calibration=batches, **settings))  # type: ignore[arg-type]
+
+
+def notes(model: nn.Module) -> tuple[str, ...]:
+    return hb.report(model).notes
+
+
 def kinds(model: nn.Module) -> list[type[nn.Module]]:
     return [type(module) for module in model.modules()]
 
@@ -53,12 +63,12 @@ def kinds(model: nn.Module) -> list[type[nn.Module]]:
 @pytest.mark.parametrize("observer", ["minmax", "percentile", "mse"])
 def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
     model = network(nn.Identity())
-    quantized = hb.quantize_static(model, [images(8) for _ in range(2)], observer=observer)  # type: ignore[arg-type]
+    quantized = on_codes(model, [images(8) for _ in range(2)], observer=observer)
     x = images(4)
     with torch.no_grad():
         wanted, got = model(x), quantized(x)
     assert float((got - wanted).norm() / wanted.norm()) < 0.05
-    assert quantized.notes == ()
+    assert notes(quantized) == ("6 batch norms were folded into the layers before them",)
     found = kinds(quantized)
     assert found.count(Quantize) == found.count(Dequantize) == 1  # at the edges alone
     assert found.count(IntegerConv2d) == 9
@@ -69,23 +79,74 @@ def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
 
 def test_what_has_no_codes_runs_in_floating_point_and_is_named() -> None:
     model = network(nn.GELU())
-    quantized = hb.quantize_static(model, [images(8)])
-    assert len(quantized.notes) == 1
-    assert "GELU" in quantized.notes[0]
+    quantized = on_codes(model, [images(8)])
+    assert len(notes(quantized)) == 2
+    assert notes(quantized)[1] == "8 (GELU) runs in floating point"
     x = images(2)
     with torch.no_grad():
         assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
 
 
-def test_the_model_itself_does_not_change() -> None:
+def test_a_layer_that_is_skipped_runs_in_floating_point() -> None:
+    model = network(nn.Identity())
+    quantized = on_codes(model, [(images(8), torch.zeros(8))], skip=["13", "4.first.*"])
+    rows = {row.name: row.reason for row in hb.report(quantized).kept}
+    assert rows == {"4.first.0": "skip pattern '4.first.*'", "13": "skip pattern '13'"}
+    assert "13 (Linear) runs in floating point: skip pattern '13'" in notes(quantized)
+    x = images(2)
+    with torch.no_grad():
+        assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
+
+
+def test_the_model_is_replaced_in_place() -> None:
+    inner = network(nn.Identity())
+    outer = nn.ModuleDict({"inner": inner})
+    hb.quantize_(inner, hb.Config("int8_channel", activations="static", calibration=images(4)))
+    assert outer["inner"] is inner
+    assert IntegerConv2d in kinds(outer)
+    assert all(row.format is not None for row in hb.report(inner).rows)
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
     model = network(nn.Identity())
     before = copy.deepcopy(model.state_dict())
-    hb.quantize_static(model, [images(2)])
+    with pytest.raises(RuntimeError):
+        hb.quantize_(model, hb.Config("int8_channel", activations="static", calibration=[torch.zeros(1, 5, 9, 9)]))
+    assert type(model) is nn.Sequential
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
+def test_what_is_saved_loads_as_it_was(tmp_path: Path) -> None:
+    quantized, x = on_codes(network(nn.GELU()), [images(8)], skip=["13"]), images(2)
+    hb.save(quantized, tmp_path / "a")
+    floats = network(nn.GELU())
+    for model in (floats, network(nn.GELU()).to("meta"), copy.deepcopy(quantized)):
+        loaded = hb.load(tmp_path / "a", model=model)
+        assert loaded is model
+        assert torch.equal(loaded(x), quantized(x))
+    with pytest.raises(CheckpointError, match="pass that, load"):
+        hb.load(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="other scales than the model"):
+        hb.load(tmp_path / "a", model=on_codes(network(nn.GELU()), [images(2)]))
+    other = nn.Sequential(nn.Conv2d(3, 16, 3)).eval()
+    with pytest.raises(CheckpointError, match="has no result"):
+        hb.load(tmp_path / "a", model=other)
+    assert type(other) is nn.Sequential
+
+
+def test_a_state_dict_takes_weights_along() -> None:
+    quantized, x = on_codes(network(nn.Identity()), [images(8)]), images(2)
+    other = copy.deepcopy(quantized)
+    for module in other.modules():
+        if isinstance(module, IntegerConv2d):
+            module.load_state_dict({name: torch.zeros_like(t) for name, t in module.state_dict().items()})
+    assert not torch.equal(other(x), quantized(x))
+    other.load_state_dict(quantized.state_dict())
+    assert torch.equal(other(x), quantized(x))
+
+
 def test_it_compiles() -> None:
-    quantized = hb.quantize_static(network(nn.Identity()), [images(4)])
+    quantized = on_codes(network(nn.Identity()), [images(4)])
     x = images(2)
     with torch.no_grad():
         assert torch.equal(torch.compile(quantized, fullgraph=True, backend="aot_eager")(x), quantized(x))
@@ -116,8 +177,18 @@ def test_nan_becomes_the_least_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images_", "observer", "words"), [([], "minmax", "no calibration images"), ([torch.zeros(1, 3, 40, 36)], "best", "observer is one of")]
+    ("settings", "words"),
+    [
+        ({"calibration": []}, "no calibration images"),
+        ({"calibration": [{"x": 1}]}, "got a dict"),
+        ({"calibration": None}, "needs images"),
+        ({"method": "gptq"}, "needs calibration"),
+        ({"format": "q4_0"}, "one scale|a scale a channel"),
+        ({"observer": "best"}, "observer is one of"),
+        ({"activations": "fixed"}, "activations is one of"),
+    ],
 )
-def test_bad_arguments(images_: list[Tensor], observer: str, words: str) -> None:
+def test_bad_arguments(settings: dict[str, object], words: str) -> None:
+    arguments = {"format": "int8_channel", "activations": "static", "calibration": [images(1)]} | settings
     with pytest.raises(ArgumentError, match=words):
-        hb.quantize_static(network(nn.Identity()), images_, observer=observer)  # type: ignore[arg-type]
+        hb.quantize_(network(nn.Identity()), hb.Config(**arguments))  # type: ignore[arg-type]

@@ -49,6 +49,8 @@ def export(
         raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}")
     source, target = Path(src), Path(dst)
     model = open_model(source, floats=True)
+    if model.static is not None and to != "halfbyte":
+        raise ArgumentError(f"{source} holds a network on int8 codes, for which {to} has no place: export the model that it was made of")
     if target.exists():
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
     if to == "gguf":
@@ -70,7 +72,7 @@ def export(
         else:
             notes += gguf_tokenizer.save(source, staging.path)
         if kind is None:
-            publish(staging, writer, model.config, model.weights, model.tied)
+            publish(staging, writer, model.config, model.weights, model.tied, model.static)
         else:
             writer.finish()
             if len(writer.files) > 1:

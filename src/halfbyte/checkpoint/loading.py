@@ -30,6 +30,7 @@ from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import Report, Row
+from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 
 def open_model(path: str | PathLike[str], *, floats: bool = False) -> Opened:
@@ -88,7 +89,7 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
     def report() -> Report:
         return _report(opened)
 
-    opened = Opened(folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes)
+    opened = Opened(folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes, manifest.static)
     return opened
 
 
@@ -141,9 +142,32 @@ def load(dir: str | PathLike[str], device: torch.device | str = "cpu", model: nn
 
 def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None) -> nn.Module:
     """`load` of a model that has been opened."""
+    if opened.static is not None:
+        return _on_codes(opened, opened.static, device, model)
     if model is None:
         model = skeleton(opened.config, _dtype(opened), opened.shapes())
         load_generation_config(model, opened.path)
+    return _filled(opened, device, model)
+
+
+def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:
+    """A network on int8 codes, in the place of the float one."""
+    if model is None:
+        raise CheckpointError(f"{opened.path} holds a network on int8 codes, made of a float one: pass that, load(dir, model=model)")
+    if calibrated(model) == static:
+        return _filled(opened, device, model)
+    if calibrated(model) is not None:
+        raise CheckpointError(f"{opened.path} has other scales than the model, which computes on int8 codes already: pass the float model")
+    try:
+        made = rebuilt(model, static)
+    except (ArgumentError, KeyError) as e:
+        raise CheckpointError(f"the network on int8 codes in {opened.path} cannot be made of the model: {e}") from e
+    _filled(opened, device, made)
+    replace_(model, made)
+    return model
+
+
+def _filled(opened: Opened, device: torch.device | str, model: nn.Module) -> nn.Module:
     owners = _fit(opened, model)
     packed = {owner: pack_weight(module, opened.codes(owner), device) for owner, module in _holders(opened, owners, model).items()}
     plain = {name: opened.tensor(name).to(device) for name in opened.plain}
@@ -151,6 +175,8 @@ def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | 
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+        if isinstance(module, QuantModule):
+            module.refresh()
     for tell in finished:
         tell(model)
     return model

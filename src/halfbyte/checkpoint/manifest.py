@@ -21,7 +21,9 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.forms import CONVOLUTIONS, KINDS
+from halfbyte.nn.integer import Scale
 from halfbyte.nn.modules import check_compute
+from halfbyte.nn.static import Calibrated
 
 SECTION = "halfbyte"
 CONFIG = "config.json"
@@ -85,6 +87,7 @@ class Manifest:
     weights     the quantized weights, by module name + ".weight"
     plain       the other tensors in the files: name -> CRC-32
     tied        name of a parameter -> name of the weight or plain tensor that it is the same as
+    static      of a network on int8 codes: what it is made from, beside the float network
     staging     a subfolder that may still hold other files (tokenizer, …) on their way to their places
     obsolete    weight files of the checkpoint before this one, which may still be there
     """
@@ -93,11 +96,12 @@ class Manifest:
     weights: Mapping[str, Weight]
     plain: Mapping[str, int]
     tied: Mapping[str, str] = field(default_factory=dict)
+    static: Calibrated | None = None
     staging: str | None = None
     obsolete: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {
+        section: dict[str, object] = {
             "version": VERSION,
             "producer": f"halfbyte {__version__}",
             "files": list(self.files),
@@ -107,6 +111,10 @@ class Manifest:
             "staging": self.staging,
             "obsolete": list(self.obsolete),
         }
+        if (static := self.static) is not None:
+            scales = {name: [scale.step, scale.zero] for name, scale in static.scales.items()}
+            section["static"] = {"scales": scales, "floats": list(static.floats), "notes": list(static.notes)}
+        return section
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
@@ -147,6 +155,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         weights=weights,
         plain=plain,
         tied=tied,
+        static=None if section.get("static") is None else _parse_static(_get(section, "static", dict)),
         staging=staging,
         obsolete=tuple(plain_name(name) for name in _get(section, "obsolete", list)),
     )
@@ -172,6 +181,19 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight
+
+
+def _parse_static(entry: Mapping[str, Any]) -> Calibrated:
+    scales = {}
+    for name, pair in _get(entry, "scales", dict).items():
+        step, zero = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        if not (isinstance(step, float | int) and 0 < step < math.inf and type(zero) is int and -128 <= zero <= 127):
+            raise ValueError(f"the scale of {short(name)} is a positive step and a zero point in -128 … 127, got {short(pair)}")
+        scales[name] = Scale(float(step), zero)
+    floats, notes = _get(entry, "floats", list), _get(entry, "notes", list)
+    if not all(isinstance(text, str) for text in (*floats, *notes)):
+        raise ValueError("names of layers and notes are strings")
+    return Calibrated(scales, tuple(floats), tuple(notes))
 
 
 def _checksums(section: Mapping[str, Any], key: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
+from halfbyte.nn.static import Calibrated
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Opened:
     tensor   reads a plain tensor
     report   what of the files became what, and why
     nbytes   of each weight and plain tensor in the files
+    static   of a network on int8 codes: what it is made from, beside the float network
     """
 
     path: Path
@@ -44,6 +46,7 @@ class Opened:
     tensor: Callable[[str], Tensor]
     report: Callable[[], Report]
     nbytes: Mapping[str, int] = field(default_factory=dict)
+    static: Calibrated | None = None
 
     def names(self) -> Iterator[tuple[str, str]]:
         """(name, the name that it is stored under) of everything, ties included."""

@@ -22,6 +22,7 @@ from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER
+from halfbyte.nn.static import Calibrated, calibrated
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -31,8 +32,9 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict as it is.
 
     A model of transformers takes its config along, so that `load` can build it again; for any other, `load` wants the model
-    passed. A halfbyte checkpoint that is in `dir` is replaced in one step, and stays as it was if anything goes wrong:
-    raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without data).
+    passed, and for a network on int8 codes the float one. A halfbyte checkpoint that is in `dir` is replaced in one step, and stays as
+    it was if anything goes wrong: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a
+    tensor without data).
     """
     plain: dict[str, Tensor] = {}
     modules: dict[str, QuantModule] = {}
@@ -73,7 +75,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 writer.write(f"{name}.{part}", tensor)
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
-        publish(staging, writer, _config_of(model), weights, tied)
+        publish(staging, writer, _config_of(model), weights, tied, calibrated(model))
 
 
 def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -87,7 +89,14 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> di
     return specs | dict.fromkeys(weights, Spec(guard().dtype, tuple(guard().shape)))
 
 
-def publish(staging: Staging, writer: Writer, config: Mapping[str, object], weights: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
+def publish(
+    staging: Staging,
+    writer: Writer,
+    config: Mapping[str, object],
+    weights: Mapping[str, Weight],
+    tied: Mapping[str, str],
+    static: Calibrated | None = None,
+) -> None:
     """Ends the writing of a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
     for name in weights:
         writer.write(name, guard())
@@ -105,7 +114,7 @@ def publish(staging: Staging, writer: Writer, config: Mapping[str, object], weig
     if weights:
         ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
         config = {**config, SETTINGS: describe({name: _module(weight, name in ordered) for name, weight in _by_module(weights)})}
-    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied))
+    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
 
 def _by_module(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:

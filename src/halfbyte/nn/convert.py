@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,6 +24,7 @@ from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight,
 from halfbyte.nn.modules import QuantModule, check_compute
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.sensitivity import measure_losses
+from halfbyte.nn.static import OBSERVERS, LayerWeight, calibrated, on_codes, replace_
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
@@ -55,6 +56,11 @@ class Config:
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
     compute, activation   see QuantLinear
+    activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
+                its first layer to its last, with scales of its results that were chosen before, from `calibration`
+    calibration  for "static": batches of images, such as a DataLoader gives
+    observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
+                the least squared error of the codes
 
     Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too.
     """
@@ -66,6 +72,9 @@ class Config:
     compute: str = "auto"
     activation: str = "block"
     embedding: str | Format | None = "q8_0"
+    activations: str = "dynamic"
+    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    observer: str = "minmax"
 
     def __post_init__(self) -> None:
         for name in (self.format, *self.overrides.values(), *([] if self.embedding is None else [self.embedding])):
@@ -75,6 +84,10 @@ class Config:
         if self.method not in (*METHODS, *CALIBRATED):
             raise ArgumentError(f"method is one of {', '.join((*METHODS, *CALIBRATED))}, got {self.method!r}")
         check_compute(self.compute, self.activation)
+        if self.activations not in ("dynamic", "static"):
+            raise ArgumentError(f"activations is one of dynamic, static, got {self.activations!r}")
+        if self.observer not in OBSERVERS:
+            raise ArgumentError(f"observer is one of {', '.join(OBSERVERS)}, got {self.observer!r}")
 
     @classmethod
     def auto(
@@ -155,6 +168,9 @@ def quantize_(
                  it has it. The model is then one that goes through a list of decoder layers
     progress     called with (decoder layers done, all of them, name) while calibrating
 
+    With `activations="static"` the model itself becomes another module, a torch.fx.GraphModule in evaluation, whose batch norms are folded
+    and whose layers keep their names.
+
     What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. Raises ArgumentError (a
     pattern that matches nothing, a NaN in a weight, a method without its calibration) or FormatError, and then nothing has changed.
     """
@@ -165,6 +181,8 @@ def quantize_(
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
     decisions = decide(found, config)
+    if config.activations == "static":
+        return _quantize_static_(model, config, decisions)
     results: dict[str, Result] = {}
     notes: list[str] = []
     if calibration is not None:
@@ -205,13 +223,50 @@ def quantize_(
     return model
 
 
+def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, Format | str]) -> nn.Module:
+    """`quantize_` to a network on int8 codes."""
+    if config.calibration is None or config.method in CALIBRATED:
+        what = (
+            "needs images: pass Config(…, calibration=loader)" if config.calibration is None else f"has no use for {config.method}: use mse"
+        )
+        raise ArgumentError(f'activations="static" {what}')
+    for name, fmt in decisions.items():
+        if (
+            isinstance(fmt, Format)
+            and isinstance(model.get_submodule(name), nn.Conv2d | nn.Linear)
+            and (fmt.zero != "none" or isinstance(fmt.block, int))
+        ):
+            raise ArgumentError(
+                f'activations="static" takes weights with a scale a channel or tensor and no zero, got {fmt} for {name}: use int8_channel'
+            )
+
+    def weight_of(name: str, layer: nn.Conv2d | nn.Linear) -> LayerWeight | str:
+        fmt = decisions[name]
+        if isinstance(fmt, str):
+            return fmt
+        codes = quantize_weight(kind_of(layer), layer.weight, fmt, config.method, name=f"{name}.weight")
+        error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
+        return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
+
+    made = on_codes(model, config.calibration, weight_of, observer=config.observer)
+    from_ = calibrated(made)
+    assert from_ is not None
+    replace_(model, made)
+    setattr(model, CONFIG_ATTRIBUTE, replace(config, calibration=None))
+    setattr(model, _NOTES, from_.notes)
+    for tell in finished:
+        tell(model)
+    return model
+
+
 def report(model: nn.Module) -> Report:
     """What of `model` is quantized and what is not, with the reasons and the bytes. One row for each module with parameters."""
     config: Config | None = getattr(model, CONFIG_ATTRIBUTE, None)
     found = candidates(model)
     reasons: dict[str, str] = {}
     for name, decision in (decide(found, config) if config else {c.name: c.reason for c in found}).items():
-        reasons[name] = decision if isinstance(decision, str) else "not quantized yet"
+        static = config is not None and config.activations == "static"
+        reasons[name] = decision if isinstance(decision, str) else "there is no such layer on codes" if static else "not quantized yet"
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))

@@ -12,11 +12,13 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.experts import QuantExperts, StackedExperts
+from halfbyte.nn.integer import IntegerModule
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
-FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d")
+FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
+KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Experts")
 CONVOLUTIONS = ("Conv1d", "Conv2d")
 
 
@@ -24,7 +26,8 @@ def kind_of(module: nn.Module) -> str:
     """The kind of a module that is quantized or can be, such as "Linear"; else the name of its class."""
     if isinstance(module, QuantModule):
         return module.kind
-    return next((base.__name__ for base in FLOAT_MODULES if isinstance(module, base)), type(module).__name__)
+    found = next((kind for kind, base in zip(KINDS, FLOAT_MODULES, strict=True) if isinstance(module, base)), None)
+    return found or type(module).__name__
 
 
 def codes_shape(kind: str, shape: Sequence[int], fmt: Format) -> tuple[int, ...]:
@@ -44,6 +47,8 @@ def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: s
 
 def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
     """The codes of a module's weight, arranged for `device`."""
+    if isinstance(module, IntegerModule):
+        return pack_like(module.packed, codes, torch.device(device))
     if isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d):
         return pack_conv(codes, module.kernel_size, module.groups, device)
     return ops.pack(codes, device)
@@ -54,12 +59,16 @@ def quantized_form(
 ) -> QuantModule:
     """What takes the place of `module`, quantized or not, once its weight is `packed`."""
     made: QuantModule
-    if isinstance(packed, PackedConv):
+    if isinstance(module, IntegerModule):
+        made = module.with_weight(packed, dtype, error)
+    elif isinstance(packed, PackedConv):
         assert isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d)
         form = QuantConv1d if isinstance(module, nn.Conv1d | QuantConv1d) else QuantConv2d
         made = form(packed, module, compute, activation, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         made = QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error)
+    elif isinstance(module, StackedExperts | QuantExperts):
+        made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:
         assert isinstance(module, nn.Linear | QuantLinear)
         made = QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error)

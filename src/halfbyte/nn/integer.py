@@ -1,4 +1,4 @@
-"""Modules that take and give int8 codes: what `quantize_static` makes a network of.
+"""Modules that take and give int8 codes: what `static.py` makes a network of.
 
 A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale a channel.
 """
@@ -16,6 +16,7 @@ from halfbyte import ops
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.modules import AnyPacked, QuantModule
 from halfbyte.ops import conv, elementwise
 
 LEAST, MOST = -128, 127
@@ -91,41 +92,80 @@ class AveragePool(nn.Module):
         return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
 
 
-class IntegerConv2d(nn.Module):
-    """int8 -> int8 with requantization, an activation's clamp included."""
+class IntegerModule(QuantModule):
+    """int8 -> int8 with requantization, an activation's clamp included.
+
+    packed   the weight, symmetric codes with a scale for a channel or the tensor
+    bias     [outputs] or None; kept in floating point, frozen
+    source, result   what codes of the input and of the output stand for
+    clamp    in codes of the output
+    moves    of a convolution: how it goes over the image
+    """
+
+    bias: nn.Parameter | None
+    table: Tensor
 
     def __init__(
-        self, packed: PackedConv, bias: Tensor | None, moves: Window, source: Scale, result: Scale, clamp: tuple[int, int]
+        self,
+        packed: AnyPacked,
+        bias: Tensor | None,
+        source: Scale,
+        result: Scale,
+        clamp: tuple[int, int],
+        moves: Window | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        error: float | None = None,
     ) -> None:
-        super().__init__()
-        self._packed, self.moves, self.in_zero, self.clamp = packed, moves.numbers, source.zero, clamp
-        scales = {"in_scale": source.step, "in_zero": source.zero, "out_scale": result.step, "out_zero": result.zero}
-        self.register_buffer("packed_data", packed.data)
-        self.register_buffer("table", conv.conv_requantization_table(packed, bias, **scales))  # type: ignore[arg-type]
-        self.table: Tensor
+        super().__init__(packed, dtype, error)
+        self.source, self.result, self.clamp, self.moves = source, result, clamp, moves
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+        self.register_buffer("table", torch.empty(0), persistent=False)
+        self.refresh()
+
+    def with_weight(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> IntegerModule:
+        """The same layer with another weight of the same sizes."""
+        return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.moves, dtype=dtype, error=error)
+
+    def refresh(self) -> None:
+        scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
+        table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
+        self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
+
+
+class IntegerConv2d(IntegerModule):
+    """A convolution of codes."""
+
+    kind = "Conv2d"
+
+    @property
+    def packed(self) -> PackedConv:
+        assert isinstance(self._packed, PackedConv)
+        return self._packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return conv.qconv2d_with(x, self._packed, self.table, self.moves, self.in_zero, self.clamp)
+        assert self.moves is not None
+        return conv.qconv2d_with(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
 
     def extra_repr(self) -> str:
-        out, channels, kh, kw = self._packed.shape
-        return f"{channels * self._packed.sizes.groups}, {out}, kernel_size=({kh}, {kw}), clamp={self.clamp}"
+        out, channels, kh, kw = self.packed.shape
+        return f"{channels * self.packed.sizes.groups}, {out}, kernel_size=({kh}, {kw}), clamp={self.clamp}, format={self.packed.format}"
 
 
-class IntegerLinear(nn.Module):
-    """int8 -> int8 with requantization, an activation's clamp included."""
+class IntegerLinear(IntegerModule):
+    """A linear layer on codes."""
 
-    def __init__(self, packed: Packed, bias: Tensor | None, source: Scale, result: Scale, clamp: tuple[int, int]) -> None:
-        super().__init__()
-        self._packed, self.clamp = packed, clamp
-        scales = {"in_scale": source.step, "in_zero": source.zero, "out_scale": result.step, "out_zero": result.zero}
-        self.register_buffer("packed_data", packed.data)
-        self.register_buffer("table", ops.requantization_table(packed, bias, **scales))  # type: ignore[arg-type]
-        self.table: Tensor
+    kind = "Linear"
+
+    @property
+    def packed(self) -> Packed:
+        assert isinstance(self._packed, Packed)
+        return self._packed
 
     def forward(self, x: Tensor) -> Tensor:
-        n, k = self._packed.shape
-        return torch.ops.halfbyte.qlinear.default(x, self._packed.data, self.table, self._packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
+        n, k = self.packed.shape
+        return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.table, self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        return f"in_features={self._packed.shape[1]}, out_features={self._packed.shape[0]}, clamp={self.clamp}"
+        n, k = self.packed.shape
+        return f"in_features={k}, out_features={n}, clamp={self.clamp}, format={self.packed.format}"

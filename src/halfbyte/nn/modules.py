@@ -88,20 +88,23 @@ def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacke
 class QuantModule(nn.Module):
     """What quantized modules share: the packed weight, its place in buffers and state_dict, what `.to` does.
 
-    packed  the weight: [N, K], or that of a convolution
+    packed  the weight: [N, K], that of a convolution, or those of experts
     dtype   of the float weight that it stands for; follows `.to(dtype)`, which does not touch the packed bytes
     error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
     kind    the module that it stands for, such as "Linear"
+    dimensions   of the weight, where it is no convolution's
     """
 
     kind: ClassVar[str]
+    dimensions: ClassVar[int] = 2
     packed_data: Tensor
     dtype_mark: Tensor
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         super().__init__()
-        if isinstance(packed, Packed) and len(packed.shape) != 2:
-            raise ArgumentError(f"a module's weight is [N, K], got shape {list(packed.shape)}")
+        if isinstance(packed, Packed) and len(packed.shape) != self.dimensions:
+            wanted = "[N, K]" if self.dimensions == 2 else "[E, N, K]"
+            raise ArgumentError(f"the weight of {type(self).__name__} is {wanted}, got shape {list(packed.shape)}")
         self.error = error
         # Buffers, so that torch counts and compiles them as the module's; not persistent: a layout is never stored.
         self.register_buffer("packed_data", packed.data, persistent=False)
@@ -142,7 +145,11 @@ class QuantModule(nn.Module):
             self._set_packed(_repacked(self._packed, device))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._set_packed(replace(self._packed, data=self.packed_data))
+        self.refresh()
         return self
+
+    def refresh(self) -> None:
+        """Makes anew what follows from the weight and the bias, after either has changed."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -175,6 +182,7 @@ class QuantModule(nn.Module):
             return
         self._set_packed(pack_like(self._packed, codes, self._packed.device))
         self.error = None
+        self.refresh()
 
 
 class QuantMatrix(QuantModule):

@@ -1,4 +1,4 @@
-"""`quantize_static`: a convolutional network that computes on int8 codes from its first layer to its last.
+"""Convolutional networks that compute on int8 codes from their first layer to their last.
 
 The network is traced (torch.fx), its batch norms are folded, and calibration images show the range of each result. Then convolutions
 and linear layers take and give codes, with their ReLU in the clamp; additions, pools and concatenations work on codes; and what else
@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from halfbyte import ops
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.nn.batchnorm import fold_batch_norms_
+from halfbyte.nn.forms import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.integer import MOST, AveragePool, Dequantize, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+from halfbyte.nn.modules import AnyPacked
 from halfbyte.ops import conv
 
-Observer = Literal["minmax", "percentile", "mse"]
-_PERCENTILE = 0.9999
+OBSERVERS = ("minmax", "percentile", "mse")
+PERCENTILE = 0.9999
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
+_META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
 _SAME = (nn.Dropout, nn.Dropout2d, nn.Identity)  # in evaluation
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
@@ -34,23 +38,95 @@ _ADDS = (operator.add, operator.iadd, torch.add)
 _RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
 
 
-def quantize_static(
-    model: nn.Module, images: Iterable[Tensor], *, observer: Observer = "minmax", percentile: float = _PERCENTILE
-) -> fx.GraphModule:
+class LayerWeight(NamedTuple):
+    """What a layer on codes is made of; see `IntegerModule`."""
+
+    packed: AnyPacked
+    bias: Tensor | None
+    error: float | None = None
+
+
+# What a layer is made of, by its name; or why it stays in floating point.
+Weights = Callable[[str, "nn.Conv2d | nn.Linear"], LayerWeight | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What a network on codes is made from, beside the float network.
+
+    scales  of each result of the traced network, by the name of its node
+    floats  names of the layers that stay in floating point though they could do without
+    notes   what else runs in floating point, and what was folded
+    """
+
+    scales: Mapping[str, Scale]
+    floats: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def calibrated(model: nn.Module) -> Calibrated | None:
+    """What a network on codes was made from; None for any other model."""
+    found = model.meta.get(_META) if isinstance(model, fx.GraphModule) else None
+    return found if isinstance(found, Calibrated) else None
+
+
+def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: str, percentile: float = PERCENTILE) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
-    images      batches that show what the network meets; one hundred images or so
+    images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
+                one hundred images or so
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
     percentile  the part of values inside the range, for "percentile"
 
-    The result's `notes` name what stayed in floating point. Raises UnsupportedError for a model that torch.fx cannot trace,
-    ArgumentError without images.
+    Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
-    if observer not in ("minmax", "percentile", "mse"):
-        raise ArgumentError(f"observer is one of minmax, percentile, mse, got {observer!r}")
+    traced, folded = _traced(model)
+    watcher = _Watcher(traced, observer, percentile)
+    with torch.no_grad():
+        for batch in [images] if isinstance(images, Tensor) else images:
+            watcher.run(_image_of(batch))
+    if not watcher.seen:
+        raise ArgumentError("there are no calibration images: pass at least one batch")
+    notes = (f"{len(folded)} batch norms were folded into the layers before them",) if folded else ()
+    return _Rewriter(traced, watcher.scales(), weights).result(notes)
+
+
+def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
+    """The network on codes that `made_from` belongs to, from the float model (on the meta device, if you like); its weights are 0."""
+    traced, _ = _traced(model)
+    if odd := made_from.scales.keys() - {node.name for node in traced.graph.nodes}:
+        raise ArgumentError(
+            f"{type(model).__name__} has no result {min(odd)}, which the network on codes has: pass the model it was made of"
+        )
+
+    def zeros(name: str, layer: nn.Conv2d | nn.Linear) -> LayerWeight | str:
+        if name in made_from.floats:
+            return ""
+        bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype)
+        codes = quantize_weight(kind_of(layer), torch.zeros(layer.weight.shape), as_format("int8_channel"), "absmax", name)
+        return LayerWeight(pack_weight(layer, codes, "cpu"), bias)
+
+    made = _Rewriter(traced, made_from.scales, zeros).result(())
+    made.meta[_META] = made_from
+    return made
+
+
+def replace_(model: nn.Module, made: fx.GraphModule) -> None:
+    """Makes `model` itself the network `made`: whoever holds it holds the network on codes."""
+    try:
+        model.__class__ = made.__class__
+    except TypeError as e:
+        raise UnsupportedError(
+            f"a {type(model).__name__} cannot become another module in place ({e}): wrap it, nn.Sequential(module)"
+        ) from e
+    model.__dict__ = made.__dict__
+
+
+def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
+    """A copy of the model as a graph, without what does nothing in evaluation, and the batch norms that were folded."""
     model = copy.deepcopy(model).eval()
-    fold_batch_norms_(model)
+    folded = fold_batch_norms_(model)
     traced = fx.symbolic_trace(model)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
@@ -58,19 +134,20 @@ def quantize_static(
             node.replace_all_uses_with(_first(node))
             traced.graph.erase_node(node)
     traced.recompile()
-    watcher = _Watcher(traced, observer, percentile)
-    with torch.no_grad():
-        for batch in images:
-            watcher.run(batch)
-    if not watcher.seen:
-        raise ArgumentError("there are no calibration images: pass at least one batch")
-    return _Rewriter(traced, watcher.scales()).result()
+    return traced, folded
+
+
+def _image_of(batch: Any) -> Tensor:
+    image = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(image, Tensor):
+        raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
+    return image
 
 
 class _Watcher(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
-    def __init__(self, traced: fx.GraphModule, observer: Observer, percentile: float) -> None:
+    def __init__(self, traced: fx.GraphModule, observer: str, percentile: float) -> None:
         super().__init__(traced)
         self.observer, self.percentile = observer, percentile
         self.seen: dict[str, tuple[float, float]] = {}
@@ -112,20 +189,22 @@ def _squared_error(x: Tensor, scale: Scale) -> float:
 class _Rewriter:
     """Makes the graph on codes, node by node."""
 
-    def __init__(self, traced: fx.GraphModule, scales: dict[str, Scale]) -> None:
-        self.traced, self.scales = traced, scales
+    def __init__(self, traced: fx.GraphModule, scales: Mapping[str, Scale], weights: Weights) -> None:
+        self.traced, self.scales, self.weights = traced, scales, weights
         self.modules = dict(traced.named_modules())
+        self.dtype = next((p.dtype for p in traced.parameters()), torch.float32)
         self.graph = fx.Graph()
-        self.root = nn.ModuleDict()
+        self.root: dict[str, Any] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
         self.codes_of: dict[fx.Node, tuple[fx.Node, Scale]] = {}
+        self.floats: list[str] = []
         self.notes: list[str] = []
 
-    def result(self) -> fx.GraphModule:
+    def result(self, notes: tuple[str, ...]) -> fx.GraphModule:
         for node in self.traced.graph.nodes:
             self._node(node)
-        made = fx.GraphModule(self.root, self.graph)
-        made.notes = tuple(self.notes)  # type: ignore[assignment]
+        made = fx.GraphModule(self.root, self.graph, type(self.traced).__name__)
+        made.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
         return made.eval()
 
     # Either form of a node's result, made where it is first needed
@@ -133,16 +212,20 @@ class _Rewriter:
     def _codes(self, node: fx.Node) -> tuple[fx.Node, Scale]:
         if node not in self.codes_of:
             scale = self.scales[node.name]
-            self.codes_of[node] = self._call(f"{node.name}_quantize", Quantize(scale), self.float_of[node]), scale
+            self.codes_of[node] = self._call(node, Quantize(scale), self.float_of[node], name=f"{node.name}_quantize"), scale
         return self.codes_of[node]
 
     def _floats(self, node: fx.Node) -> fx.Node:
         if node not in self.float_of:
             codes, scale = self.codes_of[node]
-            self.float_of[node] = self._call(f"{node.name}_dequantize", Dequantize(scale, torch.float32), codes)
+            self.float_of[node] = self._call(node, Dequantize(scale, self.dtype), codes, name=f"{node.name}_dequantize")
         return self.float_of[node]
 
-    def _call(self, name: str, module: nn.Module, *inputs: fx.Node) -> fx.Node:
+    def _call(self, node: fx.Node, module: nn.Module, *inputs: fx.Node, name: str | None = None) -> fx.Node:
+        """`module` in the place of `node`: a layer keeps its name, unless it has been called before."""
+        name = name or (str(node.target) if node.op == "call_module" else node.name)
+        if name in self.root:
+            name = node.name
         self.root[name] = module
         return self.graph.call_module(name, inputs)
 
@@ -152,22 +235,28 @@ class _Rewriter:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
         module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-        make = self._maker(node, module)
+        make, reason = self._maker(node, module), ""
         if make is not None and node.name in self.scales:
-            made, scale, covers = make(node, module)
+            layer = None
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                layer = self.weights(str(node.target), module)
+                if isinstance(layer, str):
+                    self.floats.append(str(node.target))
+                    make, reason = None, f": {layer}"
+        if make is not None and node.name in self.scales:
+            made, scale, covers = make(node, module if layer is None else (module, layer))
             for covered in (node, *covers):
                 self.codes_of[covered] = made, scale
             return
         if node.op not in ("placeholder", "output", "get_attr"):
             what = type(module).__name__ if module is not None else getattr(node.target, "__name__", node.target)
-            self.notes.append(f"{node.name} ({what}) runs in floating point")
+            self.notes.append(f"{node.target if module is not None else node.name} ({what}) runs in floating point{reason}")
         if module is not None:
-            self.root[node.name] = module
-            inputs = [self._floats(a) if isinstance(a, fx.Node) else a for a in node.args]
-            self.float_of[node] = self.graph.call_module(node.name, tuple(inputs), dict(node.kwargs))
+            self.root[str(node.target)] = module
+            self.float_of[node] = self.graph.node_copy(node, self._floats)
         elif node.op == "get_attr":
-            self.root.register_buffer(node.name, operator.attrgetter(str(node.target))(self.traced))
-            self.float_of[node] = self.graph.get_attr(node.name)
+            self.root[str(node.target)] = operator.attrgetter(str(node.target))(self.traced)
+            self.float_of[node] = self.graph.node_copy(node, self._floats)
         else:
             self.float_of[node] = self.graph.node_copy(node, self._floats)
 
@@ -203,22 +292,23 @@ class _Rewriter:
                 return scale, (scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST), users
         return self.scales[node.name], (-128, MOST), []
 
-    def _convolution(self, node: fx.Node, layer: nn.Conv2d) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        (x, source), (result, clamp, covers) = self._codes(_first(node)), self._activation(node)
-        kernel = layer.kernel_size[0], layer.kernel_size[1]
-        packed = conv.pack_conv(conv.quantize_conv(layer.weight, "int8_channel", name=f"{node.target}.weight"), kernel, layer.groups)
-        moves = Window.from_numbers(conv.written_moves(kernel, layer.stride, layer.padding, layer.dilation))
-        return self._call(node.name, IntegerConv2d(packed, _detached(layer.bias), moves, source, result, clamp), x), result, covers
+    def _convolution(self, node: fx.Node, layer: tuple[nn.Conv2d, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
+        (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
+        kernel = module.kernel_size[0], module.kernel_size[1]
+        moves = Window.from_numbers(conv.written_moves(kernel, module.stride, module.padding, module.dilation))
+        settings = {"moves": moves, "dtype": module.weight.dtype, "error": weight.error}
+        made = IntegerConv2d(weight.packed, weight.bias, source, result, clamp, **settings)  # type: ignore[arg-type]
+        return self._call(node, made, x), result, covers
 
-    def _linear(self, node: fx.Node, layer: nn.Linear) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        (x, source), (result, clamp, covers) = self._codes(_first(node)), self._activation(node)
-        packed = ops.pack(ops.quantize(layer.weight, "int8_channel", name=f"{node.target}.weight"))
-        return self._call(node.name, IntegerLinear(packed, _detached(layer.bias), source, result, clamp), x), result, covers
+    def _linear(self, node: fx.Node, layer: tuple[nn.Linear, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
+        (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
+        made = IntegerLinear(weight.packed, weight.bias, source, result, clamp, dtype=module.weight.dtype, error=weight.error)
+        return self._call(node, made, x), result, covers
 
     def _add(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (a, scale_a), (b, scale_b) = (self._codes(n) for n in node.args if isinstance(n, fx.Node))
         result, clamp, covers = self._activation(node)
-        return self._call(node.name, Requantize((scale_a, scale_b), result, clamp), a, b), result, covers
+        return self._call(node, Requantize((scale_a, scale_b), result, clamp), a, b), result, covers
 
     def _relu(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
@@ -229,7 +319,7 @@ class _Rewriter:
         """What only moves codes."""
         x, scale = self._codes(_first(node))
         if module is not None:
-            return self._call(node.name, module, x), scale, []
+            return self._call(node, module, x), scale, []
         return self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs)), scale, []
 
     def _largest(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
@@ -237,7 +327,7 @@ class _Rewriter:
         x, scale = self._codes(_first(node))
         x = self.graph.call_method("to", (x, torch.bfloat16))
         x = (
-            self._call(node.name, module, x)
+            self._call(node, module, x)
             if module is not None
             else self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs))
         )
@@ -245,20 +335,16 @@ class _Rewriter:
 
     def _average(self, node: fx.Node, pool: nn.Module) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        return self._call(node.name, AveragePool(pool, scale), x), scale, []
+        return self._call(node, AveragePool(pool, scale), x), scale, []
 
     def _concatenation(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         result, parts = self.scales[node.name], []
         for i, source in enumerate(node.args[0]):  # type: ignore[arg-type]
             x, scale = self._codes(source)
-            parts.append(x if scale == result else self._call(f"{node.name}_{i}", Requantize((scale,), result), x))
+            parts.append(x if scale == result else self._call(node, Requantize((scale,), result), x, name=f"{node.name}_{i}"))
         return self.graph.call_function(torch.cat, (parts, *node.args[1:]), dict(node.kwargs)), result, []
 
 
 def _first(node: fx.Node) -> fx.Node:
     assert isinstance(node.args[0], fx.Node)
     return node.args[0]
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
