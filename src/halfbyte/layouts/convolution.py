@@ -9,6 +9,7 @@ matrix [Co, Kh*Kw*Ci']           what is packed: a patch of the input, taps row 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 
 CANONICAL = "canonical"  # the layout of weights that kernels do not read as a matrix
@@ -133,7 +134,7 @@ def from_matrix(matrix: Codes, sizes: Filter) -> Codes:
 class PackedConv:
     """The weight of a convolution in the order of `layout`: the same numbers as the Codes it was made from.
 
-    layout   "cpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
+    layout   "cpu_tiles", "gpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
     data     uint8, one dimension
     name, numbers   of the format and the sizes, spelled once: looking them up costs more than a small kernel
     """
@@ -194,6 +195,8 @@ def unpack(packed: PackedConv) -> Codes:
     sizes = packed.sizes
     if packed.layout == CANONICAL:
         return from_canonical_bytes(packed.data, sizes)
+    if packed.layout == gpu_tiles.NAME:
+        return _unpack_gpu(packed)
     shape, fmt = (sizes.out // sizes.groups, sizes.k), sizes.matrix_format
     parts = [cpu_tiles.unpack(Packed(fmt, shape, cpu_tiles.NAME, data)) for data in packed.data.chunk(sizes.groups)]
     return join_groups(parts, sizes)
@@ -217,3 +220,53 @@ def from_canonical_bytes(data: Tensor, sizes: Filter) -> Codes:
         tensors[name] = data[at : at + size].clone().view(dtype).view(shape)
         at += size
     return Codes.from_tensors(sizes.format, sizes.codes_shape, tensors)
+
+
+# GPUs: channels of a tap are padded, so that patches are read 16 bytes at a time
+
+
+def padded_for_gpu(sizes: Filter) -> Filter:
+    """Sizes of the weight that GPUs multiply. Where scales are not of blocks, whose padding is the layout's, a tap gets 4, 8 or a
+    multiple of 16 channels; not where the kernel is a single tap, and the weight that of a linear layer."""
+    if isinstance(sizes.format.block, int) or (sizes.taps == 1 and sizes.groups == 1):
+        return sizes
+    channels = sizes.channels
+    return replace(sizes, channels=4 if channels <= 4 else 8 if channels <= 8 else -(-channels // 16) * 16)
+
+
+@functools.lru_cache(maxsize=4096)
+def gpu_geometry(sizes: Filter) -> gpu_tiles.Geometry:
+    """Of the matrix of one group."""
+    padded = padded_for_gpu(sizes)
+    return gpu_tiles.geometry(padded.matrix_format, (padded.out // padded.groups, padded.k))
+
+
+def pack_gpu(codes: Codes, sizes: Filter) -> PackedConv:
+    """Layout "gpu_tiles", on the device of the codes."""
+    padded = padded_for_gpu(sizes)
+    if padded != sizes:
+        codes = _with_channels(codes, sizes, padded.channels)
+    parts = [gpu_tiles.pack(part).data for part in groups_of(codes, padded)]
+    return PackedConv(sizes, gpu_tiles.NAME, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def _unpack_gpu(packed: PackedConv) -> Codes:
+    sizes, padded = packed.sizes, padded_for_gpu(packed.sizes)
+    shape, fmt = (padded.out // padded.groups, padded.k), padded.matrix_format
+    parts = [gpu_tiles.unpack(Packed(fmt, shape, gpu_tiles.NAME, data)) for data in packed.data.chunk(padded.groups)]
+    codes = join_groups(parts, padded)
+    return codes if padded == sizes else _with_channels(codes, padded, sizes.channels)
+
+
+def _with_channels(codes: Codes, sizes: Filter, channels: int) -> Codes:
+    """Codes [Co, taps * Ci] with more channels a tap (what pads means 0; with an offset, q = 0) or with less."""
+    values = codes.values().reshape(sizes.out, sizes.taps, sizes.channels)
+    if channels <= sizes.channels:
+        values = values[..., :channels]
+    else:
+        fill = (
+            values.new_zeros(()) if codes.zero is None or codes.format.zero == "offset" else codes.zero.reshape(-1, 1, 1).to(values.dtype)
+        )
+        more = fill.expand(sizes.out, sizes.taps, channels - sizes.channels)
+        values = torch.cat((values, more), dim=-1)
+    return Codes.from_values(codes.format, values.reshape(sizes.out, -1), codes.scale, codes.zero)

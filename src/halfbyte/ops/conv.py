@@ -19,10 +19,11 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Window
-from halfbyte.layouts import convolution, cpu_tiles
+from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
-from halfbyte.ops import functions
+from halfbyte.ops import cuda_conv, functions
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
+from halfbyte.ops.images import channels_last, depthwise, from_numbers, out_shape
 from halfbyte.ops.library import differentiated
 
 _INFINITE = float("inf")
@@ -54,18 +55,18 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
 
     kernel_size   (Kh, Kw) or (Kw,); one number stands for a square
     """
-    if torch.device(device).type != "cpu":
-        raise UnsupportedError(f"there are no convolutions for device {str(device)!r} in this version: use device='cpu'")
     sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        return cuda_conv.pack(codes.to(device), sizes)
+    if device.type != "cpu":
+        there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
+        raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
     codes = codes.to("cpu")
-    if _depthwise(sizes):
+    if depthwise(sizes):
         return PackedConv(sizes, convolution.CANONICAL, _aligned(convolution.canonical_bytes(codes)))
     parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
     return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
-
-
-def _depthwise(sizes: Filter) -> bool:
-    return sizes.channels == 1 and sizes.groups == sizes.out
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -106,7 +107,9 @@ def conv2d(
         return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
     low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
     moves = _moves(packed.sizes.kernel, stride, padding, dilation)
-    run = _conv2d_cpu if functions.plain(x) and x.is_cpu and not differentiated(x, bias, residual) else _ops.conv2d.default
+    run: Any = _ops.conv2d.default
+    if functions.plain(x) and not differentiated(x, bias, residual):
+        run = _conv2d_cpu if x.is_cpu else cuda_conv.conv2d
     return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)
 
 
@@ -145,7 +148,9 @@ def qconv2d_with(
     x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
 ) -> Tensor:
     """`qconv2d` with what does not change from call to call made before: `conv_requantization_table` and `Window.numbers`."""
-    run = _qconv2d_cpu if functions.plain(x) and x.is_cpu else _ops.qconv2d.default
+    run: Any = _ops.qconv2d.default
+    if functions.plain(x):
+        run = _qconv2d_cpu if x.is_cpu else cuda_conv.qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)
 
 
@@ -153,7 +158,7 @@ def conv_requantization_table(
     packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
 ) -> Tensor:
     """What `halfbyte::qconv2d` reads beside the weight, float32 [groups, 3, Co/groups padded to 32] (depthwise: [1, 3, Co]): offset,
-    multiplier, int32 start."""
+    multiplier, int32 start. On a GPU [groups, 4, Co/groups padded to 64]: the bytes of the last row are `in_zero`."""
     sizes = packed.sizes
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
     n = sizes.out // sizes.groups
@@ -164,7 +169,9 @@ def conv_requantization_table(
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
     rows = functions.requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
-    if _depthwise(sizes):
+    if rows.is_cuda:
+        return cuda_conv.table(rows, sizes, in_zero)
+    if depthwise(sizes):
         return rows.unsqueeze(0)
     table = torch.zeros(sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
     table[:, :, :n] = rows.view(3, sizes.groups, n).transpose(0, 1)
@@ -218,11 +225,6 @@ def written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, di
     return Window(strides, sides, dilations).numbers
 
 
-def _from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
-    out, channels, kh, kw, groups = numbers
-    return Filter(as_format(format), out, channels, (kh, kw), groups), Window.from_numbers(moves)
-
-
 # Custom ops
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -236,15 +238,8 @@ _library.define(
 _ops = torch.ops.halfbyte
 
 
-def _out_shape(x: Tensor, sizes: Filter, window: Window) -> tuple[int, int, int, int]:
-    channels = sizes.channels * sizes.groups
-    if x.dim() != 4 or x.shape[1] != channels:
-        raise ArgumentError(f"a convolution with a weight of {channels} input channels takes [B, {channels}, H, W], got {list(x.shape)}")
-    return (x.shape[0], sizes.out, *window.out_size((x.shape[2], x.shape[3]), sizes.kernel))
-
-
 def _packed_bytes(sizes: Filter) -> int:
-    if _depthwise(sizes):
+    if depthwise(sizes):
         stored = stored_tensors(sizes.format, sizes.codes_shape).values()
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
     return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
@@ -290,16 +285,16 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
 
-    sizes, window = _from_numbers(format, numbers, moves)
-    shape = _out_shape(x, sizes, window)
+    sizes, window = from_numbers(format, numbers, moves)
+    shape = out_shape(x, sizes, window)
     if activation not in ACTIVATIONS:
         raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
     _, c, h, w = x.shape
     inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, compute, current()).taken.inner
     kernel: Any = None
     if 0 not in shape and x.numel():
-        kernel = DepthwiseKernel(sizes, x.dtype) if _depthwise(sizes) else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
-    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), _depthwise(sizes), kernel)
+        kernel = DepthwiseKernel(sizes, x.dtype) if depthwise(sizes) else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
+    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), depthwise(sizes), kernel)
 
 
 def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
@@ -339,14 +334,14 @@ def _conv2d_cpu(
         if residual.shape != plan.out_shape or residual.dtype != x.dtype or not residual.is_cpu:
             got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
             raise ArgumentError(f"the residual is {x.dtype} {list(plan.out_shape)} on the CPU, got {got}")
-        residual = _channels_last(residual)
+        residual = channels_last(residual)
     if plan.kernel is None:  # nothing to multiply
         y = x.new_zeros(plan.out_shape)
         for more in (None if bias is None else bias.view(1, -1, 1, 1), residual):
             y = y if more is None else y + more
         return y.clamp(low, high).to(x.dtype)
     if x.stride() != plan.strides:
-        x = _channels_last(x)
+        x = channels_last(x)
     return plan.kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
 
 
@@ -375,16 +370,8 @@ def _qconv2d_cpu(
     if plan.kernel is None:
         return x.new_empty(plan.out_shape)
     if x.stride() != plan.strides:
-        x = _channels_last(x)
+        x = channels_last(x)
     return plan.kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    """[B, C, H, W] with exactly the strides of channels_last; torch leaves those of sizes of 1 open."""
-    _, c, h, w = x.shape
-    if x.stride() == (h * w * c, 1, w * c, c):
-        return x
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 class _Conv2d(torch.autograd.Function):
@@ -406,10 +393,10 @@ class _Conv2d(torch.autograd.Function):
             grad = torch.where((output > low) & (output < high), grad, 0)
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            sizes, window = _from_numbers(format, numbers, moves)
+            sizes, window = from_numbers(format, numbers, moves)
             top, bottom, left, right = window.padding
             batch, channels, height, width = ctx.shape
-            layout = convolution.CANONICAL if _depthwise(sizes) else cpu_tiles.NAME
+            layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
             floats = convolution.dequantize(PackedConv(sizes, layout, weight), grad.dtype)
             padded = (batch, channels, height + top + bottom, width + left + right)
             whole = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
@@ -428,11 +415,12 @@ def _conv2d_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: T
 
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     format, numbers, moves = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
-    return x.new_empty(_out_shape(x, *_from_numbers(format, numbers, moves))).contiguous(memory_format=torch.channels_last)
+    return x.new_empty(out_shape(x, *from_numbers(format, numbers, moves))).contiguous(memory_format=torch.channels_last)
 
 
-_library.impl("conv2d", _conv2d_cpu, "CPU")
-_library.impl("conv2d", _conv2d_autograd, "AutogradCPU")
-_library.impl("qconv2d", _qconv2d_cpu, "CPU")
+for _device, _float, _integer in (("CPU", _conv2d_cpu, _qconv2d_cpu), ("CUDA", cuda_conv.conv2d, cuda_conv.qconv2d)):
+    _library.impl("conv2d", _float, _device)
+    _library.impl("conv2d", _conv2d_autograd, f"Autograd{_device}")
+    _library.impl("qconv2d", _integer, _device)
 torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
 torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)

@@ -122,7 +122,7 @@ def linear(
                 y = y + addend
         return y.clamp(low, high).to(x.dtype)
     if device != torch._C._cuda_getDevice():
-        with _on(x):
+        with on(x):
             return kernel(x, weight, bias, residual, low, high)
     return kernel(x, weight, bias, residual, low, high)
 
@@ -214,7 +214,7 @@ _empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = geta
 )
 
 
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
+def on(tensor: Tensor) -> AbstractContextManager[object]:
     """The tensor's device becomes the current one, as Triton wants it."""
     return nullcontext() if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
 
@@ -225,7 +225,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         return None
     from halfbyte.kernels.gpu import quantize as kernel
 
-    with _on(weight):
+    with on(weight):
         return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
 
 
@@ -245,7 +245,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if (reason := kernel.supports(problem, here)) is not None:
         raise UnsupportedError(f"there is no kernel for qlinear with {format} of shape [{n}, {k}] on {here.name}: {reason}")
     codes, scale, _ = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(fmt, (n, k)))
-    with _on(x):
+    with on(x):
         kernel.launch(problem, kernel.configs(problem, here)[0], flat, codes, scale, table, out.view(-1, n), (low, high))
     return out
 
@@ -257,7 +257,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
     if triton_trouble() is None:
         from halfbyte.kernels.gpu import dequantize as kernel
 
-        with _on(ids):
+        with on(ids):
             rows = kernel.embedding(ids.flatten(), aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
         return rows.view(*ids.shape, k)
     if n == 0 or k == 0:
@@ -272,7 +272,7 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
     if triton_trouble() is None:
         from halfbyte.kernels.gpu import dequantize as kernel
 
-        with _on(weight):
+        with on(weight):
             return kernel.dequantize(aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
     return gpu_tiles.unpack(Packed(as_format(format), (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
 

@@ -1,0 +1,253 @@
+"""The custom ops of convolutions on GPUs: no call waits for the device, so all of them may be captured in a CUDA graph.
+
+A kernel of one tap is a linear layer of pixels, and goes to its kernels. Depthwise convolutions have a kernel of their own, all others
+are implicit matrix products (`kernels/gpu/conv.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfbyte.dispatch.gpu import compute_of, triton_trouble
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.machine import gpu
+from halfbyte.ops import cuda
+from halfbyte.ops.checks import ACTIVATIONS, FLOATS, TABLE_PANEL, check_bias
+from halfbyte.ops.images import channels_last, depthwise, from_numbers, out_shape
+
+_FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
+
+# What depthwise kernels multiply by, by the packed bytes it comes from.
+_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+
+
+def pack(codes: Codes, sizes: Filter) -> PackedConv:
+    """Codes on a GPU, arranged for its kernels."""
+    if depthwise(sizes):
+        return PackedConv(sizes, convolution.CANONICAL, convolution.canonical_bytes(codes))
+    return convolution.pack_gpu(codes, sizes)
+
+
+def table(rows: Tensor, sizes: Filter, in_zero: int) -> Tensor:
+    """Of offset, multiplier and start, float32 [3, Co]: [groups, 4, Co/groups padded to 64], the bytes of the last row being `in_zero`."""
+    groups = 1 if depthwise(sizes) else sizes.groups
+    n = sizes.out // groups
+    made = torch.zeros(groups, 4, _table_row(n), device=rows.device)
+    made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
+    made[:, 3].view(torch.int8).fill_(in_zero)
+    return made
+
+
+def _table_row(n: int) -> int:
+    return -(-n // _FILL) * _FILL
+
+
+class _Plan(NamedTuple):
+    """What calls on images of one shape share."""
+
+    sizes: Filter
+    window: Window
+    shape: tuple[int, int, int, int]
+    weight_bytes: int
+    way: str  # "depthwise", "linear" or "patches"
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape: torch.Size, format: str, numbers: tuple[int, ...], moves: tuple[int, ...]) -> _Plan:
+    sizes, window = from_numbers(format, numbers, moves)
+    out = out_shape(torch.empty(shape, device="meta"), sizes, window)
+    if depthwise(sizes):
+        stored = stored_tensors(sizes.format, sizes.codes_shape).values()
+        return _Plan(sizes, window, out, sum(math.prod(s) * dtype.itemsize for dtype, s in stored), "depthwise")
+    nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
+    return _Plan(sizes, window, out, nbytes, "linear" if sizes.taps == sizes.groups == 1 else "patches")
+
+
+def _fitting(x: Tensor, weight: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int]) -> _Plan:
+    if x.dim() != 4:
+        raise ArgumentError(f"a convolution takes images [B, C, H, W], got {list(x.shape)}")
+    plan = _plan(x.shape, format, tuple(numbers), tuple(moves))
+    if weight.shape != (plan.weight_bytes,) or weight.dtype != torch.uint8 or weight.device != x.device:
+        got = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        wanted = f"{plan.weight_bytes} packed bytes on {x.device}"
+        raise FormatError(f"the weight of {plan.sizes} is {wanted}, got {got}: pack the codes with halfbyte.pack_conv")
+    return plan
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    if x.dtype not in FLOATS:
+        raise ArgumentError(f"conv2d takes images of float32, bfloat16 or float16, got {x.dtype}: convert them first")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    wanted, plan = compute_of(compute), _fitting(x, weight, format, numbers, moves)
+    if not low <= high:
+        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
+    if bias is not None:
+        check_bias(bias, plan.sizes.out, x.device)
+        bias = cuda.aligned(bias.float())
+    if residual is not None:
+        if residual.shape != plan.shape or residual.dtype != x.dtype or residual.device != x.device:
+            got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+            raise ArgumentError(f"the residual is {x.dtype} {list(plan.shape)} on {x.device}, got {got}")
+        residual = _rows(residual)
+    if 0 in plan.shape or not x.numel():
+        y = x.new_zeros(plan.shape).permute(0, 2, 3, 1).reshape(-1, plan.sizes.out)
+        for addend in (bias, residual):
+            y = y if addend is None else y + addend
+        return _image(y.clamp(low, high).to(x.dtype), plan)
+    if plan.way == "linear":
+        rows, fmt = _pixels(x, plan, 0), str(plan.sizes.matrix_format)
+        n, k = plan.sizes.out, plan.sizes.k
+        return _image(cuda.linear(rows, weight, bias, residual, fmt, n, k, compute, activation, low, high), plan)
+    if triton_trouble() is not None:
+        return _plain(x, weight, bias, residual, plan, low, high)
+    out = x.new_empty(math.prod(plan.shape) // plan.sizes.out, plan.sizes.out)
+    _multiply(x, weight, plan, out, Epilogue(bias, residual, low, high), wanted, activation)
+    return _image(out, plan)
+
+
+def _multiply(x: Tensor, weight: Tensor, plan: _Plan, out: Tensor, epilogue: Epilogue, compute: str, activation: str) -> None:
+    from halfbyte.kernels.gpu import conv, conv_depthwise
+
+    here = gpu(x.get_device())
+    problem = conv.Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    with cuda.on(x):
+        if plan.way == "depthwise":
+            conv_depthwise.launch(problem, _memory(x), _taps_of(weight, plan.sizes, integer=False), out, epilogue)
+            return
+        if compute == "int8":
+            raise UnsupportedError("convolutions on GPUs do not quantize activations on the fly in this version: use compute='float'")
+        if (reason := conv.supports(problem, here)) is not None:
+            raise UnsupportedError(f"there is no kernel for {problem} on {here.name}: {reason}")
+        image = with_channels(_memory(x), plan.sizes, 0)
+        conv.launch(problem, conv.configs(problem, here)[0], image, cuda.aligned(weight), out, epilogue)
+
+
+def qconv2d(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    in_zero: int,
+    low: int,
+    high: int,
+) -> Tensor:
+    if x.dtype != torch.int8:
+        raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
+    plan = _fitting(x, weight, format, numbers, moves)
+    if not -128 <= low <= high <= 127:
+        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
+    groups = 1 if plan.way == "depthwise" else plan.sizes.groups
+    wanted = (groups, 4, _table_row(plan.sizes.out // groups))
+    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or table.device != x.device:
+        got = f"{table.dtype} {list(table.shape)} on {table.device}"
+        raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on {x.device}, got {got}: use conv_requantization_table")
+    if 0 in plan.shape:
+        return _image(x.new_empty(0, plan.sizes.out), plan)
+    if plan.way == "linear":
+        n, k = plan.sizes.out, plan.sizes.k
+        rows = table[0, :3, : -(-n // TABLE_PANEL) * TABLE_PANEL].contiguous()
+        return _image(cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high), plan)
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"qconv2d has no way around it: {trouble}, or use the CPU")
+    from halfbyte.kernels.gpu import conv, conv_depthwise
+
+    here = gpu(x.get_device())
+    problem = conv.Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
+    out = x.new_empty(problem.m, plan.sizes.out)
+    with cuda.on(x):
+        if plan.way == "depthwise":
+            taps = _taps_of(weight, plan.sizes, integer=True)
+            conv_depthwise.launch_integer(problem, _memory(x), taps, table, out, in_zero, (low, high))
+            return _image(out, plan)
+        if (reason := conv.supports(problem, here)) is not None:
+            raise UnsupportedError(f"there is no kernel for {problem} on {here.name}: {reason}")
+        image = with_channels(_memory(x), plan.sizes, in_zero)
+        config = conv.configs(problem, here)[0]
+        conv.launch_integer(problem, config, image, cuda.aligned(weight), cuda.aligned(table), out, in_zero, (low, high))
+    return _image(out, plan)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:
+    """In torch's own operations, for GPUs where Triton is missing: right, and slow."""
+    top, bottom, left, right = plan.window.padding
+    layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
+    floats = convolution.dequantize(PackedConv(plan.sizes, layout, weight), torch.float32)
+    padded = torch.nn.functional.pad(x.float(), (left, right, top, bottom))
+    y = torch.nn.functional.conv2d(padded, floats, bias, plan.window.stride, 0, plan.window.dilation, plan.sizes.groups)
+    if residual is not None:
+        y = y + _image(residual, plan)
+    return channels_last(y.clamp(low, high).to(x.dtype))
+
+
+def _memory(x: Tensor) -> Tensor:
+    """[B, C, H, W] as it lies in memory, [B, H, W, C], aligned."""
+    return cuda.aligned(channels_last(x).permute(0, 2, 3, 1))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Its pixels [B * H * W, C]."""
+    return _memory(x).view(-1, x.shape[1])
+
+
+def _image(rows: Tensor, plan: _Plan) -> Tensor:
+    """The inverse: [M, Co] -> [B, Co, Ho, Wo], channels_last."""
+    b, co, ho, wo = plan.shape
+    return rows.view(b, ho, wo, co).permute(0, 3, 1, 2)
+
+
+def _pixels(x: Tensor, plan: _Plan, outside: int) -> Tensor:
+    """What a kernel of one tap looks at, [M, C]."""
+    (sh, sw), (top, bottom, left, right) = plan.window.stride, plan.window.padding
+    if any(plan.window.padding):
+        x = torch.nn.functional.pad(x, (left, right, top, bottom), value=outside)
+    return _rows(x[:, :, ::sh, ::sw])
+
+
+def with_channels(x: Tensor, sizes: Filter, outside: int) -> Tensor:
+    """[B, H, W, C], with so many channels that several taps fit 16 bytes, where there are few and no groups."""
+    channels = convolution.padded_for_gpu(sizes).channels
+    if sizes.groups > 1 or sizes.channels == channels or channels > 16:
+        return x
+    padded = x.new_full((*x.shape[:3], channels), outside)
+    padded[..., : sizes.channels] = x
+    return padded
+
+
+def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
+    """[Kh * Kw, C]: float32 weights, or int32 codes."""
+    made = _taps.get(weight)
+    if made is None or integer not in made:
+        codes = convolution.from_canonical_bytes(weight, sizes)
+        numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
+        taps = numbers.reshape(sizes.out, sizes.taps).T.contiguous()
+        if torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
+            return taps
+        _taps.setdefault(weight, {})[integer] = taps
+        return taps
+    return made[integer]

@@ -1,0 +1,145 @@
+"""Convolutions on the GPU (or in Triton's interpreter) against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from float_support import UNIT
+from samples import random_codes
+from torch import Tensor
+
+from halfbyte.formats import Codes, as_format
+from halfbyte.kernels import conv_reference, reference
+from halfbyte.kernels.gpu import conv
+from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.layouts import convolution
+from halfbyte.layouts.convolution import Filter
+from halfbyte.machine import Gpu
+from halfbyte.ops import cuda_conv, functions
+
+# (batch, height, width, channels a group, groups, outputs, kernel, window)
+SHAPES = {
+    "3x3 same": (2, 5, 6, 32, 1, 70, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "odd channels, stride, dilation": (1, 9, 8, 21, 1, 5, (3, 2), Window((2, 1), (0, 2, 1, 3), (2, 1))),
+    "stem": (1, 13, 12, 3, 1, 16, (7, 7), Window((2, 2), (3, 3, 3, 3))),
+    "groups": (2, 6, 5, 8, 3, 6, (3, 3), Window((1, 2), (1, 1, 0, 1))),
+    "one tap of groups": (1, 4, 5, 34, 2, 6, (1, 1), Window()),
+    "line": (1, 1, 40, 40, 1, 9, (1, 5), Window((1, 1), (0, 0, 2, 2))),
+}
+FORMATS = ("int8_channel", "int4_channel", "int4_g32", "int4_g128_zp", "q4_1", "q8_0", "int8_g20_zp")
+
+
+def codes_of(name: str, channels: int, groups: int, outputs: int, kernel: tuple[int, int]) -> tuple[Codes, Filter]:
+    fmt = as_format(name)
+    taps = kernel[0] * kernel[1]
+    shape = (outputs, taps, channels) if isinstance(fmt.block, int) else (outputs, taps * channels)
+    codes = random_codes(fmt, shape)
+    return codes, convolution.filter_of(codes, kernel, groups)
+
+
+def image(batch: int, channels: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, (batch, channels, height, width), dtype=torch.int8)
+    return torch.randn(batch, channels, height, width).to(dtype)
+
+
+def in_memory(x: Tensor, device: torch.device) -> Tensor:
+    return x.permute(0, 2, 3, 1).contiguous().to(device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_come_back(shape: str, format: str) -> None:
+    _, _, _, channels, groups, outputs, kernel, _ = SHAPES[shape]
+    codes, sizes = codes_of(format, channels, groups, outputs, kernel)
+    again = convolution.unpack(convolution.pack_gpu(codes, sizes))
+    for name, tensor in codes.tensors().items():
+        assert torch.equal(tensor, again.tensors()[name]), name
+
+
+def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: conv.Config | None = None) -> None:
+    batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
+    codes, sizes = codes_of(name, channels, groups, outputs, kernel)
+    problem = conv.Convolution(sizes, window, batch, (height, width), dtype)
+    assert conv.supports(problem, gpu) is None
+    x = image(batch, channels * groups, height, width, dtype)
+    bias = torch.randn(outputs)
+    residual = torch.randn(problem.m, outputs).to(dtype)
+    low, high = -1.5, 2.5
+    weight = convolution.pack_gpu(codes, sizes).data.to(device)
+    memory = cuda_conv.with_channels(in_memory(x, device), sizes, 0)
+    found = []
+    for _ in range(2):
+        out = torch.full((problem.m, outputs), torch.nan, dtype=dtype, device=device)
+        epilogue = Epilogue(bias.to(device), residual.to(device), low, high)
+        conv.launch(problem, config or conv.configs(problem, gpu)[0], memory, weight, out, epilogue)
+        found.append(out.cpu())
+    assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8)), "the second run gave other bits"
+    y = found[0].view(batch, *problem.out, outputs).permute(0, 3, 1, 2)
+    expected = conv_reference.conv2d(x, codes, kernel, window, bias, groups)
+    error = 2 * conv_reference.error_bound(x, codes, kernel, window, bias, groups)
+    more = residual.view(batch, *problem.out, outputs).permute(0, 3, 1, 2).double()
+    expected = expected + more
+    error = error + 2.0**-22 * (expected.abs() + more.abs())
+    size = torch.nn.functional.conv2d(
+        torch.nn.functional.pad(x.double().abs(), _sides(window)),
+        convolution.channels_first(codes.dequantize(torch.float64), kernel).abs(),
+        None,
+        window.stride,
+        0,
+        window.dilation,
+        groups,
+    )
+    error = error + 2 * UNIT[dtype] * size
+    wrong = ~reference.agrees(y, expected.clamp(low, high), error)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+def _sides(window: Window) -> tuple[int, int, int, int]:
+    top, bottom, left, right = window.padding
+    return left, right, top, bottom
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str, dtype: torch.dtype, gpu: Gpu, device: torch.device) -> None:
+    check(format, "odd channels, stride, dilation", dtype, gpu, device)
+
+
+@pytest.mark.parametrize("format", ["int8_channel", "int4_g32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_windows(shape: str, format: str, gpu: Gpu, device: torch.device) -> None:
+    check(format, shape, torch.float16, gpu, device)
+
+
+def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -> Tensor:
+    sums, scale = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(sizes.out, 1).flatten()
+    return cuda_conv.table(functions.requantization_rows(sums, scale, bias, *scales), sizes, int(scales[1]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_zero", [0, -7])
+@pytest.mark.parametrize("format", ["int8_channel", "int4_channel", "int8_tensor"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers(shape: str, format: str, in_zero: int, gpu: Gpu, device: torch.device) -> None:
+    batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
+    codes, sizes = codes_of(format, channels, groups, outputs, kernel)
+    problem = conv.Convolution(sizes, window, batch, (height, width), torch.int8)
+    x, bias = image(batch, channels * groups, height, width, torch.int8), torch.randn(outputs)
+    out_scale = 0.02 * float(codes.scale.max()) * 128 * sizes.k**0.5 / 16
+    scales = 0.02, in_zero, out_scale, 3
+    weight, table = convolution.pack_gpu(codes, sizes).data.to(device), table_of(codes, sizes, bias, *scales).to(device)
+    memory = cuda_conv.with_channels(in_memory(x, device), sizes, in_zero)
+    out = torch.full((problem.m, outputs), 99, dtype=torch.int8, device=device)
+    conv.launch_integer(problem, conv.configs(problem, gpu)[0], memory, weight, table, out, in_zero, (-120, 127))
+    expected = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, out_scale, 3, groups, (-120, 127))
+    wrong = ~expected.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2))
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "q8_0"])
+@pytest.mark.parametrize("split", [1, 3])
+def test_written_and_split(format: str, split: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    config = conv.Config(64, 32, 32, 2, 4, split, True, not interpreted)
+    check(format, "3x3 same", torch.float16, gpu, device, config)
+    record = 128 if format == "int4_g32" else 32
+    check(format, "3x3 same", torch.float16, gpu, device, conv.Config(64, 32, record, 2, 4, split, False, not interpreted))
