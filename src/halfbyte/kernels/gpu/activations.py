@@ -21,8 +21,10 @@ bits: they are the greatest magnitudes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -30,13 +32,14 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import launch
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.cpu_tiles import piece
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
 MAGIC_BITS = tl.constexpr(0x4B400000)
+ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
 _LONGEST_TILE = 32768  # elements that one program holds in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
 _LARGEST_TILE = 256  # rows
@@ -189,6 +192,29 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
         num_warps=max(1, min(16, held * plan.granule // 512)),
     )
     return out
+
+
+def first(multiply: Callable[..., None], beside: Callable[..., int]) -> Callable[..., None]:
+    """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
+    `beside(problem, config)` bytes of memory of its own."""
+
+    def launch_both(
+        problem: Problem,
+        config: Any,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        out: Tensor,
+        epilogue: Epilogue,
+    ) -> None:
+        """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
+        own = plan(problem)
+        memory = launch.workspace(out.device, own.nbytes + beside(problem, config))
+        quantized = quantize_activation(x, own, memory)
+        multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
+
+    return launch_both
 
 
 def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:

@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.activations import INTERPRETED
+from halfbyte.kernels.gpu.activations import INTERPRETED, ZEROS
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD
-
-_ZEROS = {"none": 0, "point": 1, "offset": 2}
 
 
 def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -37,7 +35,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor) -> No
         *_sizes(geo),
         geo.n,
         BITS=geo.format.bits,
-        ZERO=_ZEROS[geo.format.zero],
+        ZERO=ZEROS[geo.format.zero],
         G=min(geo.padded, RECORD),
         CONTIGUOUS=geo.contiguous,
         num_warps=4,
@@ -61,7 +59,7 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
             *_sizes(geo),
             geo.n,
             BITS=geo.format.bits,
-            ZERO=_ZEROS[geo.format.zero],
+            ZERO=ZEROS[geo.format.zero],
             G=min(geo.padded, RECORD),
             HELD=held,
             num_warps=max(1, held // 2),

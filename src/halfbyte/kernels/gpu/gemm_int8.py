@@ -28,9 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import MAGIC, MAGIC_BITS, Quantized
+from halfbyte.kernels.gpu.activations import MAGIC, MAGIC_BITS, ZEROS, Quantized
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.launch import locks, run, workspace
+from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -38,9 +38,6 @@ from halfbyte.machine import Gpu
 
 def _round_up(n: int) -> int:
     return -(-n // 256) * 256
-
-
-_ZEROS = {"none": 0, "point": 1, "offset": 2}
 
 
 @dataclass(frozen=True)
@@ -86,23 +83,6 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(block_m, block_n, wide, split, stages, 4 if block_m <= 64 else 8, asm),)
 
 
-def launch(
-    problem: Problem,
-    config: Config,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    out: Tensor,
-    epilogue: Epilogue,
-) -> None:
-    """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
-    plan = activations.plan(problem)
-    memory = workspace(out.device, plan.nbytes + beside(problem, config))
-    quantized = activations.quantize_activation(x, plan, memory)
-    multiply(problem, config, quantized, codes, scale, zero, out, epilogue, memory[plan.nbytes :])
-
-
 def _tiles(problem: Problem, config: Config) -> int:
     return -(-problem.m // config.block_m) * -(-problem.n // config.block_n)
 
@@ -122,9 +102,7 @@ def multiply(
     problem: Problem,
     config: Config,
     x: Quantized,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
+    weight: gpu_tiles.Views,
     out: Tensor,
     epilogue: Epilogue,
     memory: Tensor,
@@ -133,7 +111,7 @@ def multiply(
     """The product alone, with `beside(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     tiles, split = _tiles(problem, config), config.split > 1
-    codes = codes.view(torch.int8)
+    codes, scale, zero = weight.codes.view(torch.int8), weight.scale, weight.zero
     wsums = None
     if plan.with_offset:
         wsums = memory[: 4 * plan.granules * geo.n_padded].view(torch.float32)
@@ -151,7 +129,7 @@ def multiply(
             plan.block,
             plan.padded,
             BITS=problem.format.bits,
-            ZERO=_ZEROS[problem.format.zero],
+            ZERO=ZEROS[problem.format.zero],
             G=plan.granule,
         )
     partials = memory[_weight_sums_bytes(problem) :].view(torch.int32 if plan.whole else torch.float32) if split else None
@@ -183,7 +161,7 @@ def multiply(
         plan.granules if plan.whole_row else plan.padded // plan.granule,
         0 if table is None else table.shape[1],
         BITS=problem.format.bits,
-        ZERO=_ZEROS[problem.format.zero],
+        ZERO=ZEROS[problem.format.zero],
         WITH_OFFSET=plan.with_offset,
         WHOLE=plan.whole,
         ROW=plan.whole_row,
@@ -198,6 +176,9 @@ def multiply(
         ASM=config.asm,
         num_warps=config.warps,
     )
+
+
+launch = activations.first(multiply, beside)
 
 
 _HALVES = tl.constexpr(

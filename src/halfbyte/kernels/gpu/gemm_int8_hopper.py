@@ -29,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu import activations, gemm_int8
-from halfbyte.kernels.gpu.activations import Quantized
+from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.launch import run, workspace
+from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -92,30 +92,11 @@ def beside(problem: Problem, config: Config) -> int:
     return 0
 
 
-def launch(
-    problem: Problem,
-    config: Config,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    out: Tensor,
-    epilogue: Epilogue,
-) -> None:
-    """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
-    plan = activations.plan(problem)
-    memory = workspace(out.device, plan.nbytes)
-    quantized = activations.quantize_activation(x, plan, memory)
-    multiply(problem, config, quantized, codes, scale, zero, out, epilogue, memory)
-
-
 def multiply(
     problem: Problem,
     config: Config,
     x: Quantized,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
+    weight: gpu_tiles.Views,
     out: Tensor,
     epilogue: Epilogue,
     memory: Tensor,
@@ -123,7 +104,7 @@ def multiply(
     """The product alone."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    rows = codes.view(torch.int8).view(-1, 128) if problem.format.bits == 4 else codes
+    rows = weight.codes.view(torch.int8).view(-1, 128) if problem.format.bits == 4 else weight.codes
     box = [32 if problem.format.bits == 4 else 128, 128]
     run(
         _gemm,
@@ -132,8 +113,8 @@ def multiply(
         TensorDescriptor.from_tensor(rows, box, layout),
         x.scale,
         x.sums,
-        scale,
-        scale if zero is None else zero,
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
         out,
         epilogue.bias,
         epilogue.residual,
@@ -145,7 +126,7 @@ def multiply(
         geo.n_padded,
         geo.records,
         BITS=problem.format.bits,
-        ZERO=gemm_int8._ZEROS[problem.format.zero],
+        ZERO=ZEROS[problem.format.zero],
         WHOLE=plan.whole,
         ROW=plan.whole_row,
         G=plan.granule,
@@ -156,6 +137,9 @@ def multiply(
         CLAMP=epilogue.clamps,
         num_warps=4,
     )
+
+
+launch = activations.first(multiply, beside)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.gemm_int8 import Config
 from halfbyte.kernels.gpu.launch import workspace
 from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 
@@ -45,4 +46,4 @@ def launch(
     else:
         quantized = activations.Quantized(plan, x, quantized.scale, quantized.sums, None)
     epilogue = Epilogue(None, None, float(clamp[0]), float(clamp[1]))
-    gemm_int8.multiply(problem, config, quantized, codes, scale, None, out, epilogue, memory[plan.nbytes :], table)
+    gemm_int8.multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, None), out, epilogue, memory[plan.nbytes :], table)

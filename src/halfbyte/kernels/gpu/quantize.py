@@ -1,8 +1,10 @@
 """Float weights to codes, with the arithmetic of `quantizers/absmax.py` bit for bit, in one pass at the speed of memory.
 
 A program takes some blocks as a tile [blocks, elements]: their extremes, their grid, their codes. Compiled without fused
-multiply-adds: every step is one float32 operation, as that module's text has it. A NaN, an infinity or a scale that overflows
-raises a flag; the slow path then finds the place and names it.
+multiply-adds: every step is one float32 operation, as that module's text has it, or gives the same bits with fewer instructions,
+which are what bounds it (a GPU has time for some twenty an element): clamping to integers commutes with rounding; v + 1.5 * 2^23
+has rne(v) in its lowest bits; away(v) = trunc(v + 0.49999997 * sign(v)), as that sum is rounded. A NaN, an infinity or a scale
+that overflows raises a flag; the slow path then finds the place and names it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.gpu.activations import MAGIC
+from halfbyte.kernels.gpu.activations import INTERPRETED, MAGIC, ZEROS
 from halfbyte.kernels.gpu.launch import run
 
 _TILE = 4096
+_PER_WARP = 1024  # elements; what is done once a block costs a thread with fewer of them more than their codes do
 _LONGEST = 32768  # elements of a block, which one program holds in registers
-_ZEROS = {"none": 0, "point": 1, "offset": 2}
 _FAMILIES = {"int": 0, "ggml": 1, "inferllm": 2}
 
 
@@ -72,9 +74,11 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
             HELD=held,
             WIDTH=width,
             BITS=fmt.bits,
-            ZERO=_ZEROS[fmt.zero],
+            ZERO=ZEROS[fmt.zero],
             FAMILY=_FAMILIES[fmt.family],
-            num_warps=max(1, min(16, held * width // 512)),
+            FULL=block == width and k % block == 0,
+            EVEN=block % 2 == 0 and k % 2 == 0,
+            num_warps=max(1, min(16, held * width // _PER_WARP)),
             enable_fp_fusion=False,
         )
         if int(failed):
@@ -83,9 +87,30 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
 
 
 @triton.jit
-def _to_even(v):
-    """The nearest integer, ties to even, of |v| < 2^22."""
-    return (v + MAGIC) - MAGIC
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _less(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _least(v):
+    """Along the last dimension; a NaN if there is one."""
+    if INTERPRETED:  # where such a reduction takes seconds
+        return tl.min(v, axis=1) + tl.sum(tl.where(tl.abs(v) >= 0, 0.0, v), axis=1)
+    else:
+        return tl.reduce(v, 1, _less)
+
+
+@triton.jit
+def _greatest(v):
+    if INTERPRETED:
+        return tl.max(v, axis=1) + tl.sum(tl.where(tl.abs(v) >= 0, 0.0, v), axis=1)
+    else:
+        return tl.reduce(v, 1, _greater)
 
 
 @triton.jit
@@ -96,12 +121,22 @@ def _inverse(x):
 
 
 @triton.jit
+def _away(v):
+    """The nearest integer, ties away from zero, as int32."""
+    almost_half = v.to(tl.int32, bitcast=True) & -0x80000000 | 0x3EFFFFFF
+    return (v + almost_half.to(tl.float32, bitcast=True)).to(tl.int32)
+
+
+@triton.jit
 def _quantize(
     x, data, scale, zero, failed, k, stride, data_stride, block, half_block, blocks,
     HELD: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
+    UP: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1) * HELD + tl.arange(0, HELD)
     inside = which < blocks
@@ -110,33 +145,30 @@ def _quantize(
     i = tl.arange(0, WIDTH)
     real = inside[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
     v = tl.load(x + row * stride + first[:, None] + i[None, :], mask=real, other=0.0).to(tl.float32)
-    most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    top = tl.full([HELD], Q_MAX, tl.float32)
     lo = tl.zeros([HELD], tl.float32)
     if ZERO == 0:
-        exact = tl.div_rn(most.to(tl.float32, bitcast=True), top)
+        most = _greatest(tl.abs(v))
+        exact = tl.div_rn(most, tl.full([HELD], Q_MAX, tl.float32))
         if FAMILY == 1 and BITS == 4:  # ggml's q4_0: the value of the first of the greatest magnitudes becomes -8
-            at = tl.min(tl.where(real & (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF == most[:, None]), i[None, :], WIDTH), axis=1)
-            exact = tl.sum(tl.where(i[None, :] == at[:, None], v, 0.0), axis=1) * -0.125
+            signs = 2 * i[None, :] + (v.to(tl.int32, bitcast=True) >> 31 & 1)
+            negative = tl.min(tl.where(real & (tl.abs(v) == most[:, None]), signs, 2 * WIDTH), axis=1) & 1
+            exact = tl.where(negative == 1, most, -most) * 0.125
     else:
-        lo = tl.min(tl.where(real, v, float("inf")), axis=1) + 0.0
-        hi = tl.max(tl.where(real, v, float("-inf")), axis=1) + 0.0
+        lo = _least(v if FULL else tl.where(real, v, float("inf"))) + 0.0
+        hi = _greatest(v if FULL else tl.where(real, v, float("-inf"))) + 0.0
+        most = _greater(tl.abs(lo), tl.abs(hi))
         if ZERO == 1:
             lo = tl.minimum(lo, 0.0)
             hi = tl.maximum(hi, 0.0)
-        exact = tl.div_rn(hi - lo, top)
+        exact = tl.div_rn(hi - lo, tl.full([HELD], Q_MAX, tl.float32))
     kind = scale.dtype.element_ty
     stored = exact.to(kind)
-    wrong = (most >= 0x7F800000) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
-    if FAMILY == 0:  # codes come from the scale as it is stored, elsewhere from the exact one
-        inverse = _inverse(stored.to(tl.float32))
-    elif FAMILY == 1 and BITS == 4 and ZERO == 0:
-        inverse = tl.where(exact == 0, 0.0, tl.div_rn(tl.full([HELD], 1.0, tl.float32), exact))
-    else:
-        inverse = _inverse(exact)
+    wrong = ~(most < float("inf")) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
     tl.store(scale + number, stored, mask=inside)
+    # Codes come from the scale as it is stored, elsewhere than in the "int" family from the exact one.
+    inverse = _inverse(stored.to(tl.float32) if FAMILY == 0 else exact)
     if ZERO == 1:
-        point = tl.minimum(tl.maximum(_to_even(tl.minimum(-lo * inverse, 1024.0)), 0.0), Q_MAX)
+        point = tl.minimum(tl.maximum((tl.minimum(-lo * inverse, 1024.0) + MAGIC) - MAGIC, 0.0), Q_MAX)
         tl.store(zero + number, point.to(tl.uint8), mask=inside)
     if ZERO == 2:
         offset = lo.to(kind)
@@ -145,25 +177,23 @@ def _quantize(
         v = v - (offset.to(tl.float32) if FAMILY == 0 else lo)[:, None]
     tl.store(failed + tl.zeros([HELD], tl.int32), 1, mask=wrong & inside)
     v = v * inverse[:, None]
-    if FAMILY == 0:
-        q = _to_even(tl.minimum(tl.maximum(v, -1024.0), 1024.0)).to(tl.int32)
-        if ZERO == 1:
-            q += point[:, None].to(tl.int32)
-    elif FAMILY == 1 and BITS == 4:
-        v = v + (8.5 if ZERO == 0 else 0.5)
-        v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
-        q = tl.minimum(tl.maximum(v, -1024.0), 1024.0).to(tl.int32) + Q_MIN
+    if FAMILY == 1 and BITS == 4:
+        half = tl.full([HELD], 0.5, tl.float32)
+        if ZERO == 0:  # a reciprocal that overflows, of a scale that is no zero, makes -8 of all
+            half = tl.where((inverse == 0) & (exact != 0), 0.0, 8.5)
+        u = tl.minimum(v + half[:, None], 15.5).to(tl.int32)
+    elif FAMILY == 0 and ZERO == 1:
+        v = tl.minimum(tl.maximum(v, -point[:, None]), (Q_MAX - point)[:, None])
+        u = (v + MAGIC).to(tl.int32, bitcast=True) + point.to(tl.int32)[:, None]
     else:
-        v = tl.minimum(tl.maximum(v, -1024.0), 1024.0)
-        q = v.to(tl.int32)
-        rest = v - q.to(tl.float32)
-        q += (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)
-    q = tl.minimum(tl.maximum(q, Q_MIN), Q_MAX)
+        v = tl.minimum(tl.maximum(v, Q_MIN), Q_MAX)
+        u = (v + (MAGIC + UP)).to(tl.int32, bitcast=True) if FAMILY == 0 else _away(v) + UP
     if BITS == 8:
-        tl.store(data + row * data_stride + first[:, None] + i[None, :], q.to(data.dtype.element_ty), mask=real)
+        tl.store(data + row * data_stride + first[:, None] + i[None, :], u.to(data.dtype.element_ty), mask=real)
     else:
-        q = tl.where(real, q - Q_MIN, 0)
-        even, odd = tl.split(tl.reshape(q, (HELD, WIDTH // 2, 2)))
+        if not EVEN:
+            u = tl.where(real, u, 0)
+        even, odd = tl.split(tl.reshape(u, (HELD, WIDTH // 2, 2)))
         j = (which * half_block)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
         written = inside[:, None] & (tl.arange(0, WIDTH // 2) < half_block)[None, :] & (j < data_stride)
-        tl.store(data + row * data_stride + j, (even | odd << 4).to(tl.uint8), mask=written)
+        tl.store(data + row * data_stride + j, (even & 15 | odd << 4).to(tl.uint8), mask=written)
