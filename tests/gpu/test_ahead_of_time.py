@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from aot import Binary, compile_all, linear_job
 
+from halfbyte.machine import GPUS
+
 ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "one row": {"m": 1, "n": 4096, "k": 4096, "format": "int4_g128", "dtype": "float16"},
@@ -29,6 +31,7 @@ def test_compiles_without_spills(what: str, arch: str, binaries: dict[tuple[str,
     for binary in binaries[what, arch]:
         assert binary.assembly
         assert binary.registers <= (255 if arch.startswith("sm_") else 512)
+        assert binary.shared <= GPUS[arch].shared
         # float32 activations in three pieces, an offset and blocks with gaps together take more registers than there are.
         assert binary.spills <= (256 if what == "odd" else 0), f"{binary.kernel}: {binary.spills}"
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from aot import Binary, compile_all, linear_job
+import torch
+from aot import Binary, Job, compile_all, linear_job
+
+from halfbyte.formats import as_format
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import GPUS, Gpu
 
 SKINNY = "halfbyte.kernels.gpu.skinny"
 HOPPER = "halfbyte.kernels.gpu.gemm_hopper"
@@ -57,3 +63,42 @@ def test_hopper_reads_with_tma_and_multiplies_from_registers() -> None:
         assert "UTMALDG.2D" in binary.assembly
         assert re.search(r"HGMMA\.64x\d+x16\.F32(\.BF16)? R\d+, R\d+, gdesc", binary.assembly)  # A from registers
         assert "wgmma.wait_group.sync.aligned \t1" in binary.ptx or "wgmma.wait_group.sync.aligned 1" in binary.ptx
+
+
+def launch_hopper(gpu: Gpu, rows: int, block_m: int, stages: int) -> None:
+    """A tile of the kernel for Hopper with all that may be done at its end, for an odd N, and programs that cut tiles."""
+    from halfbyte.kernels.gpu import gemm_hopper
+
+    problem = Problem("linear", 300, 4173, 4096, as_format("int4_g128_zp"), torch.bfloat16)
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
+    x, out = (torch.empty(problem.m, size, dtype=problem.dtype, device="meta") for size in (problem.k, problem.n))
+    ends = Epilogue(torch.empty(problem.n, device="meta"), torch.empty_like(out), -1.0, 2.0)
+    gemm_hopper.launch(problem, gemm_hopper.Config(rows, block_m, stages, 8, programs=29), x, *views, out, ends)
+
+
+def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
+    from halfbyte.kernels.gpu import gemm_hopper
+
+    gpu = GPUS["sm_90"]
+    problems = (Problem("linear", m, n, 4096, as_format("int4_g128"), torch.bfloat16) for m in (64, 256, 4096) for n in (4096, 28672))
+    tiles = {(config.rows, config.block_m, config.stages) for asked in problems for config in gemm_hopper.configs(asked, gpu)}
+    assert tiles >= {(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)}
+    names = ("rows", "block_m", "stages")
+    jobs = [Job("tests/gpu/test_float_assembly.py:launch_hopper", "sm_90", dict(zip(names, tile, strict=True))) for tile in tiles]
+    for tile, [binary] in zip(tiles, compile_all(jobs), strict=True):
+        assert binary.shared <= gpu.shared, tile
+
+
+def test_configs_for_few_rows_fit_in_shared_memory() -> None:
+    common = {"n": 4173, "k": 4096, "bias": True, "residual": True, "configs": [0]}
+    jobs = [
+        linear_job(SKINNY, arch, m=m, format=name, dtype="bfloat16", **common)
+        for arch, name, m in (
+            *(("sm_90", name, m) for name in ("int4_g128", "q8_0") for m in (16, 128)),
+            *(("sm_89", "int4_g128", m) for m in (16, 128)),
+        )
+    ]
+    for job, binaries in zip(jobs, compile_all(jobs), strict=True):
+        for binary in binaries:
+            assert binary.shared <= GPUS[job.arch].shared, job

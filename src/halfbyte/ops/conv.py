@@ -24,7 +24,7 @@ from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.ops import cuda_conv, functions
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
 from halfbyte.ops.images import channels_last, depthwise, from_numbers, out_shape
-from halfbyte.ops.library import differentiated
+from halfbyte.ops.library import differentiated, plain
 
 _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
@@ -108,7 +108,7 @@ def conv2d(
     low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
     moves = _moves(packed.sizes.kernel, stride, padding, dilation)
     run: Any = _ops.conv2d.default
-    if functions.plain(x) and not differentiated(x, bias, residual):
+    if plain(x) and not differentiated(x, bias, residual):
         run = _conv2d_cpu if x.is_cpu else cuda_conv.conv2d
     return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)
 
@@ -149,7 +149,7 @@ def qconv2d_with(
 ) -> Tensor:
     """`qconv2d` with what does not change from call to call made before: `conv_requantization_table` and `Window.numbers`."""
     run: Any = _ops.qconv2d.default
-    if functions.plain(x):
+    if plain(x):
         run = _qconv2d_cpu if x.is_cpu else cuda_conv.qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)
 

@@ -6,10 +6,12 @@ They take the packed bytes as one uint8 tensor with the format's name and the si
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops import cpu, cuda
@@ -30,6 +32,17 @@ OPS = torch.ops.halfbyte
 def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     return torch.is_grad_enabled() and (
         x.requires_grad or (bias is not None and bias.requires_grad) or (residual is not None and residual.requires_grad)
+    )
+
+
+def plain(x: Tensor) -> bool:
+    """Nobody is watching (no tracing, no modes, no functorch), so the dispatcher, which costs more than a small kernel, may be skipped."""
+    return (
+        type(x) is Tensor
+        and (x.is_cpu or x.is_cuda)
+        and not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
@@ -64,16 +77,18 @@ class _Linear(torch.autograd.Function):
         return (grad_x, None, grad_bias, grad if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings))
 
 
-def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+def _linear_autograd(home: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
     if differentiated(x, bias, residual):
         return _Linear.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+    if plain(x):  # a second trip through the dispatcher would take as long as a small kernel
+        return home.linear(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():
         return OPS.linear.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
 
 
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("linear", _home.linear, _device)
-    _library.impl("linear", _linear_autograd, f"Autograd{_device}")
+    _library.impl("linear", partial(_linear_autograd, _home), f"Autograd{_device}")
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)

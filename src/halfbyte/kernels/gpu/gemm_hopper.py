@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
@@ -34,6 +35,7 @@ from halfbyte.machine import Gpu
 # Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, and of the end of a tile that programs share.
 _RECORD_US = {(64, 256): 1.42, (64, 128): 0.90, (128, 128): 1.61, (128, 64): 1.03}
 _MEETING_US = 8.0
+_PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
 _LEAST_M = 64  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
@@ -127,7 +129,7 @@ def launch(
     scratch: tuple[Tensor, Tensor] | None = None
     if tiles % config.programs:
         nbytes = 16 * config.programs * config.rows * config.block_m
-        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, 2 * tiles)
+        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, 2 * _PIECES.value * tiles)
     launcher.run(
         _gemm,
         (config.programs,),
@@ -144,6 +146,7 @@ def launch(
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
+        launch_pdl=True,
     )
 
 
@@ -309,7 +312,9 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
             now = after
             step += 1
         if count == sizes[3]:
-            _write(acc, out, added, first_n, pm * BM, sizes, bounds, S)
+            pieces = _pieces(acc, S)
+            for i in gl.static_range(_PIECES):
+                _write(pieces[i], out, added, first_n, pm * BM + i * (BM // _PIECES), sizes, bounds, S)
         elif scratch is not None:
             _meet(acc, tile, total, out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
         at += count
@@ -317,53 +322,80 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
 
 @gluon.jit
 def _meet(acc, tile, total, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
-    """What to do with the sums of a part of a tile's records: the last of the programs that share the tile adds all up and writes."""
+    """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up and writes.
+
+    Each piece of the columns has a last of its own. Programs come to the pieces in different orders, so that they share this work too.
+    """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
+    WIDTH: gl.constexpr = BM // _PIECES
     MMA: gl.constexpr = acc.type.layout
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     programs = gl.num_programs(0)
     record = tile.to(gl.int64) * sizes[3]
     leader = (((record + 1) * programs - 1) // total).to(gl.int32)  # the program that has the tile's first record
     others = (((record + sizes[3]) * programs - 1) // total).to(gl.int32) - leader
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    local = scratch[0] + HALF * (ROWS * BM) + gl.expand_dims(row, 1) * BM + gl.expand_dims(column, 0)
-    away: gl.constexpr = 2 * ROWS * BM
-    lock = scratch[1] + tile * 2 + HALF
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
     mine = gl.program_id(0).to(gl.int64) * 2 + gl.where(gl.program_id(0) == leader, 1, 0)
-    there = leader.to(gl.int64) * 2
-    if others == 1 and gl.atomic_add(lock, 0, sem="acquire") == 1:
-        # Of two parts the other is there, as it mostly is. In which order two numbers are added does not matter.
-        acc += gl.load(local + gl.where(gl.program_id(0) == leader, there + 2, there + 1) * away, cache_modifier=".cg")
-        _write(acc, out, added, first_n, first_m, sizes, bounds, S)
-        gl.store(lock, 0)
-    else:
-        gl.store(local + mine * away, acc)
-        gl.thread_barrier()  # what this warpgroup wrote comes before its arrival
+    there = scratch[0] + (leader.to(gl.int64) * 2 * 2 + HALF) * (ROWS * BM)
+    away: gl.constexpr = 2 * ROWS * BM
+    gl.store(scratch[0] + (mine * 2 + HALF) * (ROWS * BM) + _local(0, BM, MMA, S), acc)
+    gl.thread_barrier()  # what this warpgroup wrote comes before its arrival
+    for i in range(_PIECES):
+        piece = (gl.program_id(0) - leader + 1 + i) % _PIECES
+        lock = scratch[1] + (tile * 2 + HALF) * _PIECES + piece
         if gl.atomic_add(lock, 1, sem="acq_rel") == others:
-            acc = gl.load(local + (there + 1) * away, cache_modifier=".cg")
-            for i in range(1, others + 1):
-                acc += gl.load(local + (there + 2 * i) * away, cache_modifier=".cg")
-            _write(acc, out, added, first_n, first_m, sizes, bounds, S)
+            local = there + _local(piece * WIDTH, WIDTH, PIECE, S)
+            part = gl.load(local + away, cache_modifier=".cg")
+            for j in range(1, others + 1):
+                part += gl.load(local + 2 * j * away, cache_modifier=".cg")
+            _write(part, out, added, first_n, first_m + piece * WIDTH, sizes, bounds, S)
             gl.store(lock, 0)
 
 
 @gluon.jit
+def _pieces(total, S: gl.constexpr):
+    """The columns of a tile in four parts: what is written from fewer registers leaves more of them for addresses."""
+    left, right = _halves(total, S)
+    return _halves(left, S) + _halves(right, S)
+
+
+@gluon.jit
+def _halves(total, S: gl.constexpr):
+    WIDTH: gl.constexpr = total.shape[1] // 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    left, right = total.reshape([S.rows, 2, WIDTH]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _local(first, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """Where the sums of `WIDTH` columns are in a part."""
+    row = gl.arange(0, S.rows, layout=gl.SliceLayout(1, LAYOUT))
+    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(row, 1) * S.block_m + gl.expand_dims(column, 0)
+
+
+@gluon.jit
 def _write(total, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
+    """Sums [rows, columns] as they come out of the matrix unit into `out`.
+
+    Only 16 bits go from lane to lane, so that the shared memory that this takes fits beside the ring.
+    """
     ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
+    WIDTH: gl.constexpr = total.shape[1]
+    MMA: gl.constexpr = total.type.layout
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
     DTYPE: gl.constexpr = out.dtype.element_ty
+    rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
     mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
-    if added[0] is None and added[1] is None and not S.clamp:
-        y = gl.convert_layout(total.to(DTYPE), OUT)
-    else:
-        y = finish(gl.convert_layout(total, OUT), added, rn, rm, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, mask)
-    gl.store(out + at, y, mask=mask)
+    if added[1] is not None:
+        total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
+    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
+    gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -371,6 +403,7 @@ def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
+    gdc_launch_dependents()
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, 64], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -379,6 +412,7 @@ def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    gdc_wait()
     sizes = (M, N, n_padded, records)
     gl.warp_specialize(
         [

@@ -55,6 +55,7 @@ class Config:
     stages: int = 1
     warps: int = 8
     split: int = 1
+    ahead: int = 0
     ptx: bool = True
     pdl: bool = True
 
@@ -69,6 +70,8 @@ class Static:
     batch: int
     records: int
     stages: int
+    threads: int
+    ahead: int
     split: bool
     mode: str  # "sums", "weights", or "exact": see the text of this file
     ptx: bool
@@ -220,6 +223,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         batch=config.batch,
         records=config.records,
         stages=config.stages,
+        threads=32 * config.warps,
+        ahead=min(config.ahead, per) if config.pdl else 0,
         split=config.split > 1,
         mode=mode(problem),
         ptx=config.ptx,
@@ -316,6 +321,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_record = row_record[:, None]
+    if S.ahead > 0:
+        _fetch_weight(weight, n_padded, records, per, first, pn, S)
     if S.pdl:
         gdc_wait()
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
@@ -368,6 +375,51 @@ def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
     record = first + slice_ * per
     base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
     return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
+
+
+@triton.jit
+def _fetch_weight(weight, n_padded, records, per, first, pn, S: tl.constexpr):
+    """Bring what this block reads first of the weight to the L2 cache, while the kernel before is still running."""
+    PARTS: tl.constexpr = S.batch * S.slices
+    ROWS: tl.constexpr = S.outputs
+    WORDS: tl.constexpr = S.bits == 4
+    CHUNKS: tl.constexpr = PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
+    i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
+    if WORDS:
+        record = first + i // 2 % PARTS * per + i // (2 * PARTS) % S.ahead
+        panel = pn * ROWS // 64 + i // (2 * PARTS * S.ahead)
+        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + pn * ROWS % 64 * 16
+        inside = (i < CHUNKS) & (record < records) & (panel < n_padded // 64)
+        _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
+    else:
+        record = first + i % PARTS * per
+        n = pn * ROWS + i // PARTS
+        inside = (i < CHUNKS) & (n < n_padded)
+        _fetch(weight[0] + (n.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
+    if S.mode != "sums" or not S.whole:
+        BLOCKS: tl.constexpr = PARTS * S.ahead * S.groups
+        i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
+        record = first + i % PARTS * per + i // PARTS % S.ahead
+        row = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.ahead)
+        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - pn * ROWS, ROWS), 0)
+        at = row.to(tl.int64) * n_padded + pn * ROWS
+        _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
+        if S.zero != "none":
+            _fetch(weight[2] + at, rows * (weight[2].dtype.element_ty.primitive_bitwidth // 8))
+
+
+@triton.constexpr_function
+def _power_of_two(count, least):
+    return max(triton.next_power_of_2(count), least)
+
+
+@triton.jit
+def _fetch(pointers, nbytes):
+    """Nothing is read, so that it does not matter if the bytes are still being written. nbytes: a multiple of 16, or 0."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
+        "=r,l,r", [pointers.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
