@@ -160,6 +160,21 @@ def test_bfloat16_on_disk_computes_in_float32(folder: Path, tmp_path: Path) -> N
         assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dtype_of_choice(dtype: torch.dtype, folder: Path, tmp_path: Path) -> None:
+    """All kinds of files compute in it, and the same; positions are not rounded to it."""
+    config = Config("q4_0", skip=["*.layers.0.*"])
+    halfbyte.convert(folder, tmp_path / "q", config)
+    export(tmp_path / "q", tmp_path / "model.gguf", "gguf")
+    frequencies = open_model(folder)[0].model.rotary_emb.inv_freq
+    models = [open_model(path, dtype=dtype)[0] for path in (tmp_path / "q", tmp_path / "model.gguf")]
+    models.append(open_model(folder, config=config, dtype=dtype)[0])
+    logits = [model(torch.tensor([[1, 2, 3]])).logits for model in models]
+    assert [found.dtype for found in logits] == [dtype] * 3
+    assert torch.equal(logits[0], logits[1])
+    assert all(torch.equal(model.model.rotary_emb.inv_freq, frequencies) for model in models)
+
+
 def test_what_is_no_language_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no language model"):
         open_model(tmp_path)

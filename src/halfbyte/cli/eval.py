@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.generate import check_device
+from halfbyte.cli.generate import add_device, asked_dtype, check_device
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or what the model has)")
     parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and truer)")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="write a picture of perplexity against size, as SVG")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_device(parser)
     parser.add_argument("--batch", type=int, default=32, help="lines at once, for models that write no text (default: %(default)s)")
     parser.add_argument("--max-length", type=int, default=256, help="tokens of a line that count for them (default: %(default)s)")
 
@@ -91,12 +91,13 @@ def _language(args: argparse.Namespace, text: str) -> int:
         raise ArgumentError("--format quantizes MODEL, --against compares it as it is: give one of the two")
     if args.plot and (args.lambada_like or args.plot.suffix != ".svg"):
         raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
-    reference, tokenizer = open_model(args.against or args.model, args.device)
+    dtype = asked_dtype(args)
+    reference, tokenizer = open_model(args.against or args.model, args.device, None, dtype)
     candidates: dict[str, Any] = {}
     if args.against is not None:
-        candidates[args.model.name] = open_model(args.model, args.device)[0]
+        candidates[args.model.name] = open_model(args.model, args.device, None, dtype)[0]
     for name in args.format:
-        candidates[name] = open_model(args.model, args.device, Config(name))[0]
+        candidates[name] = open_model(args.model, args.device, Config(name), dtype)[0]
     named = {"original" if candidates else args.model.name: reference, **candidates}
     rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": weight_bytes(model)} for name, model in named.items()]
     with progress(args, "evaluating") as advance:

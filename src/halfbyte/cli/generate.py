@@ -10,6 +10,8 @@ from typing import Any
 from halfbyte.cli.output import Commands, add_command, print_json
 from halfbyte.errors import ArgumentError
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def add(commands: Commands) -> None:
     parser = add_command(
@@ -28,10 +30,23 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
     parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to write at most (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_device(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say where a model computes, and in what."""
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+
+
+def asked_dtype(args: argparse.Namespace) -> Any:
+    """The torch.dtype that was asked for, or None."""
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
@@ -46,7 +61,8 @@ def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from halfbyte.integrations.text import open_model
     from halfbyte.nn.convert import Config
 
-    model, tokenizer = open_model(args.model, args.device, None if args.format is None else Config(args.format))
+    config = None if args.format is None else Config(args.format)
+    model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args))
     if args.compile and not args.quiet:
         print("the decoding step is compiled first, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)

@@ -57,35 +57,38 @@ class Generated:
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
 
 
-def open_model(path: Path, device: str = "cpu", config: Config | None = None) -> tuple[Any, Any]:
+def open_model(path: Path, device: str = "cpu", config: Config | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
     config  what to quantize of a float model as it loads
+    dtype   that the model computes in. Without one: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU
+            what config.json says, and bfloat16 for a .gguf file
 
-    On a CPU what is not quantized computes in float32, whatever the files hold: few CPUs are fast in less. Nothing is looked up in
-    the network, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
+    Nothing is looked up in the network, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
     """
+    if dtype is None and _is_cpu(device):
+        dtype = torch.float32
     if path.suffix == ".gguf":
         from halfbyte.integrations.gguf import load_gguf
 
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model, tokenizer = load_gguf(path, device)
+        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
-        return ready(model, device), tokenizer
+        return ready(model, device, dtype), tokenizer
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
     if SECTION in described or settings_of(path, described):
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model = _open_quantized(path, described, device)
+        model = _open_quantized(path, described, device, dtype)
     else:
-        model = _from_pretrained(path, device, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
+        model = _from_pretrained(path, dtype, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
-    return ready(model, device), open_tokenizer(path)
+    return ready(model, device, dtype), open_tokenizer(path)
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -156,15 +159,15 @@ class _Clock(TextStreamer):
         self._show(text)
 
 
-def _open_quantized(path: Path, described: Mapping[str, Any], device: str) -> Any:
+def _open_quantized(path: Path, described: Mapping[str, Any], device: str, dtype: torch.dtype | None) -> Any:
     section = described.get("quantization_config")
     if SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
-        return _from_pretrained(path, device)
+        return _from_pretrained(path, dtype)
     return checkpoint.load(path, device)
 
 
-def _from_pretrained(path: Path, device: str, **settings: Any) -> Any:
-    settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32 if _is_cpu(device) else "auto"}
+def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> Any:
+    settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
     with _clear_errors(path):
         # Only safetensors: other files may be pickles, which can run code.
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True, **settings)
@@ -186,15 +189,25 @@ def _clear_errors(path: Path) -> Any:
         raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
 
 
-def ready(model: Any, device: str) -> Any:
-    """On the device, in evaluation mode, projections of one input computed together, and on a CPU in float32."""
+def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+    """On the device, computing in `dtype` if one is given, in evaluation mode, projections of one input computed together."""
     model = model.to(device)
-    if _is_cpu(device):
-        model = model.to(torch.float32)  # transformers forbids .float() of a quantized model
-        if model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation(attention.NAME)
+    if dtype is not None:
+        _compute_in(model, dtype)
+    if _is_cpu(device) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(attention.NAME)
     fuse_(model)
     return model.eval()
+
+
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """As model.to(dtype), but buffers stay what they are: the frequencies of rotary positions must not be rounded."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            module.dtype_mark = module.dtype_mark.to(dtype)
 
 
 def _is_cpu(device: str) -> bool:
