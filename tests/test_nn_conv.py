@@ -1,14 +1,17 @@
 """Convolutions as modules: swapped, reported, saved, loaded, traced."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.checkpoint import export
+from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.modules import QuantModule
 
@@ -85,6 +88,54 @@ def test_a_kernel_of_another_size_does_not_load(tmp_path: Path) -> None:
     other[4] = nn.Conv2d(64, 64, 5, padding=2, groups=2)
     with pytest.raises(CheckpointError, match=r"4\.weight"):
         hb.load(tmp_path / "a", model=other)
+
+
+@pytest.mark.parametrize(("kind", "format"), [("awq", "int4_g32_zp"), ("gptq", "int4_g32"), ("compressed-tensors", "int8_channel")])
+def test_other_kinds_of_folders_get_the_weight_as_the_float_model_has_it(kind: str, format: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lines = nn.Sequential(nn.Conv1d(64, 32, 5), nn.Conv1d(32, 32, 3, groups=32)).eval()
+    model = nn.ModuleDict({"image": network(), "lines": lines, "linear": nn.Linear(64, 64)})
+    quantized = hb.quantize_(copy.deepcopy(model), hb.Config(format, skip=["image.7"]))
+    hb.save(quantized, tmp_path / "a")
+    report = export(tmp_path / "a", tmp_path / "b", kind)
+    with safe_open(tmp_path / "b" / "model.safetensors", "pt") as file:
+        for name, module in quantized.named_modules():
+            if isinstance(module, QuantConv2d):
+                floats = model.get_submodule(name).weight
+                wanted = hb.dequantize(module.packed).view_as(floats)
+                assert torch.equal(file.get_tensor(f"{name}.weight"), wanted), name
+    rows = {row.name: row for row in report.rows}
+    assert rows["image.4.weight"].shape == (64, 32, 3, 3)
+    assert "only linear layers" in (rows["image.4.weight"].reason or "")
+
+
+def test_a_network_without_linear_layers_is_refused_by_kinds_that_hold_no_others(tmp_path: Path) -> None:
+    hb.save(hb.quantize_(nn.Sequential(nn.Conv2d(32, 32, 3)), "int4_g32_zp"), tmp_path / "a")
+    with pytest.raises(ArgumentError, match="only linear layers are quantized there"):
+        export(tmp_path / "a", tmp_path / "b", "awq")
+    with pytest.raises(HalfbyteError, match="GGUF"):
+        export(tmp_path / "a", tmp_path / "b.gguf", "gguf")
+    codes = hb.Config("int8_channel", activations="static", calibration=images())
+    hb.save(hb.quantize_(network(), codes), tmp_path / "c")
+    with pytest.raises(ArgumentError, match="network on int8 codes, for which gptq has no place"):
+        export(tmp_path / "c", tmp_path / "b", "gptq")
+    export(tmp_path / "c", tmp_path / "d", "halfbyte")
+    assert torch.equal(hb.load(tmp_path / "d", model=network())(images()), hb.load(tmp_path / "c", model=network())(images()))
+
+
+def test_a_checkpoint_that_does_not_name_the_kernel_is_not_dequantized(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"image": nn.Conv2d(32, 32, 3), "linear": nn.Linear(64, 64)})
+    hb.save(hb.quantize_(model, "int4_g32"), tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    for wrong, error in ((None, "does not say the sizes of the kernel"), ([3, 4], "damaged"), ([9], "damaged"), ("3", "damaged")):
+        entry = config["halfbyte"]["weights"]["image.weight"]
+        entry.pop("kernel", None)
+        if wrong is not None:
+            entry["kernel"] = wrong
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=error):
+            export(tmp_path / "a", tmp_path / "b", "gptq")
+        assert not (tmp_path / "b").exists()
 
 
 def test_lines() -> None:

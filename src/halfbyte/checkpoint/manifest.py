@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import exists, isdir, isfile
 from pathlib import Path
@@ -42,6 +42,7 @@ class Weight:
     dtype   of the float weight that it stands for, in which the module runs
     error   relative error when it was quantized, if known
     crc32   of each of its tensors: data, scale and perhaps zero
+    kernel  of a convolution: (Kh, Kw) or (Kw,); empty where the checkpoint does not say
     """
 
     kind: str
@@ -52,10 +53,18 @@ class Weight:
     compute: str = "auto"
     activation: str = "block"
     crc32: Mapping[str, int] = field(default_factory=dict)
+    kernel: tuple[int, ...] = ()
 
     def stored(self, name: str) -> dict[str, Spec]:
         """The tensors of the weight called `name`, by their names in the files."""
         return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in stored_tensors(self.format, self.shape).items()}
+
+    @property
+    def float_shape(self) -> tuple[int, ...]:
+        """Of the float weight: [N, K], or [Co, Ci/groups, *kernel]."""
+        if not self.kernel:
+            return self.shape
+        return (self.shape[0], math.prod(self.shape[1:]) // math.prod(self.kernel), *self.kernel)
 
     @property
     def float_bytes(self) -> int:
@@ -76,6 +85,8 @@ class Weight:
             "activation": self.activation,
             "crc32": dict(self.crc32),
         }
+        if self.kernel:
+            entry["kernel"] = list(self.kernel)
         return entry if self.error is None else entry | {"error": self.error}
 
 
@@ -171,16 +182,24 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if dtype not in _DTYPES:
         raise ValueError(f"the dtype of {short(name)} is one of {', '.join(_DTYPES)}, got {short(dtype)}")
     fmt = as_format(entry.get("format", ""))
-    sizes = 3 if kind in CONVOLUTIONS and isinstance(fmt.block, int) else 2
+    sizes = 3 if kind == "Experts" or (kind in CONVOLUTIONS and isinstance(fmt.block, int)) else 2
     if not (isinstance(shape, list) and len(shape) == sizes and is_shape(shape)):
         raise ValueError(f"the shape of {short(name)} is {sizes} sizes, got {short(shape)}")
     if error is not None and not (isinstance(error, int | float) and math.isfinite(error)):
         raise ValueError(f"the error of {short(name)} is a number, got {short(error)}")
+    kernel = entry.get("kernel", [])
+    if not is_shape(kernel) or (kernel and (len(kernel) != CONVOLUTIONS.get(kind) or not _divides(math.prod(kernel), shape, fmt))):
+        raise ValueError(f"the kernel of {short(name)} is the sizes of a {kind}'s, got {short(kernel)}")
     check_compute(compute, activation)
-    weight = Weight(kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"))
+    weight = Weight(kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel))
     if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight
+
+
+def _divides(taps: int, shape: Sequence[int], fmt: Format) -> bool:
+    """Whether codes of `shape` are those of a kernel of so many taps."""
+    return taps == shape[1] if isinstance(fmt.block, int) else taps > 0 and shape[1] % taps == 0
 
 
 def _parse_static(entry: Mapping[str, Any]) -> Calibrated:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import floats
 from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import Placed, Spec
+from halfbyte.layouts.convolution import channels_first
+from halfbyte.nn.forms import CONVOLUTIONS
 from halfbyte.nn.report import Row
 
 Progress = Callable[[int, int, str], object]
@@ -41,14 +44,21 @@ def dequantized(
 ) -> Piece:
     """A weight that is written in floating point, under the name `target`, after it went through `finish`."""
     weight = model.weights[name]
-    spec = Spec(weight.dtype, weight.shape)
+    convolves = weight.kind in CONVOLUTIONS
+    if convolves and not weight.kernel:
+        raise CheckpointError(f"{model.path} does not say the sizes of the kernel of {name}: save the model with this version first")
+    if weight.kind == "Experts":  # in floating point they are parameters, no modules
+        target = target or name.removesuffix(".weight")
+    spec = Spec(weight.dtype, weight.float_shape)
 
     def make() -> Mapping[str, Tensor]:
         tensor = floats(model.codes(name), weight.dtype, order_of(model, name))
+        if convolves:
+            tensor = channels_first(tensor, weight.kernel).contiguous()
         return {target or name: finish(tensor) if finish else tensor}
 
     why = f"{weight.format}, dequantized: {reason}"
-    return Piece({target or name: spec}, make, Row(name, weight.kind, weight.shape, None, why, model.nbytes[name], spec.nbytes))
+    return Piece({target or name: spec}, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], spec.nbytes))
 
 
 def plain(model: Opened, name: str) -> Piece:

@@ -18,8 +18,11 @@ from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, 
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
+from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.convert import own_tensors
+from halfbyte.nn.experts import QuantExperts
+from halfbyte.nn.forms import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.static import Calibrated, calibrated
@@ -51,7 +54,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 modules[owner] = module
             else:
                 tied[f"{dot}weight"] = owner
-            if isinstance(module, QuantLinear | QuantConv2d):
+            if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
                 settings[owner] = (module.compute, module.activation)
         for name, tensor in own_tensors(module):
             if tensor.is_meta:
@@ -62,7 +65,15 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
             else:
                 tied[f"{dot}{name}"] = owner
     weights = {
-        name: Weight(module.kind, module.packed.format, module.codes_shape, module.dtype, module.error, *settings.get(name, ()))
+        name: Weight(
+            module.kind,
+            module.packed.format,
+            module.codes_shape,
+            module.dtype,
+            module.error,
+            *settings.get(name, ()),
+            kernel=_kernel(module),
+        )
         for name, module in modules.items()
     }
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
@@ -76,6 +87,11 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
         publish(staging, writer, _config_of(model), weights, tied, calibrated(model))
+
+
+def _kernel(module: QuantModule) -> tuple[int, ...]:
+    """The sizes of a convolution's kernel; () for any other module."""
+    return module.packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(module.packed, PackedConv) else ()
 
 
 def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -19,7 +19,7 @@ from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
 KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Experts")
-CONVOLUTIONS = ("Conv1d", "Conv2d")
+CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # and the dimensions of their kernels
 
 
 def kind_of(module: nn.Module) -> str:
