@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.ops import cuda
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -33,15 +35,13 @@ def combine(
     return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, low, high)  # type: ignore[no-any-return]
 
 
-def _combine_cpu(
+def _combine(
     a: Tensor, scale_a: float, offset: float, dtype: torch.dtype, b: Tensor | None, scale_b: float, low: float, high: float
 ) -> Tensor:
-    from halfbyte.kernels.cpu import elementwise as kernel
-
     for tensor in (a, *(() if b is None else (b,))):
-        if tensor.dtype not in _DTYPES or tensor.shape != a.shape or not tensor.is_cpu:
+        if tensor.dtype not in _DTYPES or tensor.shape != a.shape or tensor.device != a.device:
             got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ArgumentError(f"combine takes tensors {list(a.shape)} of {', '.join(map(str, _DTYPES))} on the CPU, got {got}")
+            raise ArgumentError(f"combine takes tensors {list(a.shape)} of {', '.join(map(str, _DTYPES))} on {a.device}, got {got}")
     if dtype not in _DTYPES:
         raise ArgumentError(f"combine gives {', '.join(map(str, _DTYPES))}, not {dtype}")
     if not low <= high or (dtype == torch.int8 and not -128 <= low <= high <= 127):
@@ -51,8 +51,18 @@ def _combine_cpu(
     a = a if a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last) else a.contiguous()
     if b is not None and b.stride() != a.stride():
         b = torch.empty_like(a, dtype=b.dtype).copy_(b)
-    return kernel.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
+    if a.is_cpu:
+        from halfbyte.kernels.cpu import elementwise as cpu
+
+        return cpu.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"combine has no way around it: {trouble}, or use the CPU")
+    from halfbyte.kernels.gpu import elementwise as gpu
+
+    with cuda.on(a):
+        return gpu.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
 
 
-_library.impl("combine", _combine_cpu, "CPU")
+_library.impl("combine", _combine, "CPU")
+_library.impl("combine", _combine, "CUDA")
 torch.library.register_fake("halfbyte::combine", lambda a, scale_a, offset, dtype, *_: torch.empty_like(a, dtype=dtype), lib=_library)

@@ -17,7 +17,7 @@ adds up in order, so that results do not vary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -133,6 +133,11 @@ class Static:
         return self.config.ptx
 
     @property
+    def scaled(self) -> bool:
+        """Weights are, before they are multiplied."""
+        return self.mode in ("weights", "exact")
+
+    @property
     def groups(self) -> int:
         """Blocks that a step of the weight touches."""
         return max(1, self.record // self.padded)
@@ -229,7 +234,7 @@ def _start(
         mode, places = "int8" if integer else _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
     record = 128 if bits == 4 else config.step
     static = Static(
-        config=config,
+        config=replace(config, split=min(2, config.split)),
         bits=bits,
         zero=zero,
         mode=mode,
@@ -463,7 +468,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         acc = tl.zeros([BN, BM], tl.float32)
         s = rn
         z = rn
-        if S.mode == "weights" or S.mode == "exact":
+        if S.scaled:
             s = _tails(scale, first, rni, n_padded, S)
         if S.zero != "none":
             z = _tails(zero, first, rni, n_padded, S)
