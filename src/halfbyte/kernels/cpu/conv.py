@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import direct, jit, patches, runtime
+from halfbyte.kernels.cpu import direct, elementwise, jit, patches, runtime
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
-from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
@@ -51,6 +51,8 @@ class _Call(NamedTuple):
 
 
 _kept = Kept[_Call]()
+_SCALES = DIRECT.offset("scales")
+_pack_scales = DIRECT.struct("scales", "scales").pack_into
 
 
 class ConvKernel:
@@ -59,12 +61,17 @@ class ConvKernel:
     Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` are the
     packed matrices of all groups, one after the other, at a multiple of 64; a bias is contiguous float32 [Co] (for int8, the tables
     of the groups).
+
+    out   for codes alone: what the result is made of, if it is not codes; one block along K
     """
 
-    def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation) -> None:
+    def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation, *, out: torch.dtype | None = None) -> None:
         self.sizes, self.isa = sizes, current()
         self.linear = LinearKernel(sizes.matrix_format, sizes.out // sizes.groups, sizes.k, dtype, inner, activation, zeroed=True)
-        self.dtype = dtype
+        self.dtype, self.result = dtype, out or dtype
+        halves = self.result == torch.float16 and not self.isa.half_conversions
+        self.out_dtype = torch.float32 if halves else self.result
+        self.no_bias = torch.zeros(sizes.out)
 
     def __call__(
         self,
@@ -77,30 +84,35 @@ class ConvKernel:
         *,
         residual: Tensor | None = None,
         outside: int = 0,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """x -> [B, Co, Ho, Wo] with channels_last strides.
 
         residual   added before the clamp: of the output's shape and strides, in x's dtype
         outside    the code of what lies outside of an int8 image
+        scales     of each image, float32 [B], where codes become floating point
         """
         key = self.linear.number, tuple(x.shape), window, outside, runtime.threads()
         call = _kept.get(key, lambda: self._prepare(x, window, outside))
-        out = torch.empty(call.out_shape, dtype=self.linear.out_dtype, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
         memory = torch.empty(call.memory + 64, dtype=torch.uint8)
         table = 0 if bias is None else bias.data_ptr()
         if residual is not None:
             residual = residual.to(out.dtype)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         scratch = memory.data_ptr() + 63 & ~63
+        if scales is not None:
+            table = (self.no_bias if bias is None else bias).data_ptr()
+            _pack_scales(call.buffer, _SCALES, scales.data_ptr())
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
         self.linear.run(ctypes.addressof(call.buffer), call.threads)
-        return out if out.dtype == self.dtype else out.to(self.dtype)
+        return out if out.dtype == self.result else out.to(self.result)
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
         batch, _, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         linear = self.linear.taking(batch * ho * wo)
-        if self.dtype == torch.int8 and linear is self.linear and linear.geometry.blocks == 1:
+        if self.result != self.dtype or (self.dtype == torch.int8 and linear is self.linear and linear.geometry.blocks == 1):
             return self._without_patches(x, window, outside)
         return self._with_patches(x, window, outside)
 
@@ -137,7 +149,7 @@ class ConvKernel:
         parts = -(-geo.panels // group)
         most_rows, vectors = isa.direct_tile
         rows = -(-m // -(-m // most_rows))
-        tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False)
+        tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False, out=KINDS[self.out_dtype])
         tile_name = direct.name_of(tile_spec)
         tile = jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name]
         correction = isa.correction(sizes.format.bits, signed=True)
@@ -160,14 +172,15 @@ class ConvKernel:
         thread_bytes = sums_at + (m * 4 + 63 & ~63)
         items = batch * strips * sizes.groups * parts
         threads = min(most, items)
-        edge = torch.full((64,), outside, dtype=torch.int8)
+        edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), self.out_dtype.itemsize
         fields = {
             "first_phase": phase,
             "openmp": runtime.openmp_address(),
             "n": geo.n,
             "panel_bytes": geo.panel_bytes,
             "group": group,
-            "out_stride": sizes.out,
+            "out_stride": sizes.out * out_bytes,
+            "out_bytes": out_bytes,
             "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
             "tile_function": tile,
             "row_bytes": row,
@@ -179,8 +192,8 @@ class ConvKernel:
             "rows": m,
             "group_bytes": sizes.channels,
             "group_weights": geo.nbytes,
-            "group_bias": 12 * cpu_tiles.PANEL * geo.panels,
-            "group_out": geo.n,
+            "group_bias": 12 * cpu_tiles.PANEL * geo.panels if self.out_dtype == torch.int8 else 4 * geo.n,
+            "group_out": geo.n * out_bytes,
             "thread_bytes": thread_bytes,
             "patches_at": patches_at,
             "sums_at": sums_at,
@@ -281,3 +294,32 @@ class ConvKernel:
             }
         )
         return _Call(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+
+
+class ImageConvKernel:
+    """The convolution of images that are quantized with one scale each: float -> codes -> float. Conditions as for ConvKernel."""
+
+    def __init__(self, sizes: Filter, dtype: torch.dtype) -> None:
+        self.codes = ConvKernel(sizes, torch.int8, "int8", "block", out=dtype)
+
+    def __call__(
+        self, x: Tensor, window: Window, weights: Tensor, bias: Tensor | None, low: float, high: float, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """x -> [B, Co, Ho, Wo] with channels_last strides and in x's dtype."""
+        q, scales = quantize_images(x)
+        return self.codes(q, window, weights, bias, low, high, residual=residual, scales=scales)
+
+
+def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of images [B, C, H, W] with channels_last strides and the scale of each, float32 [B].
+
+    scale = amax * (1/127), codes = round(fl(x * fl(127 / amax))) with the largest magnitude of the image. The scale of an image with a
+    NaN or infinity is NaN.
+    """
+    largest = torch.linalg.vector_norm(x.permute(0, 2, 3, 1).flatten(1), torch.inf, 1, dtype=torch.float32)
+    inverse = 127 / largest
+    inverse[~torch.isfinite(inverse) | ~torch.isfinite(largest)] = 0
+    q = torch.empty_like(x, dtype=torch.int8)
+    for image, codes, factor in zip(x.split(1), q.split(1), inverse.tolist(), strict=True):
+        codes.copy_(elementwise.combine(image, factor, 0.0, torch.int8, clamp=(-127, 127)))
+    return q, torch.where(torch.isfinite(largest), largest * (1 / 127), torch.nan)

@@ -8,7 +8,9 @@ tile's rows are R outputs, wherever they lie: each has its place, and from there
 the codes of a walk come in runs that are no multiple of 8, as in stems of 3 channels, patches are written one behind the other first,
 which is a matter of a few loads and stores, and the walk is one run.
 
-The arithmetic is that of `tile.RequantizingTile`.
+Arithmetic. int8 outputs: that of `tile.RequantizingTile`. Floating point, of images that were quantized with one scale each:
+
+    y = clamp(float(acc) * (scale of the image * scale[co]) + bias + residual)      acc exact in int32, each step rounded once
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
-from halfbyte.kernels.cpu.tile import RequantizingTile, TileSpec
+from halfbyte.kernels.cpu.tile import RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
 DIRECT = Block(
@@ -26,7 +28,7 @@ DIRECT = Block(
         *LINEAR.fields,
         # items: strips of lines x groups of channels x parts of the panels
         *("items", "parts", "groups", "strips", "strip_lines", "rows"),
-        *("group_bytes", "group_weights", "group_bias", "group_out"),
+        *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
         # a thread's memory: the lines of a strip, patches where they are written out, sums of each row
         *("thread_bytes", "patches_at", "sums_at"),
         # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
@@ -115,16 +117,14 @@ class _Lines:
             first, stop = part * group, f.umin(part * group + group, panels)
             out = self.pointer("out") + (b * get("out_height") + y) * get("out_width") * get("out_stride") + g * get("group_out")
             weights, table = self.pointer("weights") + g * get("group_weights"), self.pointer("bias") + g * get("group_bias")
-            tile = self.pointer("tile_function")
+            tile, scale = self.pointer("tile_function"), self.pointer("scales") + b * 4
             for p in f.loop(stop, first):
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
-                at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * PANEL
+                at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * get("out_bytes") * PANEL
                 for r in f.loop(rows, step=spec.rows):  # the last tile may overlap the one before
                     m = f.umin(r, rows - spec.rows)
-                    places = self.pointer("walk_places") + m * 8
-                    f.call_pointer(
-                        tile, self.args, at[0], walked, places, self.sums + m * 4, at[2] + m * get("out_stride"), at[1], columns
-                    )
+                    places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
+                    f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns)
 
     def _copy(self, image: Value, top: Value) -> None:
         """The lines of a strip from line `top` of the image on, with what lies outside."""
@@ -182,10 +182,10 @@ class _Lines:
 
 
 def build_tile(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name_direct(arguments, weights, image, places, sums, out, table, columns)."""
+    """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns)."""
     module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 7 + ["i64"])
-    tile = _DirectTile(spec, isa, f)
+    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    tile = (_RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
@@ -199,24 +199,23 @@ def name_of(spec: TileSpec) -> str:
     return f"direct_{spec.name}"
 
 
-class _DirectTile(RequantizingTile):
+class _DirectTile(Tile):
     """R outputs of an image times a panel of weights."""
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.image, self.places, self.sums, self.out, self.bias, self.columns = f.parameters
-        self.unit_bytes = PANEL * spec.unit * spec.bits // 8
-        self.count = spec.rows * spec.vectors
-        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=True)
+        self.image, self.places, self.sums, out, bias, self.scale, columns = f.parameters[2:]
+        super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns, f.value("i64", 0)))
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=spec.out == "i8")
         self.in_registers = False
-        self.scratch = f.alloca(isa.floats, self.count, isa.lanes * 4)
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        columns = [self._column(2, first, v, isa.ints) for v in range(spec.vectors)]
-        starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
-        corrected = isa.correction(spec.bits, signed=True) != 0
-        totals = [column + start if corrected else column for start in starts for column in columns]
+        columns = [self._column_start(first, v) for v in range(spec.vectors)]
+        if isa.correction(spec.bits, signed=True):
+            starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
+            totals = [column + start for start in starts for column in columns]
+        else:
+            totals = columns * spec.rows
         kept = [f.variable(total) for total in isa.turned(self.int8, totals)]
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
         lines, line_step, runs, run_step, steps = (
@@ -233,6 +232,25 @@ class _DirectTile(RequantizingTile):
                         k.value = total
                     w.value = w.value + self.unit_bytes
                     at.value = at.value + spec.unit
-        for n, total in enumerate(isa.turned(self.int8, [k.value for k in kept])):
-            self._set_total(n, total.bits(isa.floats))
+        self._finish(isa.turned(self.int8, [k.value for k in kept]), first)
         self._write(first)
+
+    def _column_start(self, first: Value, v: int) -> Value:
+        return self.f.value(self.isa.ints, 0)
+
+    def _finish(self, sums: list[Value], first: Value) -> None:
+        """Codes' sums to the totals that are written."""
+        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
+        scale = self.scale.load("float", 0, 4).splat(self.isa.lanes)
+        scales = [self.isa.to_float(self._lanes(tail, first, v), self.spec.scale) * scale for v in range(self.spec.vectors)]
+        for n, total in enumerate(sums):
+            self._set_total(n, total.to("float") * scales[n % self.spec.vectors])
+
+
+class _RequantizingDirectTile(_DirectTile, RequantizingTile):
+    def _column_start(self, first: Value, v: int) -> Value:
+        return self._column(2, first, v, self.isa.ints)
+
+    def _finish(self, sums: list[Value], first: Value) -> None:
+        for n, total in enumerate(sums):
+            self._set_total(n, total.bits(self.isa.floats))

@@ -17,7 +17,7 @@ All of K is done in one pass, so an output is written once, with its bias and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,9 +88,9 @@ def build(spec: TileSpec, isa: ISA) -> Module:
 
 
 class Tile:
-    def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
+    def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = f.parameters
+        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = parameters or f.parameters
         self.unit_bytes = PANEL * spec.unit * spec.bits // 8
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = -(-PANEL * (self.scale_bytes + zero_bytes) // 64) * 64
