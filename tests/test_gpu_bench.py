@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from halfbyte.bench import gpu
 from halfbyte.bench.gpu_contenders import GPU_PEERS, Absent, GpuWork, marlin, tinygemm
 from halfbyte.bench.gpu_plot import svg
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, text
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, text
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.machine import GPUS
@@ -50,6 +51,21 @@ def test_table_and_json() -> None:
     assert "50%" in found
     assert "not measured: d: not here" in found
     assert json.loads(json.dumps(report().to_json()))["measurements"][0]["label"] == "own"
+
+
+def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plot = tmp_path / "a.json", tmp_path / "a.svg"
+    path.write_text(json.dumps(report().to_json()))
+    assert gpu.main(["--read", str(path), "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == markdown(report()) + "\n"
+    assert "| 64 x 32 | 1 | 20.0 | 30.0 | 40.0 | 1.50 | 50% |" in shown
+    assert gpu.main(["--read", str(path), str(path), "--m", "16", "--plot", str(plot)]) == 0
+    assert "50%" in capsys.readouterr().out
+    assert ElementTree.fromstring(plot.read_text()).findall(".//{http://www.w3.org/2000/svg}circle")
+    path.write_text("{}")
+    assert gpu.main(["--read", str(path)]) == 2
+    assert "--json wrote" in capsys.readouterr().err
 
 
 def test_picture() -> None:

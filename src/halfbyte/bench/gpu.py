@@ -21,7 +21,7 @@ import torch
 import halfbyte
 from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
 from halfbyte.bench.gpu_plot import svg
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, text
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, read, select, text
 from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.formats.spec import as_format
@@ -34,7 +34,7 @@ SHAPES = (
     *((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)),
     *((11008, 4096), (3584, 18944), (151936, 896)),
 )
-MS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,27 @@ def _read_seconds(nbytes: int, here: Gpu) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="NxK (default: %(default)s)")
-    parser.add_argument("--m", type=int, nargs="+", default=list(MS), help="rows of the activations (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", default=["int4_g128"], help="of the weights (default: %(default)s)")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=("float16", "bfloat16", "float32"), help="of the activations")
-    parser.add_argument("--computes", nargs="+", default=["float"], choices=("float", "int8"), help="default: %(default)s")
+    lists: list[tuple[str, Callable[[str], object], Sequence[object], str]] = [
+        ("--shapes", _shape_of, SHAPES, "NxK"),
+        ("--m", int, MS, "rows of the activations"),
+        ("--formats", str, ("int4_g128",), "of the weights"),
+        ("--dtypes", str, ("bfloat16",), "of the activations: float16, bfloat16, float32"),
+        ("--computes", str, ("float",), "float, int8"),
+        ("--peers", str, tuple(peer.name for peer in GPU_PEERS), "who takes part beside halfbyte"),
+    ]
+    for option, kind, usual, meaning in lists:
+        shown = " ".join(f"{one[0]}x{one[1]}" if isinstance(one, tuple) else str(one) for one in usual)
+        parser.add_argument(option, type=kind, nargs="*", help=f"{meaning} (default: {shown})")
     parser.add_argument("--activation", default="row", help="scales of int8 activations (default: %(default)s)")
-    parser.add_argument("--peers", nargs="*", default=[peer.name for peer in GPU_PEERS], help="default: all")
     parser.add_argument("--rounds", type=int, default=15, help="turns that each contender takes (default: %(default)s)")
     parser.add_argument("--vllm", help="a folder with vLLM's libraries, where it is not installed")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--plot", type=Path, help="write the times against M to this SVG file")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", metavar="JSON",
+        help="measure nothing: show what --json wrote earlier, or the part of it that the lists above name",
+    )  # fmt: skip
     args = parser.parse_args(argv)
 
     def keep(report: GpuReport) -> None:
@@ -204,14 +214,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
 
     try:
-        shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes))
-        plan = GpuPlan(
-            shapes, tuple(args.m), tuple(args.formats), tuple(args.dtypes), tuple(args.computes), args.activation, tuple(args.peers),
-            args.rounds, args.vllm,
-        )  # fmt: skip
-        report = run(plan, lambda doing: print(doing, file=sys.stderr), keep)
-    except (HalfbyteError, ValueError) as error:
+        if args.read:
+            fields = {"shape": args.shapes, "m": args.m, "format": args.formats, "dtype": args.dtypes, "compute": args.computes}
+            peers = None if args.peers is None else [HALFBYTE.name, *args.peers]
+            report = select(read(args.read), **fields, contender=peers)
+            keep(report)
+        else:
+            asked = [getattr(args, option[2:]) for option, *_ in lists]
+            chosen = [usual if one is None else tuple(one) for one, (_, _, usual, _) in zip(asked, lists, strict=True)]
+            names = ("shapes", "ms", "formats", "dtypes", "computes", "peers")
+            plan = GpuPlan(activation=args.activation, rounds=args.rounds, vllm=args.vllm, **dict(zip(names, chosen, strict=True)))  # type: ignore[arg-type]
+            report = run(plan, lambda doing: print(doing, file=sys.stderr), keep)
+    except HalfbyteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(text(report))
+    print(markdown(report) if args.markdown else text(report))
     return 0
+
+
+def _shape_of(text: str) -> tuple[int, int]:
+    n, k = text.split("x")
+    return int(n), int(k)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from halfbyte.errors import ArgumentError
 
 SCHEMA = 1
 
@@ -51,12 +55,85 @@ class GpuReport:
         return {"schema": SCHEMA, **asdict(self)}
 
 
+def read(paths: Sequence[Path]) -> GpuReport:
+    """What runs on one GPU wrote as JSON, as one report under the first one's heading. Raises ArgumentError for other files."""
+    reports = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            points = [GpuMeasurement(**{**one, "spread": tuple(one["spread"])}) for one in data["measurements"]]
+            reports.append(GpuReport(**{**{name: data[name] for name in GpuReport.__dataclass_fields__}, "measurements": points}))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ArgumentError(f"{path} is no report of the GPU benchmark ({error!r}): give a file that --json wrote") from error
+    if len({report.gpu["name"] for report in reports}) != 1:
+        names = ", ".join(report.gpu["name"] for report in reports)
+        raise ArgumentError(f"reports of one GPU become one, got {names or 'none'}")
+    absences = dict.fromkeys(line for report in reports for line in report.absences)
+    return replace(reports[0], measurements=[one for report in reports for one in report.measurements], absences=list(absences))
+
+
+def select(report: GpuReport, **allowed: Sequence[Any] | None) -> GpuReport:
+    """The measurements whose fields are among those `allowed`; None allows all. shape: (n, k)."""
+    wanted = {name: set(values) for name, values in allowed.items() if values is not None}
+
+    def fits(one: GpuMeasurement) -> bool:
+        fields = {**asdict(one), "shape": (one.n, one.k)}
+        return all(fields[name] in values for name, values in wanted.items())
+
+    return replace(report, measurements=[one for one in report.measurements if fits(one)])
+
+
+def markdown(report: GpuReport) -> str:
+    """Tables for a document, one for each format, dtype and compute."""
+    lines = [*(f"{line}  " for line in _heading(report)), ""]
+    for case in dict.fromkeys((one.format, one.dtype, one.compute) for one in report.measurements):
+        group = [one for one in report.measurements if (one.format, one.dtype, one.compute) == case]
+        labels = list(dict.fromkeys(one.label for one in sorted(group, key=lambda one: one.peer)))
+        lines += [f"{case[0]} weights, {case[1]} activations, {case[2]} compute:", ""]
+        lines += [
+            "| " + " | ".join(["N x K", "M", *labels, "best peer / halfbyte", "of the floor"]) + " |",
+            "| --- |" + " ---: |" * (len(labels) + 3),
+        ]
+        last = None
+        for n, k, m in dict.fromkeys((one.n, one.k, one.m) for one in group):
+            row = [
+                f"{n} x {k}" if (n, k) != last else "",
+                str(m),
+                *_cells([one for one in group if (one.n, one.k, one.m) == (n, k, m)], labels),
+            ]
+            lines.append("| " + " | ".join(row) + " |")
+            last = (n, k)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _piped(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]:
+    """Microseconds of each contender, then how halfbyte compares."""
+    by_label = {one.label: one for one in points}
+    own = next((one for one in points if not one.peer), None)
+    best = "-" if own is None or own.best_peer is None else f"{own.best_peer:.2f}"
+    return [
+        *(f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels),
+        best,
+        "-" if own is None else f"{own.floor / own.seconds:.0%}",
+    ]
+
+
+def _heading(report: GpuReport) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    units = {"read": "TB/s"}
+    ceilings = (f"{name} {value / 1e12:.2f} {units.get(name, 'TOP/s')}" for name, value in report.ceilings.items())
+    return [f"{report.date} · {report.gpu['name']} · {versions}", f"measured here: {', '.join(ceilings)}"]
+
+
 def text(report: GpuReport) -> str:
     """The table for a terminal."""
     lines = [
-        f"{report.date} · {report.gpu['name']} · " + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
-        "measured here: "
-        + ", ".join(f"{name} {value / 1e12:.2f} T{'B' if name == 'read' else 'OP'}/s" for name, value in report.ceilings.items()),
+        *_heading(report),
         "us: median. x: the best peer's time over halfbyte's, above 1 is faster. %: of the floor. error: relative to float64.",
         "",
     ]
@@ -68,10 +145,9 @@ def text(report: GpuReport) -> str:
         for m in dict.fromkeys(one.m for one in group):
             cells = {one.label: one for one in group if one.m == m}
             own = next((one for one in cells.values() if not one.peer), None)
-            row = [f"{cells[label].seconds * 1e6:.1f}" if label in cells else "-" for label in labels]
+            row = _cells(list(cells.values()), labels)
             if own is not None:
-                best = "-" if own.best_peer is None else f"{own.best_peer:.2f}"
-                row += [best, f"{own.floor / own.seconds:.0%}", "-" if own.error is None else f"{own.error:.1e}", own.kernel.split(" ")[0]]
+                row += ["-" if own.error is None else f"{own.error:.1e}", own.kernel.split(" ")[0]]
             lines.append(_row(str(m), row))
         lines.append("")
     return "\n".join(lines + [f"not measured: {line}" for line in report.absences])
