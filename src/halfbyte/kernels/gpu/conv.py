@@ -121,6 +121,11 @@ class Static:
         return 128 if self.bits == 4 else self.config.step
 
     @property
+    def apart(self) -> int:
+        """Distance of records: words, bytes, or elements."""
+        return 2048 if self.bits == 4 else self.record
+
+    @property
     def stages(self) -> int:
         return self.config.stages
 
@@ -449,14 +454,12 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.bits == 4:
         panel = tl.minimum(pn * (BN // 64) + tl.arange(0, BN // 64), n_padded // 64 - 1).to(tl.int64)[:, None] * (k_padded // 128)
         wp = codes + panel * 2048 + tl.arange(0, 2048)[None, :]
-        EVERY: tl.constexpr = 2048
     else:
         wp = codes + rni[:, None].to(tl.int64) * k_padded + tl.arange(0, S.record)[None, :]
-        EVERY: tl.constexpr = S.record
     if S.mode == "int8":
         acc = tl.zeros([BN, BM], tl.int32)
         for t in tl.range(first, end, num_stages=S.stages):
-            w = tl.load(wp + t * EVERY)
+            w = tl.load(wp + t * S.apart)
             if S.bits == 4:
                 words = _words(w, S)
                 for j in tl.static_range(4):
@@ -480,7 +483,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                 s_next = _tails(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
                 if S.zero != "none":
                     z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
-            w = tl.load(wp + t * EVERY)
+            w = tl.load(wp + t * S.apart)
             xs = _patches(xp, fill, y0, x0, t, image, window, S, S.step)
             if S.mode == "written":
                 acc = _dot(w, xs, acc)
