@@ -178,13 +178,15 @@ def test_a_dtype_of_choice(dtype: torch.dtype, folder: Path, tmp_path: Path) -> 
 def test_what_is_no_language_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no language model"):
         open_model(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no"):
+        open_model(tmp_path / "nowhere")
     BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=9)).save_pretrained(
         tmp_path / "bert"
     )
     with pytest.raises(CheckpointError, match="has no cls"):
         open_model(tmp_path / "bert")
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "mute")
-    with pytest.raises(CheckpointError, match="cannot load"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         open_model(tmp_path / "mute")
 
 
@@ -293,5 +295,7 @@ def test_eval_of_last_words(run: Run, folder: Path, tmp_path: Path) -> None:
     assert all(0 <= row["last_word_accuracy"] <= 1 for row in found["models"])
     assert "last word" in run("eval", folder, "--lambada-like", text)[1]
     assert "--device" in run("eval", folder, "--text", text, "--device", "abacus")[2]
+    (tmp_path / "empty.txt").write_text("")
+    assert "has 0 tokens" in run("eval", folder, "--text", tmp_path / "empty.txt")[2]
     assert ".svg" in run("eval", folder, "--lambada-like", text, "--plot", "a.svg")[2]
     assert "--against" in run("eval", folder, "--text", text, "--format", "q4_0", "--against", folder)[2]

@@ -129,6 +129,8 @@ def _qualities(
     from halfbyte.evaluate import evaluate_language
 
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    if len(ids) < 2:
+        raise ArgumentError(f"{args.text} has {len(ids)} tokens, of which the first is not scored: use a longer text")
     context = min(args.context, getattr(reference.config.get_text_config(), "max_position_embeddings", None) or args.context)
     ours, theirs = evaluate_language(reference, candidates, ids, context=context, stride=args.stride, progress=advance)
     return [ours, *theirs.values()]

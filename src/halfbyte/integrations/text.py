@@ -68,6 +68,8 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None, dt
     """
     if dtype is None and _is_cpu(device):
         dtype = torch.float32
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     if path.suffix == ".gguf":
         from halfbyte.integrations.gguf import load_gguf
 
@@ -93,6 +95,8 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None, dt
 
 def open_tokenizer(folder: Path) -> Any:
     """The tokenizer of a Hugging Face folder. Raises CheckpointError."""
+    if not any(file.name.startswith(("tokenizer", "vocab", "spiece")) for file in folder.iterdir()):
+        raise CheckpointError(f"{folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the same model to it")
     with _clear_errors(folder):
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

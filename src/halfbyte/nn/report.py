@@ -101,9 +101,12 @@ class Report:
             lines += _table([("name", "kind", "shape", "format", "bits", "error", "before", "after"), *map(_cells, self.quantized)], left=4)
         if self.kept:
             lines += ["", "kept as they are", *_table(list(self._kept_cells()), left=5)]
-        ratio = f", {self.bytes_before / self.bytes_after:.2f} times smaller" if self.bytes_after else ""
+        before, after = self.bytes_before, self.bytes_after
+        ratio = ""
+        if before and after:
+            ratio = f", {before / after:.2f} times smaller" if before >= after else f", {after / before:.2f} times larger"
         lines += ["", f"{len(self.quantized)} quantized at {self.bits_per_weight:.2f} bits a weight, {len(self.kept)} kept; "]
-        lines[-1] += f"{size_text(self.bytes_before)} before, {size_text(self.bytes_after)} after{ratio}"
+        lines[-1] += f"{size_text(before)} before, {size_text(after)} after{ratio}"
         return "\n".join([*lines, *self.notes]).lstrip("\n")
 
     def _kept_cells(self) -> Iterator[tuple[str, ...]]:
