@@ -23,9 +23,8 @@ def main() -> None:
         for i, name in enumerate(args.formats):
             found += measure(shape, name, args.m, every_config=args.every_config, peers=i == 0)
     for one in found:
-        print(
-            f"{one.shape:14} {one.format:10} M={one.m:<4} {one.seconds * 1e6:8.1f} us  {one.floor / one.seconds:5.2f} of reading  {one.contender}"
-        )
+        time = f"{one.seconds * 1e6:8.1f} us  {one.floor / one.seconds:5.2f} of reading"
+        print(f"{one.shape:14} {one.format:10} M={one.m:<4} {time}  {one.contender}")
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
 

@@ -293,7 +293,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     result = report(quantize_(model, "q8_0"))
     assert [row.name for row in result.quantized] == ["plain"]
     reasons = {row.name: row.reason for row in result.kept}
-    not_a_kind = "only Linear, Embedding, Conv1d and Conv2d are quantized"
+    not_a_kind = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
     assert reasons == {
         "own": "Own has a forward of its own",
         "parametrized": "its weight is parametrized",
@@ -311,7 +311,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "batch": not_a_kind,
         "volume": not_a_kind,
         "mirrored": "it pads otherwise than with zeros",
-        "experts": "its weights are stacked experts, [experts, outputs, inputs]: there are no kernels for them",
+        "experts": "it has stacked weights, and is no module of experts as transformers builds them",
         "lazy": "its weight is a UninitializedParameter",
     }
 
@@ -350,7 +350,7 @@ def test_a_lone_layer_has_no_place_to_be_replaced_in() -> None:
 def test_report_counts_bytes_and_bits() -> None:
     model = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10))
     before = report(model)
-    assert [row.reason for row in before.rows] == ["not quantized yet", "only Linear, Embedding, Conv1d and Conv2d are quantized"]
+    assert [row.reason for row in before.rows] == ["not quantized yet", "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"]
     assert before.bytes_before == before.bytes_after == 4 * (64 * 10 + 10 + 20)
     after = report(quantize_(model, "q4_0"))
     assert after.bytes_before == before.bytes_before

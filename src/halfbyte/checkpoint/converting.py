@@ -63,8 +63,9 @@ def convert(
     else:
         plan = plan_by_rule(reader, choose)
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken for a Linear's")
-    for name in plan.linears:
-        plan.weights[name] = replace(plan.weights[name], compute=config.compute, activation=config.activation)
+    for name, weight in plan.weights.items():
+        if name in plan.linears or weight.kind == "Experts":
+            plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
     copied, left_out = companions(source, target)
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
@@ -147,7 +148,7 @@ def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str, wr
             continue
         codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
         _write_codes(writer, name, codes)
-        plan.weights[name] = replace(weight, error=relative_error(tensor, codes))
+        plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind))
 
 
 def _write_codes(writer: Writer, name: str, codes: Codes) -> None:

@@ -26,6 +26,7 @@ from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import checksum
 from halfbyte.nn.convert import candidates, finished, own_tensors
+from halfbyte.nn.experts import expanded
 from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
@@ -147,7 +148,8 @@ def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | 
     if model is None:
         model = skeleton(opened.config, _dtype(opened), opened.shapes())
         load_generation_config(model, opened.path)
-    return _filled(opened, device, model)
+    with expanded(model, lambda name: f"{name}.weight" in opened.weights):
+        return _filled(opened, device, model)
 
 
 def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:

@@ -16,7 +16,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
-from halfbyte.nn.forms import codes_shape, kind_of
+from halfbyte.nn.experts import collapse_, expand_
+from halfbyte.nn.forms import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 
 # For modules that hold a weight, and the tensors of the files that they come from unchanged, the format of each or why it has none.
@@ -81,14 +82,20 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     given = plan.given()
     if strange := given.keys() - canonical.keys():
         raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
-    found = candidates(model, without_data=True)
     unchanged = {plan.renamed[target]: step.sources[0] for step in steps if not step.converts for target in step.targets}
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
+    experts = expand_(model)
+    found = candidates(model, without_data=True)
     decisions = choose(found, {c.name: weights[name] for c in found if (name := f"{c.name}.weight") in weights})
+    collapse_(model, experts, lambda name: isinstance(decisions.get(name), Format))
+    names = {id(tensor): name for name, _, tensor in _places(model)}
+    if moved := {old: names[id(tensor)] for old, _, tensor in places if id(tensor) in names and names[id(tensor)] == f"{old}.weight"}:
+        plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
+        places, given = list(_places(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
         prefix, _, own = name.rpartition(".")
-        decision = decisions.get(prefix, "")
+        decision = decisions.get(prefix, decisions.get(name, ""))
         plan.about[name] = kind_of(module), decision if isinstance(decision, str) else "the bias of a quantized weight"
         if name in plan.tied:
             continue
@@ -101,7 +108,8 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
             raise CheckpointError(f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)}")
         if isinstance(decision, Format) and own == "weight":
             kind = kind_of(module)
-            plan.weights[name] = Weight(kind, decision, codes_shape(kind, spec.shape, decision), spec.dtype)
+            kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()
+            plan.weights[name] = Weight(kind, decision, codes_shape(kind, spec.shape, decision), spec.dtype, kernel=kernel)
             if id(tensor) in linears:
                 plan.linears.add(name)
         else:

@@ -14,6 +14,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape
 from halfbyte.nn.conv import QuantConv2d
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear, QuantModule, check_compute
 from halfbyte.nn.permuted import PermutedLinear
 
@@ -26,7 +27,7 @@ VERSION = 1
 class Module:
     """How one quantized module is stored and, if it is a Linear, how it multiplies.
 
-    shape    of its codes: [N, K] of a Linear or Embedding
+    shape    of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
     ordered  its inputs are reordered: <module>.input_order is stored too
     """
 
@@ -39,7 +40,7 @@ class Module:
     @classmethod
     def of(cls, module: QuantModule) -> Module:
         made = cls(module.packed.format, module.codes_shape, ordered=isinstance(module, PermutedLinear))
-        if isinstance(module, QuantLinear | QuantConv2d):
+        if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
             return replace(made, compute=module.compute, activation=module.activation)
         return made
 

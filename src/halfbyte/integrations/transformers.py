@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -42,6 +43,7 @@ from halfbyte.nn.convert import (
     quantize_,
     relative_error,
 )
+from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts, collapse_, expand_, expanded
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import ORDER, PermutedLinear
@@ -98,6 +100,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
+        self._stacks: set[str] = set()  # those of these modules that transformers knows as parameters: the weights of experts
         self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
@@ -116,12 +119,13 @@ class HalfbyteQuantizer(HfQuantizer):
         return True
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions
+        return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes for each element, scales included, by which a device map is made."""
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
-        return param.element_size() if fmt is None or param.dim() != 2 else fmt.bits_per_weight(param.shape[1]) / 8
+        matrices = param.dim() == 2 or param_name in self._stacks
+        return param.element_size() if fmt is None or not matrices else fmt.bits_per_weight(param.shape[-1]) / 8
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -138,15 +142,19 @@ class HalfbyteQuantizer(HfQuantizer):
     def _decide(self, model: Any) -> None:
         config = self.quantization_config.config
         assert config is not None
+        with expanded(model):
+            found = candidates(model, without_data=True)
         # At this point a tie is a promise: both parameters are still there.
-        found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in candidates(model, without_data=True)]
+        found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in found]
         check_patterns(config, [candidate.name for candidate in found])
         self._decisions = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
+        self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
 
     def _expect_codes(self, model: Any) -> None:
         """Makes room for codes where the model has float weights: `weight` becomes a module, its tensors buffers of it."""
         if hasattr(model.config, "halfbyte"):  # what `save` adds to a config.json is about those files, not about the model
             del model.config.halfbyte
+        experts = expand_(model)
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
             module = model.get_submodule(name)
@@ -156,6 +164,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
                 raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
             self._make_room(module, settings)
+        collapse_(model, experts, wanted.__contains__)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
             if owner in wanted and name not in wanted:
@@ -201,7 +210,7 @@ class HalfbyteQuantizer(HfQuantizer):
         except HalfbyteError as e:
             self._failure = self._failure or e
             return
-        self._packed[name] = packed, weight.dtype, relative_error(weight, codes)
+        self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module))
 
     # After
 
@@ -233,6 +242,7 @@ class HalfbyteQuantizer(HfQuantizer):
             self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
 
     def _take_packed(self, model: Any) -> None:
+        collapse_(model, expand_(model, self._stacks.__contains__), self._stacks.__contains__)
         for name in self._decisions:
             owner = self._tied.get(name, name)
             if name not in self._packed and owner not in self._packed:
@@ -264,6 +274,8 @@ class HalfbyteQuantizer(HfQuantizer):
         """The tensors to write: tied codes once, and with each weight's the guard. The config is brought up to date."""
         self.quantization_config.modules = modules = self._modules(model)
         state = model.state_dict()
+        if any(isinstance(module, QuantExperts) for module in model.modules()):
+            _keep_stacked(model)
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, QuantModule):
                 if name in modules:
@@ -297,6 +309,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 if key not in weights:
                     weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
                 model.set_submodule(name, _float_form(module, weights[key]))
+        collapse_(model, {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)})
         return model
 
 
@@ -332,7 +345,8 @@ class _Quantize(ConversionOps):
                 left[target] = value
                 continue
             name = target.removesuffix(".weight")
-            self._quantizer.quantize(name, model.get_submodule(name), value[0] if isinstance(value, list) else value)
+            module = StackedExperts(model.get_parameter(name)) if target == name else model.get_submodule(name)
+            self._quantizer.quantize(name, module, value[0] if isinstance(value, list) else value)
             model.get_parameter(target)._is_hf_initialized = True  # nothing is left to initialise
             if missing_keys is not None:
                 missing_keys.discard(target)
@@ -349,6 +363,19 @@ def _adopt(model: nn.Module) -> None:
 finished.append(_adopt)
 
 
+def _keep_stacked(model: Any) -> None:
+    """Keeps `save_pretrained` from taking the codes of experts for float weights, which it writes expert by expert."""
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantExperts)]
+    conversions = getattr(model, "_weight_conversions", None)  # how the model was loaded, of which saving is the inverse
+    if conversions is None:
+        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)]
+    model._weight_conversions = [
+        entry
+        for entry in conversions
+        if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.target_patterns for name in names)
+    ]
+
+
 def _ties(model: Any) -> dict[str, str]:
     """Modules that share a weight in a model of transformers: each with the one that owns it."""
     return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
@@ -361,6 +388,8 @@ def _same(a: QuantModule, b: QuantModule) -> bool:
 def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
     """The module that `module` stands for, with this weight."""
     made: Any
+    if isinstance(module, QuantExperts):
+        return StackedExperts(weight)
     if isinstance(module, QuantLinear):
         made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     elif isinstance(module, QuantEmbedding):

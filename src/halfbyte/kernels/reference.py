@@ -10,9 +10,9 @@ a kernel and these functions is the rounding of float32 sums, which `error_bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK as MAX_BLOCK
 from halfbyte.layouts.cpu_tiles import piece
+from halfbyte.layouts.experts import matrix_of
 
 _U = 2.0**-24  # unit roundoff of float32
 _LEAST = 2.0**-126  # more than a float32 operation loses by underflow, also where subnormal numbers are taken as 0
@@ -145,6 +146,33 @@ def linear(
 def linear_gradient(dy: Tensor, codes: Codes) -> Tensor:
     """dX = dY W with the dequantized W, whatever the forward computed in: dy [..., N] -> float64 [..., K]."""
     return dy.double() @ codes.dequantize(torch.float64)
+
+
+def grouped_linear(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+    """Each row with the weight of its expert: codes [E, N, K], bias [E, N], expert_ids [M] with x [M, K] -> float64 [M, N], or
+    [M, T] with x [M, K] (shared) or [M, T, K] -> [M, T, N]. `settings` are compute and activation, as for `linear`.
+    """
+    return _by_expert(linear, x, codes, expert_ids, bias, settings)
+
+
+def grouped_error_bound(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+    """How far a kernel may be from `grouped_linear`: as far as from `linear` with each expert."""
+    return _by_expert(error_bound, x, codes, expert_ids, bias, settings)
+
+
+def _by_expert(
+    function: Callable[..., Tensor], x: Tensor, codes: Codes, ids: Tensor, bias: Tensor | None, settings: dict[str, Any]
+) -> Tensor:
+    experts, n, k = codes.shape
+    rows = x.unsqueeze(1).expand(*ids.shape, k) if x.dim() == ids.dim() == 2 else x
+    if rows.shape != (*ids.shape, k) or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts):
+        raise ArgumentError(
+            f"x {list(x.shape)} and ids {list(ids.shape)} do not fit experts of shape {list(codes.shape)}, or ids lie outside"
+        )
+    y = torch.zeros(*ids.shape, n, dtype=torch.float64)
+    for e in ids.unique().tolist():
+        y[ids == e] = function(rows[ids == e], matrix_of(codes, e), None if bias is None else bias[e], **settings)
+    return y
 
 
 class _Affine(NamedTuple):

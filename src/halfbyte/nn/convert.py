@@ -20,6 +20,8 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
+from halfbyte.nn.experts import StackedExperts, expanded, stacks
+from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import QuantModule, check_compute
 from halfbyte.nn.report import Report, Row
@@ -29,8 +31,8 @@ from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
-NOT_A_KIND = "only Linear, Embedding, Conv1d and Conv2d are quantized"
-STACKED = "its weights are stacked experts, [experts, outputs, inputs]: there are no kernels for them"
+NOT_A_KIND = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
+STACKED = "it has stacked weights, and is no module of experts as transformers builds them"
 _NARROW = 16  # channels of a tap: blocks of fewer would hold more scale than code
 _ROWS = 128  # of a weight, from which its error is estimated: reading all takes longer than quantizing
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
@@ -55,7 +57,8 @@ class Config:
     method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
-    compute, activation   see QuantLinear
+    compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale a channel or tensor and no zero, and "row"
+                for all else
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
                 its first layer to its last, with scales of its results that were chosen before, from `calibration`
     calibration  for "static": batches of images, such as a DataLoader gives
@@ -162,7 +165,8 @@ def quantize_(
     calibration: Calibration | Tensor | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model` by its quantized form, in place, and returns `model`.
+    """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its quantized form,
+    in place, and returns `model`.
 
     calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need, and what "mse" weighs its errors by if
                  it has it. The model is then one that goes through a list of decoder layers
@@ -178,6 +182,11 @@ def quantize_(
     check_calibration(config.method, calibration is not None)
     if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
+    with expanded(model):
+        return _quantize_expanded_(model, config, calibration, progress)
+
+
+def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibration | Tensor | None, progress: Progress | None) -> nn.Module:
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
     decisions = decide(found, config)
@@ -205,7 +214,7 @@ def quantize_(
                 packed, error = pack_weight(module, result.value, weight.device), result.error
             else:
                 codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
-                packed, error = pack_weight(module, codes, weight.device), relative_error(weight, codes)
+                packed, error = pack_weight(module, codes, weight.device), relative_error(weight, codes, kind_of(module))
             made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)
@@ -261,7 +270,11 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
 
 def report(model: nn.Module) -> Report:
     """What of `model` is quantized and what is not, with the reasons and the bytes. One row for each module with parameters."""
-    config: Config | None = getattr(model, CONFIG_ATTRIBUTE, None)
+    with expanded(model):
+        return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
+
+
+def _report(model: nn.Module, config: Config | None) -> Report:
     found = candidates(model)
     reasons: dict[str, str] = {}
     for name, decision in (decide(found, config) if config else {c.name: c.reason for c in found}).items():
@@ -292,7 +305,8 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
             convolution = isinstance(module, nn.modules.conv._ConvNd)
             stacked = not convolution and any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module))
-            found.append(Candidate(name, type(module).__name__, id(module), STACKED if stacked else NOT_A_KIND))
+            reason = why_not_experts(module) if stacks(module) else STACKED if stacked else NOT_A_KIND
+            found.append(Candidate(name, type(module).__name__, id(module), reason))
     return found
 
 
@@ -336,13 +350,13 @@ def check_calibration(method: str, given: bool) -> None:
         raise ArgumentError(f"{method} has no use for calibration, which {', '.join(CALIBRATED)} and mse have: leave one of the two out")
 
 
-def relative_error(weight: Tensor, codes: Codes) -> float:
-    """||weight - codes|| / ||weight|| (Frobenius) of a weight [N, K]; 0 for a weight of zeros.
+def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
+    """||weight - codes|| / ||weight|| (Frobenius) of the weight of a module of this kind; 0 for a weight of zeros.
 
     Of more than 128 rows it is an estimate from 128 of them, evenly spread.
     """
-    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # a convolution, row by row of its codes
-        weight = channels_last(weight, codes.format).reshape(-1, codes.shape[-1])
+    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution row by row of its codes
+        weight = (weight if kind == "Experts" else channels_last(weight, codes.format)).reshape(-1, codes.shape[-1])
         tensors = {
             name: t if codes.format.block == "tensor" and name != "data" else t.flatten(0, -2) for name, t in codes.tensors().items()
         }
@@ -388,7 +402,7 @@ def _override(name: str, config: Config) -> Format | None:
     return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)
 
 
-def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d, without_data: bool) -> str | None:
+def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     weight: Tensor = module.weight
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))

@@ -64,6 +64,8 @@ def quantized_form(
     elif isinstance(packed, PackedConv):
         assert isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d)
         form = QuantConv1d if isinstance(module, nn.Conv1d | QuantConv1d) else QuantConv2d
+        if activation == "image" and (isinstance(packed.format.block, int) or packed.format.zero != "none"):
+            activation = "row"  # as Config says
         made = form(packed, module, compute, activation, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         made = QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error)
@@ -71,5 +73,5 @@ def quantized_form(
         made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:
         assert isinstance(module, nn.Linear | QuantLinear)
-        made = QuantLinear(packed, module.bias, compute, activation, dtype=dtype, error=error)
+        made = QuantLinear(packed, module.bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
     return made.train(module.training)

@@ -24,7 +24,7 @@ from halfbyte.ops.conv import pack_conv
 
 AnyPacked = Packed | PackedConv
 COMPUTES = ("auto", "int8", "float")
-ACTIVATIONS = ("block", "row", "block_offset", "row_offset")
+ACTIVATIONS = ("block", "row", "block_offset", "row_offset", "image")
 
 
 class WeightView(Tensor):

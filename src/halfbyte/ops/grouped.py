@@ -117,7 +117,7 @@ def _cpu(
             raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {least} … {most}")
     if x.numel() == 0 or n == 0 or not ids.numel():
         return _nothing(x, ids, bias, shape)
-    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)  # type: ignore[arg-type]
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)
     flat = x.reshape(-1, k).contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,173 @@
+"""Mixtures of experts, as transformers builds them: the weights of a layer's experts lie stacked in two parameters of one module,
+
+    gate_up_proj [experts, 2 * inner, hidden]     (without a gate: up_proj [experts, inner, hidden])
+    down_proj    [experts, hidden, inner]
+
+`expanded` makes modules of these parameters, so that they are quantized, saved and loaded as other modules with a `weight` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.layouts.base import Packed
+from halfbyte.nn.modules import QuantModule, check_compute
+
+_DOWN = "down_proj"
+
+
+class StackedExperts(nn.Module):
+    """Linear layers of experts in floating point: weight [E, N, K]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """As `halfbyte.grouped_linear`, expert by expert."""
+        rows = x if x.dim() > expert_ids.dim() else x.unsqueeze(1).expand(*expert_ids.shape, -1)
+        y = rows.new_empty((*expert_ids.shape, self.weight.shape[1]))
+        for e in expert_ids.unique().tolist():
+            y[expert_ids == e] = nn.functional.linear(rows[expert_ids == e], self.weight[e])
+        return y
+
+    def extra_repr(self) -> str:
+        return "experts={}, out_features={}, in_features={}".format(*self.weight.shape)
+
+
+class QuantExperts(QuantModule):
+    """Linear layers of experts with quantized weights.
+
+    packed      [E, N, K]
+    compute, activation   see QuantLinear; on GPUs "float" alone
+    """
+
+    kind = "Experts"
+    dimensions = 3
+
+    def __init__(
+        self,
+        packed: Packed,
+        compute: str = "auto",
+        activation: str = "block",
+        *,
+        dtype: torch.dtype = torch.float32,
+        error: float | None = None,
+    ) -> None:
+        super().__init__(packed, dtype, error)
+        check_compute(compute, activation)
+        self.compute = compute
+        self.activation = activation
+
+    @property
+    def packed(self) -> Packed:
+        assert isinstance(self._packed, Packed)
+        return self._packed
+
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """x [M, K] or [M, T, K], expert_ids [M, T] -> [M, T, N]; see `halfbyte.grouped_linear`."""
+        return ops.grouped_linear(x, self.packed, expert_ids, compute=self.compute, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        experts, n, k = self.packed.shape
+        return f"experts={experts}, out_features={n}, in_features={k}, format={self.packed.format}"
+
+
+class MixtureOfExperts(nn.Module):
+    """What takes the place of a module of experts of transformers: its weights are modules of the parameters' names.
+
+    What it computes between them is the float module's own affair, which stays beside it, out of sight of torch.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._float = (module,)  # in a tuple, so that it is no child
+        self._up, _ = stacks(module)
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        for name, parameter in module.named_parameters(recurse=False):
+            self.add_module(name, StackedExperts(parameter))
+        self.train(module.training)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [M, H], the experts of each token and their weights [M, T] -> [M, H]."""
+        module: Any = self._float[0]
+        inner = self.get_submodule(self._up)(hidden_states, top_k_index).flatten(0, 1)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        y = self.get_submodule(_DOWN)(inner.unflatten(0, top_k_index.shape), top_k_index)
+        out: Tensor = (y * top_k_weights.unsqueeze(-1)).sum(1)
+        return out.to(hidden_states.dtype)
+
+    def release(self) -> None:
+        """Lets go of the float module's weights."""
+        for name in stacks(self._float[0]):
+            self._float[0].register_parameter(name, None)
+
+    def collapsed(self) -> nn.Module:
+        """The float module again, with the weights that are here."""
+        module: nn.Module = self._float[0]
+        for name, child in self.named_children():
+            if isinstance(child, StackedExperts):
+                module.register_parameter(name, child.weight)
+        return module
+
+
+def stacks(module: Any) -> tuple[str, ...]:
+    """The names of the stacked weights of a module of experts: up, then down. Nothing for any other module."""
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):  # what transformers gives all of its experts
+        return ()
+    return ("gate_up_proj" if module.has_gate else "up_proj", _DOWN)
+
+
+def why_not(module: Any) -> str | None:
+    """Why the experts of a module that has `stacks` cannot be multiplied by `grouped_linear`, or None."""
+    reasons = {
+        "its weights are [experts, inputs, outputs]": module.is_transposed,
+        "its experts have biases": module.has_bias,
+        "its experts have norms": getattr(module, "has_post_expert_norm", False),
+        "its experts lie on several devices": getattr(module, "_is_expert_parallel", False),
+    }
+    own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    reasons |= {"it has other tensors than two stacks of weights": own != set(stacks(module))}
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def expand_(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, MixtureOfExperts]:
+    """Makes modules of the weights of experts, where one of them, by its name "….experts.down_proj", is wanted; what was made, by name."""
+    made: dict[int, MixtureOfExperts] = {}
+    places = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and stacks(module) and why_not(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks(module)):
+            if id(module) not in made:
+                made[id(module)] = MixtureOfExperts(module)
+            places[name] = made[id(module)]
+    for name, mixture in places.items():
+        model.set_submodule(name, mixture)
+    return places
+
+
+def collapse_(model: nn.Module, places: dict[str, MixtureOfExperts], keep: Callable[[str], bool] = lambda name: False) -> None:
+    """The inverse of `expand_`, but for experts of which one of the weights is to be kept a module."""
+    for name, mixture in places.items():
+        if any(keep(f"{name}.{stack}") for stack in stacks(mixture._float[0])):
+            mixture.release()
+        else:
+            model.set_submodule(name, mixture.collapsed())
+
+
+@contextmanager
+def expanded(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+    """Inside, weights of experts are modules. Afterwards those are still of which something has been quantized; none after an error."""
+    places = expand_(model, wanted)
+    try:
+        yield
+    except BaseException:
+        collapse_(model, places)
+        raise
+    collapse_(model, places, lambda name: isinstance(model.get_submodule(name), QuantModule))
