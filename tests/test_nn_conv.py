@@ -61,6 +61,20 @@ def test_narrow_convolutions_take_a_scale_a_channel_unless_told_otherwise() -> N
     assert formats(hb.Config("q4_0", overrides={"0": "q8_0"}))[0] == "q8_0"
 
 
+@pytest.mark.parametrize("format", ["int8_channel", "q8_0"])
+def test_images_that_are_quantized_once(format: str, tmp_path: Path) -> None:
+    model = network()
+    quantized = hb.quantize_(copy.deepcopy(model), hb.Config(format, activation="image"))
+    assert quantized[4].activation == ("image" if format == "int8_channel" else "row")
+    assert quantized[7].activation == "row"
+    x = images()
+    with torch.no_grad():
+        wanted = floats_of(quantized, model)(x)
+        assert float((quantized(x) - wanted).norm() / wanted.norm()) < 0.02
+    hb.save(quantized, tmp_path / "a")
+    assert torch.equal(hb.load(tmp_path / "a", model=network())(x), quantized(x))
+
+
 def test_the_report_counts_what_is_stored() -> None:
     report = hb.report(hb.quantize_(network(), "q4_0"))
     row = report.rows[3]

@@ -10,12 +10,12 @@ from samples import random_codes
 from support import RUNNABLE
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu import conv, depthwise, runtime
-from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
@@ -153,6 +153,46 @@ def test_integer_patches_of_whole_units(isa, channels: int, bits: int, monkeypat
 
 
 @isas
+def test_images_with_one_scale_each(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(cases(("int8_channel", "int8_tensor", "int4_channel")), st.sampled_from(DTYPES), st.booleans())
+    def sweep(case: Case, dtype: torch.dtype, more: bool) -> None:
+        codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes
+        bias = torch.randn(sizes.out) if more else None
+        wanted, error = conv_reference.conv2d_of_images(x, codes, sizes.kernel, case.window, bias, sizes.groups)
+        residual = None
+        if more:
+            residual = torch.randn(wanted.shape).to(dtype).contiguous(memory_format=torch.channels_last)
+            wanted = wanted + residual.double()
+            error = error + wanted.abs() * 2.0**-23
+        q, scale = conv.quantize_images(x)
+        for mine, theirs in zip((q, scale), conv_reference.quantized_images(x), strict=True):
+            assert torch.equal(mine, theirs)
+        y = ImageConvKernel(sizes, dtype)(x, case.window, packed(codes, sizes), bias, -5.0, 40.0, residual=residual)
+        assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all())
+
+    sweep()
+
+
+@pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset", "image"])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_images_of_a_batch_do_not_influence_each_other(activation: str, groups: int) -> None:
+    torch.manual_seed(0)
+    weight = ops.pack_conv(ops.quantize_conv(torch.randn(8, 8 // groups, 3, 3), "int8_channel"), 3, groups)
+    x = torch.randn(4, 8, 9, 7) * torch.tensor([1.0, 1000.0, 1e-3, 1.0]).view(4, 1, 1, 1)
+    x[3, 2, 1, 1] = torch.nan
+    together = ops.conv2d(x, weight, padding=1, compute="int8", activation=activation)
+    for i in range(4):
+        alone = ops.conv2d(x[i : i + 1], weight, padding=1, compute="int8", activation=activation)
+        assert torch.equal(together[i : i + 1].nan_to_num(), alone.nan_to_num())
+        assert bool(alone.isnan().any()) == (i == 3)
+    if activation == "image" and groups == 1:
+        assert bool(together[3].isnan().all())
+
+
+@isas
 def test_depthwise_convolutions_are_those_of_the_reference(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
 
@@ -247,6 +287,7 @@ def test_an_empty_batch_gives_an_empty_batch() -> None:
         ({"clamp": (1, 0)}, ArgumentError, "low <= high"),
         ({"compute": "int3"}, ArgumentError, "unknown compute"),
         ({"activation": "blok"}, ArgumentError, "unknown activation"),
+        ({"activation": "image"}, UnsupportedError, "a scale a channel or tensor and no zero"),
         ({"bias": torch.randn(7)}, ArgumentError, "bias of 8 outputs"),
         ({"residual": torch.randn(1, 8, 7, 6)}, ArgumentError, "residual is torch.float32"),
     ],

@@ -64,18 +64,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 plain[owner] = tensor
             else:
                 tied[f"{dot}{name}"] = owner
-    weights = {
-        name: Weight(
-            module.kind,
-            module.packed.format,
-            module.codes_shape,
-            module.dtype,
-            module.error,
-            *settings.get(name, ()),
-            kernel=_kernel(module),
-        )
-        for name, module in modules.items()
-    }
+    weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
     with replacing(Path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
@@ -89,9 +78,10 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
         publish(staging, writer, _config_of(model), weights, tied, calibrated(model))
 
 
-def _kernel(module: QuantModule) -> tuple[int, ...]:
-    """The sizes of a convolution's kernel; () for any other module."""
-    return module.packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(module.packed, PackedConv) else ()
+def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
+    packed = module.packed
+    kernel = packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(packed, PackedConv) else ()
+    return Weight(module.kind, packed.format, module.codes_shape, module.dtype, module.error, compute, activation, kernel=kernel)
 
 
 def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:

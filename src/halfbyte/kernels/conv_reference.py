@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation, Compute, Pair, Window
-from halfbyte.layouts.convolution import Filter, filter_of, groups_of
+from halfbyte.layouts.convolution import Filter, channels_first, filter_of, groups_of
 
 
 def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor:
@@ -53,7 +53,7 @@ def conv2d(
     activation: Activation = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """float64 [B, Co, Ho, Wo]; `compute` and `activation` as in `reference.linear`, of each patch."""
+    """float64 [B, Co, Ho, Wo]; `compute` and `activation` as in `reference.linear`, of each patch. See `quantized_images` for "image"."""
     sizes = filter_of(codes, kernel, groups)
     return _each_group(
         codes,
@@ -108,3 +108,37 @@ def qconv2d(
         return _each_group(codes, sizes, rows, run)
 
     return reference.Requantized(part(0), part(1), part(2))
+
+
+def quantized_images(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `activation="image"` makes of images [B, C, H, W]: int8 codes, and the scale of each image, float32 [B].
+
+    With fl the rounding to float32 and rne to the nearest integer, ties to even:
+
+        amax = max|x|    scale = fl(amax * fl(1/127))    inverse = fl(127 / amax), or 0 where that is not finite
+        q = rne(fl(x * inverse))
+
+    The scale of an image with a NaN or infinity is NaN, and its codes are 0. A convolution is then
+    clamp(scale * scale[co] * sum(q * codes) + bias + residual).
+    """
+    amax = x.float().abs().flatten(1).amax(1)
+    inverse = torch.full_like(amax, 127) / amax
+    inverse = torch.where(torch.isfinite(inverse) & torch.isfinite(amax), inverse, 0)
+    q = torch.round(x.float() * inverse.view(-1, 1, 1, 1)).clamp(-127, 127)
+    finite = torch.isfinite(amax)
+    scale = torch.where(finite, amax * torch.full_like(amax, 1 / 127), torch.nan)
+    return torch.where(finite.view(-1, 1, 1, 1), q, 0).to(torch.int8), scale
+
+
+def conv2d_of_images(
+    x: Tensor, codes: Codes, kernel: Pair, window: Window, bias: Tensor | None = None, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """float64 [B, Co, Ho, Wo] under `activation="image"`, and how far a kernel's float32 steps may be from it."""
+    q, scale = quantized_images(x)
+    floats = channels_first(codes.dequantize(torch.float64), kernel)
+    top, bottom, left, right = window.padding
+    padded = torch.nn.functional.pad(q.double(), (left, right, top, bottom))
+    exact = torch.nn.functional.conv2d(padded, floats, None, window.stride, 0, window.dilation, groups) * scale.double().view(-1, 1, 1, 1)
+    y = exact if bias is None else exact + bias.double().view(1, -1, 1, 1)
+    # float(acc), the product of the scales, their product, and the bias added: four roundings.
+    return y, 2.0**-23 * (2 * exact.abs() + y.abs()) + 2.0**-126

@@ -297,7 +297,7 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, wanted, current()).taken.inner
     by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
     if by_image:
-        check_one_scale(sizes)
+        _check_one_scale(sizes)
     kernel: Any = None
     if 0 not in shape and x.numel():
         if depthwise(sizes):
@@ -305,6 +305,16 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
         else:
             kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
     return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), depthwise(sizes), kernel)
+
+
+def _check_one_scale(sizes: Filter) -> None:
+    fmt = sizes.format
+    if fmt.zero != "none" or isinstance(fmt.block, int):
+        raise UnsupportedError(
+            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or activation='row'"
+        )
+    if sizes.k > cpu_tiles.LONGEST_BLOCK:
+        raise UnsupportedError(f"activation='image' takes patches of at most {cpu_tiles.LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
 
 
 def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
