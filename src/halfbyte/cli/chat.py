@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         ids = prompt["input_ids"][0]
         if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
             cache = DynamicCache(config=model.config)  # the template writes the past in another way: read it again
+        if args.compile:  # which a longer cache would need again
+            settings["max_cache_len"] = max(1024, 1 << (len(ids) + args.max_new_tokens - 1).bit_length())
         done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)
         seen = done.tokens[:-1]  # the last token has been written, not read
         messages.append({"role": "assistant", "content": done.text})

@@ -27,6 +27,8 @@ from halfbyte.nn.convert import Config
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 
+_CACHE_STEP = 64  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Generated:
@@ -133,6 +135,8 @@ def generate(
         compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
         compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
         settings |= {"cache_implementation": "static", "compile_config": compile_config}
+        # For a cache of another length it is compiled anew, so that lengths come in steps.
+        settings.setdefault("max_cache_len", -(-(count + settings.get("max_new_tokens", 0)) // _CACHE_STEP) * _CACHE_STEP)
     if tokenizer.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
