@@ -1,11 +1,12 @@
-"""The convolution benchmark: layers of ResNet-50 on the CPU, halfbyte and its peers in turn, each in a process of its own."""
+"""The convolution benchmark: layers of ResNet-50, or whole networks, on the CPU: halfbyte and its peers in turn, each in a process of its
+own."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,10 @@ from statistics import median
 from typing import Any
 
 from halfbyte.bench.conv_contenders import CONTENDERS, INTEGER, Layer
+from halfbyte.bench.conv_networks import CONTENDERS as NETWORK_CONTENDERS
+from halfbyte.bench.conv_networks import PEER as NETWORK_PEER
 from halfbyte.bench.cpu import versions
+from halfbyte.bench.networks import NETWORKS
 from halfbyte.bench.process import Worker, WorkerError
 from halfbyte.machine import machine
 
@@ -36,27 +40,70 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
         workers = {name: stack.enter_context(Worker(threads)) for name in CONTENDERS}
         probe = stack.enter_context(Worker(threads))
         for layer in layers:
-            seconds: dict[str, list[float]] = defaultdict(list)
-            absent: dict[str, str] = {}
-            peaks = []
-            for turn in range(rounds):
+            peaks: list[float] = []
+
+            def before(peaks: list[float] = peaks) -> None:
                 peaks.append(probe.ask("probe", names=["dot_peak"], threads=threads)["dot_peak"])
-                for name in list(CONTENDERS)[:: -1 if turn % 2 else 1]:
-                    if name in absent:
-                        continue
-                    try:
-                        taken = workers[name].ask("convolve", name=name, layer=asdict(layer), min_time=min_time)
-                        if not taken.get("error", 0) <= taken.get("allowed", 0):
-                            raise WorkerError(f"wrong result: off by {taken['error']:.2g}, {taken['allowed']:.2g} is right")
-                        seconds[name].append(taken["seconds"])
-                    except WorkerError as error:
-                        absent[name] = str(error)
-            for name in CONTENDERS:
-                middle = None if name in absent else median(seconds[name])
-                fraction = layer.operations / middle / max(peaks) if middle else None
-                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "seconds": middle, "of_dot_peak": fraction})
-                rows[-1] |= {"reason": absent[name]} if name in absent else {}
+
+            found = _in_turn(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
+            for name, (seconds, reason) in found.items():
+                fraction = layer.operations / seconds / max(peaks) if seconds else None
+                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "seconds": seconds, "of_dot_peak": fraction})
+                rows[-1] |= {"reason": reason} if reason else {}
     return rows
+
+
+def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, min_time: float) -> list[dict[str, Any]]:
+    """As `run`, of whole networks."""
+    rows = []
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(threads)) for name in NETWORK_CONTENDERS}
+        for network in names:
+            asked = {"network": {"name": network, "batch": batch}, "min_time": min_time}
+            for name, (seconds, reason) in _in_turn(workers, rounds, lambda: None, do="infer", **asked).items():
+                rows.append({"network": network, "batch": batch, "threads": threads, "contender": name, "seconds": seconds})
+                rows[-1] |= {"reason": reason} if reason else {}
+    return rows
+
+
+def _in_turn(
+    workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any
+) -> dict[str, tuple[float | None, str | None]]:
+    """Seconds of each contender, the median of the rounds, or the reason why there are none; `before` is called at each round."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    absent: dict[str, str] = {}
+    for turn in range(rounds):
+        before()
+        for name in list(workers)[:: -1 if turn % 2 else 1]:
+            if name in absent:
+                continue
+            try:
+                taken = workers[name].ask(do, name=name, **asked)
+                if not taken.get("error", 0) <= taken.get("allowed", 0):
+                    raise WorkerError(f"wrong result: off by {taken['error']:.2g}, {taken['allowed']:.2g} is right")
+                seconds[name].append(taken["seconds"])
+            except WorkerError as error:
+                absent[name] = str(error)
+    return {name: (None, absent[name]) if name in absent else (median(seconds[name]), None) for name in workers}
+
+
+def network_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds a batch; for codes throughout also the ratio to ONNX Runtime on the same codes."""
+    by_cell = {(row["network"], row["threads"], row["contender"]): row["seconds"] for row in rows}
+    lines = ["| network | threads | " + " | ".join(NETWORK_CONTENDERS) + " |", "|" + " --- |" * (len(NETWORK_CONTENDERS) + 2)]
+    for network, threads in dict.fromkeys((row["network"], row["threads"]) for row in rows):
+        cells = []
+        for name in NETWORK_CONTENDERS:
+            seconds, peer = by_cell[network, threads, name], by_cell[network, threads, NETWORK_PEER]
+            cells.append("-" if seconds is None else f"{seconds * 1e3:.2f}")
+            if name == next(iter(NETWORK_CONTENDERS)) and seconds and peer:
+                cells[-1] += f" (×{peer / seconds:.2f})"
+        lines.append(f"| {network} | {threads} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *_reasons(rows)])
+
+
+def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted({f"not measured: {row['contender']}: {row['reason']}" for row in rows if "reason" in row})
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -73,8 +120,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 peers = [s for peer in INTEGER[1:] if (s := by_cell[layer, threads, peer]["seconds"]) is not None]
                 cells[-1] += f" (×{min(peers) / row['seconds']:.2f}, {row['of_dot_peak']:.0%})" if peers else f" ({row['of_dot_peak']:.0%})"
         lines.append(f"| {layer} | {threads} | " + " | ".join(cells) + " |")
-    reasons = {f"{row['contender']}: {row['reason']}" for row in rows if "reason" in row}
-    return "\n".join([*lines, *(f"not measured: {reason}" for reason in sorted(reasons))])
+    return "\n".join([*lines, *_reasons(rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,16 +128,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[t for t in (1, 2) if t <= machine().cores])
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--model", nargs="+", choices=list(NETWORKS), default=[], help="time whole networks instead of layers")
     parser.add_argument("--rounds", type=int, default=5, help="visits to each contender (default: %(default)s)")
     parser.add_argument("--min-time", type=float, default=0.05, help="seconds of a visit (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     args = parser.parse_args(argv)
     layers = [Layer(**(asdict(layer) | {"batch": args.batch})) for layer in LAYERS]
-    rows = [row for threads in args.threads for row in run(layers, threads, args.rounds, args.min_time)]
+    if args.model:
+        rows = [row for threads in args.threads for row in run_networks(args.model, args.batch, threads, args.rounds, args.min_time)]
+    else:
+        rows = [row for threads in args.threads for row in run(layers, threads, args.rounds, args.min_time)]
     about = {"machine": machine().cpu, "versions": versions()}
     print(f"{about['machine']} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
-    print("ms; in brackets the best integer peer's time over ours, and the part of the int8 rate probed meanwhile\n")
-    print(table(rows))
+    if args.model:
+        print(f"ms a batch of {args.batch}; in brackets ONNX Runtime's time over ours\n")
+        print(network_table(rows))
+    else:
+        print("ms; in brackets the best integer peer's time over ours, and the part of the int8 rate probed meanwhile\n")
+        print(table(rows))
     if args.json is not None:
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0

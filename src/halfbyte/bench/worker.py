@@ -8,6 +8,7 @@ It runs on the CPUs of those numbers (anywhere, if none is named) and takes its 
     {"do": "probe", "names": […], "threads": …}     -> each function of `kernels.cpu.probe` by its name
     {"do": "kernel"}                                -> kernel
     {"do": "convolve", "name": …, "layer": {…}, …}  -> seconds a convolution, as `measure`; error, allowed
+    {"do": "infer", "name": …, "network": {…}, …}   -> seconds a batch of images, as `measure`; error, allowed
 
 Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
 when the runtime's threads have stopped spinning, so that nobody else's time is taken.
@@ -28,6 +29,8 @@ import torch
 from halfbyte import timing
 from halfbyte.bench.contenders import Contender, contender
 from halfbyte.bench.conv_contenders import CONTENDERS, Layer, Ready
+from halfbyte.bench.conv_networks import CONTENDERS as NETWORK_CONTENDERS
+from halfbyte.bench.conv_networks import Inference
 from halfbyte.bench.workload import Built, Workload, relative_error
 from halfbyte.kernels.cpu import probe
 
@@ -41,6 +44,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.convolutions: dict[tuple[str, Layer], Ready] = {}
+        self.networks: dict[tuple[str, Inference], Ready] = {}
 
     def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
         if hasattr(self, "built"):
@@ -73,6 +77,16 @@ class Bench:
             ready = self.convolutions[name, work] = CONTENDERS[name](work)
             checked = {"error": float((ready.result().double() - work.wanted).abs().max()), "allowed": ready.error}
         taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=3)
+        return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
+
+    def infer(self, name: str, network: dict[str, Any], min_time: float) -> dict[str, Any]:
+        work = Inference(**network)
+        ready = self.networks.get((name, work))
+        checked = {}
+        if ready is None:
+            ready = self.networks[name, work] = NETWORK_CONTENDERS[name](work)
+            checked = {"error": work.error(ready.result()), "allowed": ready.error}
+        taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=1)
         return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
 
     def kernel(self) -> dict[str, Any]:

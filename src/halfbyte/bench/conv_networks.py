@@ -1,0 +1,97 @@
+"""Whole convolutional networks to time: in the hands of halfbyte, of torch, and, on the same codes, of ONNX Runtime."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx, nn
+
+from halfbyte.bench.conv_contenders import Ready
+from halfbyte.bench.networks import images, network
+from halfbyte.bench.onnx_chain import onnx_model
+from halfbyte.nn.batchnorm import fold_batch_norms_
+from halfbyte.nn.convert import Config, quantize_
+
+_CALIBRATION = 8  # images
+PEER = "ONNX Runtime int8"
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A network of `networks.NETWORKS` and the images that it is given."""
+
+    name: str
+    batch: int = 1
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """With its batch norms folded."""
+        model = network(self.name)
+        fold_batch_norms_(model)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+    @cached_property
+    def images(self) -> Tensor:
+        return images(self.batch)
+
+    @cached_property
+    def on_codes(self) -> fx.GraphModule:
+        config = Config("int8_channel", activations="static", calibration=[images(_CALIBRATION, seed=2)])
+        made = quantize_(copy.deepcopy(self.model), config)
+        assert isinstance(made, fx.GraphModule)
+        return made
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        with torch.inference_mode():
+            return self.model(self.images).double()  # type: ignore[no-any-return]
+
+    def error(self, result: Tensor) -> float:
+        """||result - float result|| / ||float result||."""
+        return float((result.double() - self.wanted).norm() / self.wanted.norm())
+
+
+# What codes cost in a network of random weights, loosely: wrong kernels are off by 1 and more. Sums of pairs that saturate cost more.
+_EIGHT_BITS, _FOUR_BITS, _SATURATING = 0.2, 0.5, 0.5
+
+
+def _run(work: Inference, model: nn.Module, error: float) -> Ready:
+    return Ready(lambda: model(work.images), lambda: model(work.images), error)
+
+
+def _quantized(work: Inference, config: Config, error: float) -> Ready:
+    return _run(work, quantize_(copy.deepcopy(work.model), config), error)
+
+
+def _onnxruntime(work: Inference) -> Ready:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(onnx_model(work.on_codes, work.images.shape), options, providers=["CPUExecutionProvider"])
+    x = work.images.contiguous().numpy()
+
+    def run() -> Tensor:
+        return torch.from_numpy(session.run(None, {"x": x})[0])
+
+    return Ready(run, run, _SATURATING)
+
+
+def _torch_bf16(work: Inference) -> Ready:
+    model, x = copy.deepcopy(work.model).bfloat16(), work.images.bfloat16()
+    return Ready(lambda: model(x), lambda: model(x), _EIGHT_BITS)
+
+
+CONTENDERS: dict[str, Callable[[Inference], Ready]] = {
+    "halfbyte int8 static": lambda work: _run(work, work.on_codes, _EIGHT_BITS),
+    "halfbyte int8, a scale an image": lambda work: _quantized(work, Config("int8_channel", activation="image"), _EIGHT_BITS),
+    "halfbyte int8, a scale a patch": lambda work: _quantized(work, Config("int8_channel"), _EIGHT_BITS),
+    "halfbyte q4_0": lambda work: _quantized(work, Config("q4_0"), _FOUR_BITS),
+    "torch fp32": lambda work: _run(work, work.model, 1e-5),
+    "torch bf16": _torch_bf16,
+    PEER: _onnxruntime,
+}

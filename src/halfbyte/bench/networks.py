@@ -1,0 +1,97 @@
+"""Convolutional networks of well-known shapes, with weights of no meaning: to time whole models.
+
+ResNet (He et al., Deep residual learning for image recognition, CVPR 2016), with its strides in the 3 x 3 convolutions, and MobileNetV2
+(Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, CVPR 2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+SIDE = 224
+CLASSES = 1000
+
+
+def _convolution(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1, act: nn.Module | None = None) -> list[nn.Module]:
+    conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(out), *([] if act is None else [act])]
+
+
+class _Residual(nn.Module):
+    """act(body(x) + beside(x)); `act` may do nothing."""
+
+    def __init__(self, body: list[nn.Module], beside: list[nn.Module], act: nn.Module) -> None:
+        super().__init__()
+        self.body, self.beside, self.act = nn.Sequential(*body), nn.Sequential(*beside), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.body(x) + self.beside(x))
+        return out
+
+
+def _resnet(depths: tuple[int, ...], *, bottleneck: bool) -> nn.Sequential:
+    layers = [*_convolution(3, 64, 7, 2, act=nn.ReLU()), nn.MaxPool2d(3, 2, 1)]
+    channels = 64
+    for stage, depth in enumerate(depths):
+        width = 64 << stage
+        out = 4 * width if bottleneck else width
+        for block in range(depth):
+            stride = 2 if stage and not block else 1
+            if bottleneck:
+                body = _convolution(channels, width, 1, act=nn.ReLU()) + _convolution(width, width, 3, stride, act=nn.ReLU())
+                body += _convolution(width, out, 1)
+            else:
+                body = _convolution(channels, width, 3, stride, act=nn.ReLU()) + _convolution(width, width, 3)
+            beside = _convolution(channels, out, 1, stride) if stride > 1 or channels != out else []
+            layers.append(_Residual(body, beside, nn.ReLU()))
+            channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+
+def _mobilenet_v2() -> nn.Sequential:
+    layers, channels = _convolution(3, 32, 3, 2, act=nn.ReLU6()), 32
+    for expansion, out, depth, first in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
+        for block in range(depth):
+            stride, width = first if not block else 1, expansion * channels
+            body = _convolution(channels, width, 1, act=nn.ReLU6()) if expansion > 1 else []
+            body += [*_convolution(width, width, 3, stride, width, nn.ReLU6()), *_convolution(width, out, 1)]
+            layers += [_Residual(body, [], nn.Identity())] if stride == 1 and channels == out else body
+            channels = out
+    layers += [*_convolution(channels, 1280, 1, act=nn.ReLU6()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+NETWORKS = {
+    "resnet18": lambda: _resnet((2, 2, 2, 2), bottleneck=False),
+    "resnet50": lambda: _resnet((3, 4, 6, 3), bottleneck=True),
+    "mobilenet_v2": _mobilenet_v2,
+}
+
+
+def network(name: str) -> nn.Module:
+    """One of NETWORKS in evaluation, float32, with random weights whose results keep their size from layer to layer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = NETWORKS[name]()
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            elif isinstance(module, _Residual):
+                norm = next(m for m in reversed(list(module.body)) if isinstance(m, nn.BatchNorm2d))
+                nn.init.constant_(norm.weight, 0.3)  # or each block would add to the size
+    return model.eval()
+
+
+def images(batch: int, seed: int = 1) -> Tensor:
+    """float32 [batch, 3, 224, 224], channels_last."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 3, SIDE, SIDE, generator=rng).contiguous(memory_format=torch.channels_last)

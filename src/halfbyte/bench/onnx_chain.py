@@ -1,0 +1,150 @@
+"""A network on int8 codes as an ONNX model of quantized operators, for ONNX Runtime: the same codes and scales.
+
+Activations become unsigned codes, 128 more, which is what ONNX Runtime's kernels for x86 take.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
+from halfbyte.errors import UnsupportedError
+from halfbyte.layouts.convolution import channels_first
+from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, Quantize, Requantize, Scale
+
+_MICROSOFT = "com.microsoft"
+
+
+def onnx_model(made: fx.GraphModule, shape: Sequence[int]) -> bytes:
+    """The model, from "x" float32 of `shape` to "y". Raises UnsupportedError for what these networks do not have."""
+    return _Writer(made).model(shape)
+
+
+class _Writer:
+    def __init__(self, made: fx.GraphModule) -> None:
+        self.made = made
+        self.nodes: list[bytes] = []
+        self.constants: dict[str, tuple[int, Tensor]] = {}
+        self.scales: dict[str, Scale] = {}  # of each tensor of codes, by its name
+
+    def model(self, shape: Sequence[int]) -> bytes:
+        modules = dict(self.made.named_modules())
+        for node in self.made.graph.nodes:
+            if node.op == "placeholder":
+                node.name = "x"
+            elif node.op == "output":
+                self._node("Identity", [node.args[0].name], "y")
+            elif node.op == "call_module":
+                self._module(node, modules[str(node.target)])
+            elif node.op == "call_method" and node.target == "to":  # codes of a pool of largest ones
+                self._same(node)
+            else:
+                raise UnsupportedError(f"{node.format_node()} is not written as ONNX")
+        graph = [field(2, "halfbyte"), *(field(1, node) for node in self.nodes)]
+        graph += [field(5, tensor(name, *one)) for name, one in self.constants.items()]
+        graph += [field(11, value_info("x", FLOAT, shape)), field(12, value_info("y", FLOAT, ["batch", "classes"]))]
+        opsets = field(8, field(1, "") + field(2, 17)) + field(8, field(1, _MICROSOFT) + field(2, 1))
+        return field(1, 8) + opsets + field(7, b"".join(graph))
+
+    def _node(self, kind: str, inputs: Sequence[str], output: str, *attributes: tuple[str, Any, int], domain: str = "") -> None:
+        node = b"".join(field(1, name) for name in inputs) + field(2, output) + field(3, output) + field(4, kind)
+        self.nodes.append(node + b"".join(field(5, attribute(*one)) for one in attributes) + (field(7, domain) if domain else b""))
+
+    def _constant(self, name: str, dtype: int, value: Tensor) -> str:
+        self.constants[name] = dtype, value.contiguous()
+        return name
+
+    def _scale(self, name: str, scale: Scale) -> list[str]:
+        """Names of a scale and an unsigned zero point."""
+        zero = torch.tensor(scale.zero + 128, dtype=torch.uint8)
+        return [self._constant(f"{name}_scale", FLOAT, torch.tensor(scale.step)), self._constant(f"{name}_zero", UINT8, zero)]
+
+    def _same(self, node: fx.Node) -> None:
+        self._node("Identity", [_name(node, 0)], node.name)
+        self.scales[node.name] = self.scales[_name(node, 0)]
+
+    def _module(self, node: fx.Node, module: nn.Module) -> None:
+        ways: dict[type[nn.Module], Callable[[fx.Node, Any], None]] = {
+            Quantize: self._quantize,
+            Dequantize: self._dequantize,
+            IntegerConv2d: self._convolution,
+            IntegerLinear: self._linear,
+            Requantize: self._add,
+            AveragePool: self._average,
+            nn.MaxPool2d: self._largest,
+            nn.Flatten: self._flatten,
+        }
+        if type(module) not in ways:
+            raise UnsupportedError(f"a {type(module).__name__} is not written as ONNX")
+        ways[type(module)](node, module)
+
+    def _quantize(self, node: fx.Node, module: Quantize) -> None:
+        self._node("QuantizeLinear", [_name(node, 0), *self._scale(node.name, module.scale)], node.name)
+        self.scales[node.name] = module.scale
+
+    def _dequantize(self, node: fx.Node, module: Dequantize) -> None:
+        self._node("DequantizeLinear", [_name(node, 0), *self._scale(node.name, module.scale)], node.name)
+
+    def _weight(self, node: fx.Node, module: IntegerModule, codes: Tensor, scale: Tensor) -> tuple[list[str], str]:
+        """Names of codes, scales and zero points, and of the bias."""
+        n, name = len(codes), node.name
+        zeros = torch.zeros(n, dtype=torch.int8)
+        bias = torch.zeros(n) if module.bias is None else module.bias.float()
+        steps = (bias.double() / (scale.double() * module.source.step)).round().to(torch.int32)
+        parts = [("w", INT8, codes), ("w_scale", FLOAT, scale), ("w_zero", INT8, zeros)]
+        return [self._constant(f"{name}_{part}", dtype, value) for part, dtype, value in parts], self._constant(f"{name}_b", INT32, steps)
+
+    def _convolution(self, node: fx.Node, module: IntegerConv2d) -> None:
+        codes, sizes, moves = module.codes(), module.packed.sizes, module.moves
+        assert moves is not None
+        top, bottom, left, right = moves.padding
+        weight, bias = self._weight(node, module, channels_first(codes.data, sizes.kernel), codes.scale.float().flatten())
+        attributes = (
+            ("strides", list(moves.stride), INTS),
+            ("pads", [top, left, bottom, right], INTS),
+            ("dilations", list(moves.dilation), INTS),
+            ("group", sizes.groups, INT),
+        )
+        inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.source), *weight, *self._scale(node.name, module.result), bias]
+        self._node("QLinearConv", inputs, node.name, *attributes)
+        self.scales[node.name] = module.result
+
+    def _linear(self, node: fx.Node, module: IntegerLinear) -> None:
+        codes = module.codes()
+        weight, bias = self._weight(node, module, codes.data, codes.scale.float().flatten())
+        inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.source), *weight, bias, *self._scale(node.name, module.result)]
+        self._node("QGemm", inputs, node.name, ("transB", 1, INT), domain=_MICROSOFT)
+        self.scales[node.name] = module.result
+
+    def _add(self, node: fx.Node, module: Requantize) -> None:
+        parts = [part for i in (0, 1) for part in (_name(node, i), *self._scale(f"{node.name}_{i}", self.scales[_name(node, i)]))]
+        self._node("QLinearAdd", [*parts, *self._scale(node.name, module.scale)], node.name, domain=_MICROSOFT)
+        self.scales[node.name] = module.scale
+
+    def _average(self, node: fx.Node, module: AveragePool) -> None:
+        if not isinstance(module.pool, nn.AdaptiveAvgPool2d):
+            raise UnsupportedError("only pools over whole images are written as ONNX")
+        inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.scale), *self._scale(node.name, module.scale)]
+        self._node("QLinearGlobalAveragePool", inputs, node.name, domain=_MICROSOFT)
+        self.scales[node.name] = module.scale
+
+    def _largest(self, node: fx.Node, pool: nn.MaxPool2d) -> None:
+        sizes = {"kernel_shape": pool.kernel_size, "strides": pool.stride}
+        attributes = [(name, [size, size], INTS) for name, size in sizes.items()]
+        self._node("MaxPool", [_name(node, 0)], node.name, *attributes, ("pads", [pool.padding] * 4, INTS))
+        self.scales[node.name] = self.scales[_name(node, 0)]
+
+    def _flatten(self, node: fx.Node, module: nn.Flatten) -> None:
+        self._node("Flatten", [_name(node, 0)], node.name, ("axis", operator.index(module.start_dim), INT))
+        self.scales[node.name] = self.scales[_name(node, 0)]
+
+
+def _name(node: fx.Node, i: int) -> str:
+    source = node.args[i]
+    assert isinstance(source, fx.Node)
+    return source.name
