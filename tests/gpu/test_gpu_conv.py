@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv
+from halfbyte.kernels.gpu import conv, conv_dynamic
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -143,3 +143,35 @@ def test_written_and_split(format: str, split: int, gpu: Gpu, device: torch.devi
     check(format, "3x3 same", torch.float16, gpu, device, config)
     record = 128 if format == "int4_g32" else 32
     check(format, "3x3 same", torch.float16, gpu, device, conv.Config(64, 32, record, 2, 4, split, False, not interpreted))
+
+
+@pytest.mark.parametrize("activation", ["block", "row"])
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [
+        ("int8_channel", "3x3 same"),
+        ("int4_g32", "odd channels, stride, dilation"),
+        ("q8_0", "groups"),
+        ("int8_g20_zp", "odd channels, stride, dilation"),
+        ("q4_1", "line"),
+        ("int4_channel", "stem"),
+    ],
+)
+def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:
+    batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
+    codes, sizes = codes_of(format, channels, groups, outputs, kernel)
+    problem = conv.Convolution(sizes, window, batch, (height, width), torch.float16)
+    assert conv_dynamic.supports(problem, activation, gpu) is None  # type: ignore[arg-type]
+    x = image(batch, channels * groups, height, width, torch.float16)
+    x[0, 0, 0, 0] = torch.nan
+    bias = torch.randn(outputs)
+    out = torch.full((problem.m, outputs), 7.0, dtype=torch.float16, device=device)
+    weight = convolution.pack_gpu(codes, sizes).data.to(device)
+    config = conv_dynamic.configs(problem, gpu)[0]
+    memory = cuda_conv.with_channels(in_memory(x, device), sizes, 0)
+    conv_dynamic.launch(problem, activation, config, memory, weight, out, Epilogue(bias.to(device)))  # type: ignore[arg-type]
+    y = out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)
+    settings = (x, codes, kernel, window, bias, groups, "int8", activation)
+    expected, error = conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
+    wrong = ~reference.agrees(y, expected, error)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"

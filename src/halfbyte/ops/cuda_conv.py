@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.kernels.problem import Activation, Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
@@ -125,12 +125,12 @@ def conv2d(
     if triton_trouble() is not None:
         return _plain(x, weight, bias, residual, plan, low, high)
     out = x.new_empty(math.prod(plan.shape) // plan.sizes.out, plan.sizes.out)
-    _multiply(x, weight, plan, out, Epilogue(bias, residual, low, high), wanted, activation)
+    _multiply(x, weight, plan, out, Epilogue(bias, residual, low, high), wanted, activation)  # type: ignore[arg-type]
     return _image(out, plan)
 
 
-def _multiply(x: Tensor, weight: Tensor, plan: _Plan, out: Tensor, epilogue: Epilogue, compute: str, activation: str) -> None:
-    from halfbyte.kernels.gpu import conv, conv_depthwise
+def _multiply(x: Tensor, weight: Tensor, plan: _Plan, out: Tensor, epilogue: Epilogue, compute: str, activation: Activation) -> None:
+    from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic
 
     here = gpu(x.get_device())
     problem = conv.Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
@@ -138,12 +138,15 @@ def _multiply(x: Tensor, weight: Tensor, plan: _Plan, out: Tensor, epilogue: Epi
         if plan.way == "depthwise":
             conv_depthwise.launch(problem, _memory(x), _taps_of(weight, plan.sizes, integer=False), out, epilogue)
             return
+        image, bits = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
         if compute == "int8":
-            raise UnsupportedError("convolutions on GPUs do not quantize activations on the fly in this version: use compute='float'")
+            if (reason := conv_dynamic.supports(problem, activation, here)) is not None:
+                raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
+            conv_dynamic.launch(problem, activation, conv_dynamic.configs(problem, here)[0], image, bits, out, epilogue)
+            return
         if (reason := conv.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} on {here.name}: {reason}")
-        image = with_channels(_memory(x), plan.sizes, 0)
-        conv.launch(problem, conv.configs(problem, here)[0], image, cuda.aligned(weight), out, epilogue)
+        conv.launch(problem, conv.configs(problem, here)[0], image, bits, out, epilogue)
 
 
 def qconv2d(

@@ -113,7 +113,7 @@ class Static:
     @property
     def step(self) -> int:
         """Of x: 4 bits of the integer way are multiplied plane by plane."""
-        return 32 if self.mode == "int8" and self.bits == 4 else self.config.step
+        return 32 if self.mode in ("int8", "dynamic") and self.bits == 4 else self.config.step
 
     @property
     def record(self) -> int:
@@ -136,6 +136,11 @@ class Static:
     @property
     def ptx(self) -> bool:
         return self.config.ptx
+
+    @property
+    def bitwise(self) -> bool:
+        """Where patches reach beyond the image is looked up."""
+        return self.bounded and self.taps < 32
 
     @property
     def scaled(self) -> bool:
@@ -167,9 +172,9 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     whole = geo.block_rows == 1
     largest = 32 if wide else 128 if integer else 64
     step = 128 if bits == 4 else largest if whole else min(largest, geo.padded)
-    while bits == 8 and step > 32 and _channels(problem.sizes) % step and _channels(problem.sizes) >= 32:
+    while bits == 8 and step > 32 and padded_channels(problem.sizes) % step and padded_channels(problem.sizes) >= 32:
         step //= 2
-    few = _channels(problem.sizes) < 16  # in pieces of less than 16 bytes, which takes registers
+    few = padded_channels(problem.sizes) < 16  # in pieces of less than 16 bytes, which takes registers
     if few and bits == 8:
         step = 32
     n, m = problem.n, problem.m
@@ -188,7 +193,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(block_n, block_m, step, stages, warps, split, False, ptx),)
 
 
-def _channels(sizes: Filter) -> int:
+def padded_channels(sizes: Filter) -> int:
     """Of a tap, with all padding."""
     geo, padded = convolution.gpu_geometry(sizes), convolution.padded_for_gpu(sizes)
     if not isinstance(sizes.format.block, int):
@@ -233,7 +238,7 @@ def _start(
         operands: tuple[Tensor, Tensor | None, Tensor | None] = rows, None, None
         bits, mode, zero, whole, places = 16, "written", "none", True, (n, geo.k, n * geo.k * x.element_size())
     else:
-        channels, whole, bits, zero = _channels(sizes), geo.block_rows == 1, geo.format.bits, geo.format.zero
+        channels, whole, bits, zero = padded_channels(sizes), geo.block_rows == 1, geo.format.bits, geo.format.zero
         block, padded = (channels, channels) if whole else (geo.block, geo.padded)
         operands = gpu_tiles.views(weight[: geo.nbytes], geo)
         mode, places = "int8" if integer else _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
@@ -283,7 +288,19 @@ def _start(
 
 
 @triton.jit
-def _patches(x, fill, y0, x0, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
+def reach(y0, x0, height, width, window, S: tl.constexpr):
+    """Which taps of each patch lie inside of the image, as bits: [block_m]."""
+    TAPS: tl.constexpr = S.taps
+    bits = tl.zeros_like(y0)
+    for tap in tl.static_range(TAPS):
+        iy = y0 + tap // S.kernel_w * window[4]
+        ix = x0 + tap % S.kernel_w * window[5]
+        bits |= ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)).to(tl.int32) << tap
+    return bits
+
+
+@triton.jit
+def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
     """Columns step * STEP … of the patches, [STEP, block_m]."""
     height, width, _ho, _wo, pixel, channels = image
     i = tl.arange(0, STEP)
@@ -291,12 +308,17 @@ def _patches(x, fill, y0, x0, step, image, window, S: tl.constexpr, STEP: tl.con
         PIECES: tl.constexpr = S.channels // STEP
         tap = step // PIECES
         p = step % PIECES * STEP + i
-        iy = y0 + tap // S.kernel_w * window[4]
-        ix = x0 + tap % S.kernel_w * window[5]
-        if S.taps * S.channels % S.record != 0:
-            iy = tl.where(tap < S.taps, iy, -1)
-        inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[None, :]
-        at = ((iy * width + ix) * pixel)[None, :]
+        ky = tap // S.kernel_w * window[4]
+        kx = tap % S.kernel_w * window[5]
+        at = ((y0 * width + x0) * pixel)[None, :] + (ky * width + kx) * pixel
+        if S.bitwise:
+            inside = (reached >> tap & 1 != 0)[None, :]  # none of those taps that there are not
+        else:
+            iy = y0 + ky
+            if S.taps * S.channels % S.record != 0:
+                iy = tl.where(tap < S.taps, iy, -1)
+            ix = x0 + kx
+            inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[None, :]
         real = p >= 0
     else:
         k = step * STEP + i
@@ -337,7 +359,7 @@ def _tails(values, t, rn, n_padded, S: tl.constexpr):
 
 
 @triton.jit
-def _words(codes, S: tl.constexpr):
+def words_of(codes, S: tl.constexpr):
     """Words of a record [block_n / 64, 2048] -> [block_n, 32], in the order of K."""
     words = tl.reshape(codes, (S.block_n // 64, 2, 4, 8, 4, 2, 2, 2))  # panel, kt, nt, row, k4, khalf, rowhalf, k
     return tl.reshape(tl.permute(words, (0, 2, 6, 3, 1, 5, 4, 7)), (S.block_n, 32))
@@ -347,7 +369,7 @@ def _words(codes, S: tl.constexpr):
 def _weights(codes, scale, zero, DTYPE: tl.constexpr, S: tl.constexpr):
     """What was read -> the A operand [block_n, record], in "sums" without its scale."""
     if S.bits == 4:
-        values = decode.nibbles(_words(codes, S)[:, None, :], DTYPE, S.ptx)
+        values = decode.nibbles(words_of(codes, S)[:, None, :], DTYPE, S.ptx)
     else:
         values = decode.int8_values(codes, DTYPE, S.ptx)
     if S.zero == "point":
@@ -369,7 +391,7 @@ def _weights(codes, scale, zero, DTYPE: tl.constexpr, S: tl.constexpr):
 def _weights_exact(codes, scale, zero, S: tl.constexpr):
     """The same in float32."""
     if S.bits == 4:
-        values = (_words(codes, S).to(tl.int32)[:, None, :] >> (tl.arange(0, 4) * 4)[None, :, None]) & 15
+        values = (words_of(codes, S).to(tl.int32)[:, None, :] >> (tl.arange(0, 4) * 4)[None, :, None]) & 15
         least = 8
     else:
         values = codes.to(tl.int32) + 128
@@ -435,6 +457,9 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     b = m // (ho * wo)
     y0 = m // wo % ho * window[0] - window[2]
     x0 = m % wo * window[1] - window[3]
+    reached = y0
+    if S.bitwise:
+        reached = reach(y0, x0, height, width, window, S)
     xp = x + b.to(tl.int64)[None, :] * (height * width * pixel) + group * channels
     fill = x
     if S.fill:
@@ -461,12 +486,12 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         for t in tl.range(first, end, num_stages=S.stages):
             w = tl.load(wp + t * S.apart)
             if S.bits == 4:
-                words = _words(w, S)
+                words = words_of(w, S)
                 for j in tl.static_range(4):
                     q = ((words >> 4 * j & 15) - 8).to(tl.int8)
-                    acc = tl.dot(q, _patches(xp, fill, y0, x0, t * 4 + j, image, window, S, 32), acc, out_dtype=tl.int32)
+                    acc = tl.dot(q, patches(xp, fill, y0, x0, reached, t * 4 + j, image, window, S, 32), acc, out_dtype=tl.int32)
             else:
-                acc = tl.dot(w, _patches(xp, fill, y0, x0, t, image, window, S, S.step), acc, out_dtype=tl.int32)
+                acc = tl.dot(w, patches(xp, fill, y0, x0, reached, t, image, window, S, S.step), acc, out_dtype=tl.int32)
     else:
         acc = tl.zeros([BN, BM], tl.float32)
         s = rn
@@ -484,7 +509,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                 if S.zero != "none":
                     z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
             w = tl.load(wp + t * S.apart)
-            xs = _patches(xp, fill, y0, x0, t, image, window, S, S.step)
+            xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
             if S.mode == "written":
                 acc = _dot(w, xs, acc)
             elif x.dtype.element_ty == tl.float32 or S.mode == "exact":
@@ -506,22 +531,32 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         for i in range(tl.num_programs(1)):
             acc += tl.load(place + i * apart, cache_modifier=".cg")
         tl.store(scratch[1] + tile, 0)
-    outputs = N * tl.num_programs(2)
-    first_n = group * N
-    mask = (rn < N)[:, None] & (rm < M)[None, :]
-    at = rm[None, :].to(tl.int64) * outputs + (first_n + rn)[:, None]
     if S.mode == "int8":
         y = requantized(acc, table + group * 4 * row, tl.minimum(rn, N - 1), row, bounds[0], bounds[1], 8)
+        at, mask = _places(rn, rm, M, N, group)
         tl.store(out + at, y, mask=mask)
     else:
-        total = acc
         if S.mode == "sums":
-            total *= tl.load(scale + rni).to(tl.float32)[:, None]
-        if added[0] is not None:
-            total += tl.load(added[0] + first_n + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-        if added[1] is not None:
-            total += tl.load(added[1] + at, mask=mask, other=0.0).to(tl.float32)
-        if S.clamp:
-            total = tl.maximum(total, bounds[0], propagate_nan=tl.PropagateNan.ALL)
-            total = tl.minimum(total, bounds[1], propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            acc *= tl.load(scale + rni).to(tl.float32)[:, None]
+        finish(acc, out, added, rn, rm, M, N, group, bounds, S)
+
+
+@triton.jit
+def _places(rn, rm, M, N, group):
+    """Of outputs rn of a group and patches rm in y [M, Co], and which of them there are."""
+    at = rm[None, :].to(tl.int64) * (N * tl.num_programs(2)) + (group * N + rn)[:, None]
+    return at, (rn < N)[:, None] & (rm < M)[None, :]
+
+
+@triton.jit
+def finish(total, out, added, rn, rm, M, N, group, bounds, S: tl.constexpr):
+    """y = clamp(total + bias + residual) of a tile [len(rn), len(rm)] into out [M, Co]."""
+    at, mask = _places(rn, rm, M, N, group)
+    if added[0] is not None:
+        total += tl.load(added[0] + group * N + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    if added[1] is not None:
+        total += tl.load(added[1] + at, mask=mask, other=0.0).to(tl.float32)
+    if S.clamp:
+        total = tl.maximum(total, bounds[0], propagate_nan=tl.PropagateNan.ALL)
+        total = tl.minimum(total, bounds[1], propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
