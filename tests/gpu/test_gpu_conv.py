@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_dynamic
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -174,4 +174,27 @@ def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: tor
     settings = (x, codes, kernel, window, bias, groups, "int8", activation)
     expected, error = conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
     wrong = ~reference.agrees(y, expected, error)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
+def test_depthwise(dtype: torch.dtype, kernel: tuple[int, int], device: torch.device) -> None:
+    window, channels, in_zero = Window((2, 1), (1, 0, 2, 1), (1, 2)), 70, -9
+    codes, sizes = codes_of("int8_channel", 1, channels, channels, kernel)
+    problem = conv.Convolution(sizes, window, 2, (7, 9), dtype)
+    x, bias = image(2, channels, 7, 9, dtype), torch.randn(channels)
+    out = torch.full((problem.m, channels), 99, dtype=dtype, device=device)
+    taps = codes.values().to(torch.int32) if dtype == torch.int8 else codes.dequantize(torch.float32)
+    taps = taps.T.contiguous().to(device)
+    if dtype == torch.int8:
+        table = table_of(codes, sizes, bias, 0.02, in_zero, 0.3, 3).to(device)
+        conv_depthwise.launch_integer(problem, in_memory(x, device), taps, table, out, in_zero, (-120, 127))
+        wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, 0.3, 3, channels, (-120, 127))
+        wrong = ~wanted.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2))
+    else:
+        conv_depthwise.launch(problem, in_memory(x, device), taps, out, Epilogue(bias.to(device), None, -1.0, 3.0))
+        expected = conv_reference.conv2d(x, codes, kernel, window, bias, channels).clamp(-1, 3)
+        error = conv_reference.error_bound(x, codes, kernel, window, bias, channels)
+        wrong = ~reference.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2), expected, error)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"

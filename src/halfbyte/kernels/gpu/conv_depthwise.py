@@ -51,7 +51,8 @@ def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, 
         (epilogue.low, epilogue.high),
         in_zero,
         0 if table is None else table.shape[2],
-        KERNEL=problem.sizes.kernel,
+        KH=problem.sizes.kernel[0],
+        KW=problem.sizes.kernel[1],
         CLAMP=epilogue.clamps,
         ROWS=_ROWS,
         CHANNELS=held,
@@ -62,7 +63,7 @@ def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, 
 @triton.jit(do_not_specialize=["M", "outside"])
 def _depthwise(
     x, taps, table, out, added, M, C, image, window, bounds, outside, row,
-    KERNEL: tl.constexpr, CLAMP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, CLAMP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     height, width, ho, wo = image
     rm = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -72,12 +73,12 @@ def _depthwise(
     start = x + (rm // (ho * wo)).to(tl.int64)[:, None] * (height * width * C) + rc[None, :]
     real = (rm < M)[:, None] & (rc < C)[None, :]
     acc = tl.zeros([ROWS, CHANNELS], taps.dtype.element_ty)
-    for ky in tl.static_range(KERNEL[0]):
-        for kx in tl.static_range(KERNEL[1]):
+    for ky in tl.static_range(KH):
+        for kx in tl.static_range(KW):
             iy = y0 + ky * window[4]
             ix = x0 + kx * window[5]
             inside = real & ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[:, None]
-            w = tl.load(taps + (ky * KERNEL[1] + kx) * C + rc, mask=rc < C, other=0)
+            w = tl.load(taps + (ky * KW + kx) * C + rc, mask=rc < C, other=0)
             if table is not None:
                 values = tl.load(start + ((iy * width + ix) * C)[:, None], mask=inside, other=0).to(tl.int32)
                 acc += tl.where(inside, values, outside) * w[None, :]

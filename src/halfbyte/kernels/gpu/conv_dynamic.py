@@ -136,7 +136,7 @@ def _scales(most):
     """Scale and inverse of what has the greatest magnitude `most`, as `reference.quantize_activation` has them."""
     reach = most.to(tl.float32, bitcast=True)
     scale = reach * 0.007874015718698502  # the float32 nearest to 1/127
-    inverse = tl.div_rn(tl.full(reach.shape, 127.0, tl.float32), reach)
+    inverse = tl.div_rn(tl.full(reach.shape, 127.0, tl.float32), tl.where(reach > 0, reach, float("inf")))
     good = (most < 0x7F800000) & (scale < float("inf"))
     return tl.where(good, scale, float("nan")), tl.where(good & (inverse < float("inf")), inverse, 0.0)
 
