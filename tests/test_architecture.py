@@ -21,6 +21,7 @@ RANKS = {
     "env": 0.1,
     "machine": 0.2,
     "timing": 0.3,
+    "memory": 0.4,
     "formats": 1,
     "quantizers": 2,
     "layouts": 2,

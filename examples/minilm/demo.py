@@ -90,6 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    hb.keep_freed_memory()  # for all models alike
     logging.disable_progress_bar()
 
     passages = (CORPUS / "passages.txt").read_text(encoding="utf-8").splitlines()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
+    from halfbyte.memory import keep_freed_memory as keep_freed_memory
     from halfbyte.nn.batchnorm import fold_batch_norms_ as fold_batch_norms_
     from halfbyte.nn.calibrate import Calibration as Calibration
     from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
@@ -63,6 +64,7 @@ _HOMES = {
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),
+    "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

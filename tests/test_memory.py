@@ -1,0 +1,51 @@
+"""What keep_freed_memory does to a process; each runs in one of its own, since there is no way back."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from halfbyte import memory
+
+# Page faults of a few passes through three layers' worth of memory, after a first one.
+PROGRAM = """
+import resource, sys
+import torch
+from halfbyte.memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        blocks = [torch.ones(1 << size) for size in (24, 22, 23)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+asked = sys.argv[1] == "ask" and keep_freed_memory()
+faults()
+print(asked, faults())
+"""
+
+
+def run(how: str) -> tuple[bool, int]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
+    asked, faults = done.stdout.split()
+    return asked == "True", int(faults)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_freed_memory_is_taken_again() -> None:
+    asked, faults = run("ask")
+    assert asked
+    _, usual = run("no")
+    assert faults < usual / 10
+
+
+def test_a_system_that_can_not_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert memory.keep_freed_memory() is False
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="win32"))
+    assert memory.keep_freed_memory() is False
