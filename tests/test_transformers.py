@@ -168,14 +168,6 @@ def test_tied_weights_stay_one(folder: Path, tmp_path: Path) -> None:
     assert {n for n in tensors if "embed" in n} == {f"model.embed_tokens.weight{part}" for part in ("", ".data", ".scale")}
 
 
-def test_experts_are_reported_with_the_reason(tmp_path: Path) -> None:
-    mixtral().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=HalfbyteConfig("q4_0"))
-    experts = [row for row in report(model).kept if row.name.endswith("experts")]
-    assert len(experts) == 2
-    assert all("stacked experts" in (row.reason or "") for row in experts)
-
-
 def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
     with pytest.raises(ArgumentError, match=r"matches no module.*lm_head"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["lm_heads"]))

@@ -112,7 +112,7 @@ def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: s
     nbytes = experts * gpu_tiles.geometry(problem.format, (n, k)).nbytes
     weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(pairs, dtype=torch.int64, device="meta")
     x, out = (torch.empty(pairs, size, dtype=problem.dtype, device="meta") for size in (k, n))
-    grouped.launch(problem, grouped.configs(problem, gpu)[0], x, ids, weight, out, torch.empty(experts, n, device="meta"))
+    grouped.launch(problem, grouped.configs(problem, gpu)[0], x, weight, ids, out, torch.empty(experts, n, device="meta"))
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

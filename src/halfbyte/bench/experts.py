@@ -64,7 +64,7 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
         launches: dict[str, list[Callable[[], object]]] = {}
         for i, config in enumerate(grouped.configs(problem, here)[: None if every_config else 1]):
             name = f"halfbyte {i} {config}" if every_config else "halfbyte"
-            launches[name] = [partial(grouped.launch, problem, config, x, each.flatten(), weight, out, None) for each in ids]
+            launches[name] = [partial(grouped.launch, problem, config, x, weight, each.flatten(), out, None) for each in ids]
         if peers:
             launches |= _peers(x, dense, ids, out)
         times = {name: each.median for name, each in graph_times(launches, rounds=7).items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,20 +36,16 @@ _KEPT_CALLS = 64  # of one weight
 _kernels: dict[tuple[Any, ...], _Linear] = {}
 
 
-class _Again(NamedTuple):
-    """A call that is a look-up and launches from now on: those, for other addresses, and what its result is like."""
+# A call that is a look-up and launches from now on. None: x, bias or residual do not lie as they did.
+_Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
 
-    replay: Callable[..., None]
-    weight: tuple[int, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: int
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
-        """The result, None where x, bias or residual do not lie as they did."""
-        device = self.device
+def _again(replay: Callable[..., None], shape: tuple[int, ...], stride: tuple[int, ...], device: int) -> _Again:
+    """`replay` for tensors on `device`, the current one as a rule: its result is new, of `shape` and `stride`."""
+
+    def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
         px, pw, pb, pr = x.data_ptr(), weight.data_ptr(), 0, 0
-        fits = x.get_device() == device and x.is_contiguous()
+        fits = x.is_contiguous()
         if bias is not None:
             pb = bias.data_ptr()
             fits = fits and bias.get_device() == device and bias.is_contiguous()
@@ -58,9 +54,11 @@ class _Again(NamedTuple):
             fits = fits and residual.get_device() == device and residual.is_contiguous()
         if not fits or (px | pw | pb | pr) & 15 or torch._C._cuda_getDevice() != device:
             return None
-        out = _empty(self.shape, self.stride, x.dtype)
-        self.replay(px, pw, out.data_ptr(), pb, pr)
+        out = _empty(shape, stride, x.dtype)
+        replay(px, pw, out.data_ptr(), pb, pr)
         return out
+
+    return again
 
 
 _calls: dict[tuple[Any, ...], _Again] = {}  # of all weights; those of one weight are kept beside it
@@ -81,9 +79,10 @@ def linear_again(
     again = packed.calls.get(key)
     if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
-    settings = (packed.name, *packed.shape, compute, activation, low, high)
-    y = linear(x, packed.data, bias, residual, *settings)
-    if again is None and (found := _calls.get(_call_key(x, bias, residual, settings))) is not None and packed.data.is_contiguous():
+    settings, weight = (packed.name, *packed.shape, compute, activation, low, high), packed.data
+    y = linear(x, weight, bias, residual, *settings)
+    found = _calls.get((weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings)))
+    if again is None and found is not None and weight.is_contiguous():
         if len(packed.calls) >= _KEPT_CALLS:
             packed.calls.clear()
         packed.calls[key] = found
@@ -92,16 +91,9 @@ def linear_again(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
     """The op. settings: format, n, k, compute, activation, low, high."""
-    key = _call_key(x, bias, residual, settings)
+    key = (weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings))
     again = _calls.get(key)
-    if (
-        again is not None
-        and weight.shape == again.weight
-        and weight.dtype == torch.uint8
-        and weight.get_device() == again.device
-        and weight.is_contiguous()
-        and (y := again(x, weight, bias, residual)) is not None
-    ):
+    if again is not None and weight.is_contiguous() and (y := again(x, weight, bias, residual)) is not None:
         return y
     y = _first(x, weight, bias, residual, *settings)
     if again is None:
@@ -111,7 +103,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
         if replay is not None:
             if len(_calls) >= _KEPT_PLANS:
                 _calls.clear()
-            _calls[key] = _Again(replay, tuple(weight.shape), tuple(y.shape), y.stride(), x.get_device())
+            _calls[key] = _again(replay, tuple(y.shape), y.stride(), x.get_device())
     return y
 
 
@@ -228,7 +220,7 @@ class _Linear:
 
         operands = (x, weight, out, epilogue.bias, epilogue.residual)
         known = key in self.plans or not option.candidate.direct
-        if known or capturing or _overlap(operands) or direct.broken(self.device) is not None:
+        if known or capturing or overlap(operands) or direct.broken(self.device) is not None:
             return
         with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
             run()
@@ -242,7 +234,7 @@ class _Linear:
         return Problem(p.op, m, p.n, p.k, p.format, p.dtype, p.compute, p.activation)
 
 
-def _overlap(operands: tuple[Tensor | None, ...]) -> bool:
+def overlap(operands: tuple[Tensor | None, ...]) -> bool:
     """Two of them share memory, so that an address does not tell whose it is."""
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in operands if t is not None)
     return any(start < end for (_, end), (start, _) in pairwise(ranges))

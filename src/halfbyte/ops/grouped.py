@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +127,15 @@ def _cpu(
     return out.view(shape)
 
 
-_taken: dict[tuple[Any, ...], Any] = {}  # the config for a problem
+class _Kept(NamedTuple):
+    """What calls have in common that differ in addresses alone: the config, and its launches, ready to be made again, if they can be."""
+
+    config: Any
+    replay: Callable[..., None] | None
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
+_MOST_KEPT = 4096
 
 
 def _cuda(
@@ -149,28 +158,44 @@ def _cuda(
         return _nothing(x, ids, bias, shape)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
-    from halfbyte.kernels.gpu import grouped
-
-    x, weight, ids = cuda.aligned(x.reshape(-1, k)), cuda.aligned(weight), ids.flatten()
+    x, weight, ids = cuda.aligned(x.reshape(-1, k)), cuda.aligned(weight), cuda.aligned(ids.flatten())
     out = torch.empty((ids.numel(), n), dtype=x.dtype, device=x.device)
-    bias = None if bias is None else cuda.aligned(bias)
-    problem = Problem("grouped_linear", ids.numel(), n, k, as_format(format), x.dtype, experts=experts)
-    here = gpu(x.get_device())
+    operands = (x, weight, ids, out, None if bias is None else cuda.aligned(bias))
+    key = (format, experts, n, k, x.dtype, x.device, len(x), len(ids), ids.dtype, None if bias is None else bias.dtype)
     with cuda.on(x):
-        launch = partial(grouped.launch, problem, x=x, ids=ids, weight=weight, out=out, bias=bias)
-        if (config := _taken.get((problem, here))) is not None:
-            launch(config)
-            return out.view(shape)
-        reasons = []
-        for config in grouped.configs(problem, here):
-            try:
-                launch(config)
-            except KernelError as error:
-                reasons.append(str(error))
-            else:
-                _taken[problem, here] = config
-                return out.view(shape)
-    raise UnsupportedError(f"no kernel on {here.name} runs {problem} ({'; '.join(reasons)}): use the CPU")
+        kept = _kept.get(key)
+        if kept is not None and kept.replay is not None:
+            kept.replay(*(0 if t is None else t.data_ptr() for t in operands))
+        else:
+            _launch(key, kept, operands, Problem("grouped_linear", len(ids), n, k, as_format(format), x.dtype, experts=experts))
+    return out.view(shape)
+
+
+def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...], problem: Problem) -> None:
+    """Through the kernel's own `launch`; if it can be, what it launches is remembered."""
+    from halfbyte.kernels.gpu import direct, grouped, launch
+
+    x: Tensor = operands[0]
+    here, capturing, failures = gpu(x.get_device()), torch.cuda.is_current_stream_capturing(), []
+    for config in grouped.configs(problem, here) if kept is None else (kept.config,):
+        run = partial(grouped.launch, problem, config, *operands)
+        try:
+            run()
+            break
+        except KernelError as error:
+            failures.append(f"{config}: {error}")
+    else:
+        raise UnsupportedError(f"no kernel on {here.name} runs {problem} ({'; '.join(failures)}): use the CPU")
+    if kept is not None or capturing:
+        return
+    replay: Callable[..., None] | str = "launches cannot be made again here"
+    if direct.broken(x.device) is None and not cuda.overlap(operands):
+        with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
+            run()
+        replay = direct.bind(calls, operands, x.device)
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[key] = _Kept(config, None if isinstance(replay, str) else replay)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -28,7 +28,7 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_MOST_COLUMNS = 128
+_MOST_COLUMNS = 64
 _CHUNK = 1024  # ids that are looked at together
 
 
@@ -65,27 +65,21 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny.Config]:
     """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
     alike = replace(problem, op="linear", m=columns, n=problem.n * count, experts=1)
-    return list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
+    found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
+    many = -(-problem.n // (8 * skinny.BAND)) * count >= 2 * gpu.sms
+    return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
 
 
-def launch(problem: Problem, config: Config, x: Tensor, ids: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """x [P / share, K] (unit stride along K), ids [P] int32 or int64, weight uint8 [E * bytes of a matrix], bias [E, N] -> out [P, N]."""
+def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """x [P / share, K] (unit stride along K), weight uint8 [E * bytes of a matrix], ids [P] int32 or int64, bias [E, N] -> out [P, N]."""
     pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
     static, per = skinny.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
-    blocks, table = pairs, None
-    if config.sort:
-        filled = min(pairs, experts + 1)  # ids that are no expert's are together one more
-        blocks = (pairs + filled * (columns - 1)) // columns
-        size = 4 * (pairs + 3 * blocks)
-        memory = launcher.workspace(out.device, size)[:size].view(torch.int32)
-        table = memory[:pairs], *memory[pairs:].view(3, blocks)
-        chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-        bins = max(32, triton.next_power_of_2(experts + 1))
-        launcher.run(_sort, (experts + 1,), ids, table, pairs, experts, blocks, BINS=bins, CHUNK=chunk, COLUMNS=columns, num_warps=4)
+    table = sorted_by_expert(ids, experts, columns) if config.sort else None
+    blocks = pairs if table is None else len(table[1])
     options = {"launch_pdl": True} if config.tile.pdl else {}
     launcher.run(
         _grouped,
@@ -96,7 +90,10 @@ def launch(problem: Problem, config: Config, x: Tensor, ids: Tensor, weight: Ten
         table,
         out,
         bias,
-        (pairs, experts, blocks, pairs // max(1, x.shape[0])),
+        pairs,
+        experts,
+        blocks,
+        pairs // max(1, x.shape[0]),
         steps,
         n,
         k,
@@ -108,12 +105,27 @@ def launch(problem: Problem, config: Config, x: Tensor, ids: Tensor, weight: Ten
     )
 
 
+def sorted_by_expert(ids: Tensor, experts: int, columns: int) -> tuple[Tensor, ...]:
+    """int32 in the device's scratch memory: the pairs in the order of their experts, [P], and for each tile its expert (-1: none), its
+    first of these, and their number. Pairs of ids that are no expert's come last, as those of one more.
+    """
+    pairs = ids.numel()
+    filled = min(pairs, experts + 1)
+    blocks = (pairs + filled * (columns - 1)) // columns
+    starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
+    for length in (pairs, blocks, blocks, blocks):
+        starts.append(starts[-1] + -(-length // 4) * 4)
+    memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
+    table = tuple(memory[start : start + length] for start, length in zip(starts, (pairs, blocks, blocks, blocks), strict=False))
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    bins = max(32, triton.next_power_of_2(experts + 1))
+    launcher.run(_sort, (experts + 1,), ids, table, pairs, experts, blocks, BINS=bins, CHUNK=chunk, COLUMNS=columns, num_warps=4)
+    return table
+
+
 @triton.jit(do_not_specialize=["pairs", "experts", "blocks"])
 def _sort(ids, table, pairs, experts, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part of the table that belongs to one expert; the last program's is that of ids that are no expert's.
-
-    table  the pairs in the order of their experts, [P], and for each tile its expert (-1: none), its first of these, and their number
-    """
+    """The part of the table that belongs to one expert."""
     e = tl.program_id(0)
     i = tl.arange(0, CHUNK)
     counts = tl.zeros((BINS,), tl.int32)
@@ -147,14 +159,13 @@ def _expert(ids, at, pairs, experts):
     return tl.where((e >= 0) & (e < experts), e, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["per"])
-def _grouped(x, weight, ids, table, out, bias, counts, steps, N, K, stride, per, S: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "share", "per"])
+def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, steps, N, K, stride, per, S: tl.constexpr):
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    pairs, experts, blocks, share = counts
     # As in `skinny`: eight tiles of rows follow each other for each part of a weight, which is then found in the cache again.
     width = 8 * tl.cdiv(N, OUTPUTS)
     first_m = tl.program_id(0) // width * 8
