@@ -22,7 +22,7 @@ import halfbyte
 from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.integrations.attention import attention
+from halfbyte.integrations.attention import _written_out, attention
 from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
 from halfbyte.nn.convert import Config
 from halfbyte.nn.modules import QuantModule
@@ -94,6 +94,9 @@ def test_attention_is_torchs(masked: bool, t: int) -> None:
     assert found.shape == (2, t, 6, 16)
     # Weighted means of at most 9 numbers of about 1, in float32.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    if t == 1:
+        found = _written_out(query.reshape(2, 2, 3, 16), key, value, mask, scale=0.2)
+        torch.testing.assert_close(found.reshape(2, 1, 6, 16), expected, rtol=0, atol=1e-5)
 
 
 def test_a_batch_with_padding_on_the_left(opened: tuple[Any, Any]) -> None:
