@@ -113,8 +113,10 @@ def test_windows(shape: str, format: str, gpu: Gpu, device: torch.device) -> Non
 
 
 def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -> Tensor:
-    sums, scale = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(sizes.out, 1).flatten()
-    return cuda_conv.table(functions.requantization_rows(sums, scale, bias, *scales), sizes, int(scales[1]))  # type: ignore[arg-type]
+    sums = codes.values().reshape(sizes.out, sizes.taps, sizes.channels).sum(2, dtype=torch.int32)
+    scale = codes.scale.double().expand(sizes.out, 1).flatten()
+    rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, *scales)  # type: ignore[arg-type]
+    return cuda_conv.table(rows, sums, sizes, int(scales[1]))
 
 
 @pytest.mark.parametrize("in_zero", [0, -7])

@@ -30,7 +30,7 @@ _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
-# What depthwise kernels multiply by, and sums of codes and scales for requantization, by the packed bytes they come from.
+# What depthwise kernels multiply by, and sums of codes of each tap and scales for requantization, by the packed bytes they come from.
 _taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 _KEPT_PLANS = 4096
@@ -160,19 +160,20 @@ def conv_requantization_table(
     packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
 ) -> Tensor:
     """What `halfbyte::qconv2d` reads beside the weight, float32 [groups, 3, Co/groups padded to 32] (depthwise: [1, 3, Co]): offset,
-    multiplier, int32 start. On a GPU [groups, 4, Co/groups padded to 64]: the bytes of the last row are `in_zero`."""
+    multiplier, int32 start. On a GPU [groups, 4 + taps, Co/groups padded to 64], see `ops/cuda_conv.py`."""
     sizes = packed.sizes
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
     n = sizes.out // sizes.groups
     if packed.data not in _integer_sums:
         codes = convolution.unpack(packed)
-        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), codes.scale.double().expand(sizes.out, 1).flatten()
+        sums = codes.values().reshape(sizes.out, sizes.taps, sizes.channels).sum(2, dtype=torch.int32)
+        _integer_sums[packed.data] = sums, codes.scale.double().expand(sizes.out, 1).flatten()
     sums, scale = _integer_sums[packed.data]
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
-    rows = functions.requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
+    rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, in_scale, in_zero, out_scale, out_zero)
     if rows.is_cuda:
-        return cuda_conv.table(rows, sizes, in_zero)
+        return cuda_conv.table(rows, sums, sizes, in_zero)
     if depthwise(sizes):
         return rows.unsqueeze(0)
     table = torch.zeros(sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)

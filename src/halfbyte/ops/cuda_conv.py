@@ -39,13 +39,16 @@ def pack(codes: Codes, sizes: Filter) -> PackedConv:
     return convolution.pack_gpu(codes, sizes)
 
 
-def table(rows: Tensor, sizes: Filter, in_zero: int) -> Tensor:
-    """Of offset, multiplier and start, float32 [3, Co]: [groups, 4, Co/groups padded to 64], the bytes of the last row being `in_zero`."""
+def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
+    """What requantization reads, float32 [groups, 4 + taps, Co/groups padded to 64], of `functions.requantization_rows` and the sums of
+    each tap's codes, int32 [Co, taps]: offset, multiplier, start; a row whose bytes are `in_zero`, for kernels that read it outside of
+    the image; and in_zero * sum (its bits) of each tap, for kernels that read 0 there."""
     groups = 1 if depthwise(sizes) else sizes.groups
     n = sizes.out // groups
-    made = torch.zeros(groups, 4, _table_row(n), device=rows.device)
+    made = torch.zeros(groups, 4 + sizes.taps, _table_row(n), device=rows.device)
     made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
     made[:, 3].view(torch.int8).fill_(in_zero)
+    made[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)
     return made
 
 
@@ -166,7 +169,7 @@ def qconv2d(
     if not -128 <= low <= high <= 127:
         raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
     groups = 1 if plan.way == "depthwise" else plan.sizes.groups
-    wanted = (groups, 4, _table_row(plan.sizes.out // groups))
+    wanted = (groups, 4 + plan.sizes.taps, _table_row(plan.sizes.out // groups))
     if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or table.device != x.device:
         got = f"{table.dtype} {list(table.shape)} on {table.device}"
         raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on {x.device}, got {got}: use conv_requantization_table")

@@ -215,7 +215,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 def launch_integer(
     problem: Convolution, config: Config, x: Tensor, weight: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
 ) -> None:
-    """The same of int8, with the table [groups, 4, at least Co/groups] whose last row's bytes are `in_zero`."""
+    """The same of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.cuda_conv`."""
     _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero)
 
 
@@ -278,7 +278,7 @@ def _start(
         (*problem.image, *problem.out, x.shape[3], of_x),
         (*window.stride, top, left, *window.dilation),
         (epilogue.low, epilogue.high),
-        0 if table is None else table.shape[2],
+        (0, 0) if table is None else (table.stride(1), table.stride(0)),
         static,
         num_warps=config.warps,
     )
@@ -440,7 +440,7 @@ def _dot(w, x, acc):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, row, S: tl.constexpr):
+def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
     n_padded, k_padded, group_bytes, steps = packed
@@ -463,7 +463,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     xp = x + b.to(tl.int64)[None, :] * (height * width * pixel) + group * channels
     fill = x
     if S.fill:
-        fill = (table + (group * 4 + 3) * row).to(tl.pointer_type(tl.int8))
+        fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))
     first, end = 0, steps
     if S.split:
         share = tl.cdiv(steps, tl.num_programs(1))
@@ -532,7 +532,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
             acc += tl.load(place + i * apart, cache_modifier=".cg")
         tl.store(scratch[1] + tile, 0)
     if S.mode == "int8":
-        y = requantized(acc, table + group * 4 * row, tl.minimum(rn, N - 1), row, bounds[0], bounds[1], 8)
+        y = requantized(acc, table + group * rows[1], tl.minimum(rn, N - 1), rows[0], bounds[0], bounds[1], 8)
         at, mask = _places(rn, rm, M, N, group)
         tl.store(out + at, y, mask=mask)
     else:

@@ -29,7 +29,7 @@ def launch(problem: Convolution, x: Tensor, taps: Tensor, out: Tensor, epilogue:
 
 
 def launch_integer(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]) -> None:
-    """The same of int8: taps int32 [Kh * Kw, C], table [1, 4, at least C]."""
+    """The same of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
     _start(problem, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
 
 
