@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,19 @@ def test_predictions_grow_with_the_work() -> None:
         assert times[0] > 8192 * 8192 / 2 / gpu_ceilings(gpu).bandwidth
         one_wave, two = (predict(problem(4096, 128 * tiles, 4096), gpu, name, Tiles(4096, 128)) for tiles in (gpu.sms, gpu.sms + 1))
         assert two > 1.5 * one_wave
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90"])
+@pytest.mark.parametrize("fmt", ["int4_g128", "q8_0"])
+def test_where_nothing_was_measured_the_choice_is_sound(arch: str, fmt: str) -> None:
+    """More rows never look cheaper; few are read with the weight, many go to the library."""
+    for n, k in ((4096, 4096), (28672, 8192), (151936, 896)):
+        taken = [rules.choose_gpu_linear(problem(1 << i, n, k, fmt), GPUS[arch]).taken for i in range(14)]
+        assert all(option is not None and not option.measured for option in taken)
+        seconds = [option.seconds for option in taken if option is not None]
+        slack = 1.01 if GPUS[arch].backend == "cuda" else 1.6  # AMD's matrix units have 16 columns at least
+        assert all(later * slack >= earlier for earlier, later in pairwise(seconds))
+        assert [option.candidate.name for option in (taken[0], taken[-1]) if option is not None] == ["skinny", "dequantized"]
 
 
 def test_ceilings_come_from_the_clocks_or_from_a_relative() -> None:

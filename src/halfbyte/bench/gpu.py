@@ -8,7 +8,6 @@ product of cuBLAS reached here (int8: at twice that rate, as the units are built
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -209,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(report: GpuReport) -> None:
         if args.json:
-            args.json.write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
+            args.json.write_text(report.written(), encoding="utf-8")
         if args.plot:
             args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
 

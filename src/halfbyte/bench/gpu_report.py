@@ -54,6 +54,12 @@ class GpuReport:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
+    def written(self) -> str:
+        """JSON with a line for each measurement."""
+        data = self.to_json()
+        points = ",\n".join(json.dumps(one) for one in data.pop("measurements"))
+        return f'{json.dumps(data, indent=1)[:-2]},\n "measurements": [\n{points}\n]}}\n'
+
 
 def read(paths: Sequence[Path]) -> GpuReport:
     """What runs on one GPU wrote as JSON, as one report under the first one's heading. Raises ArgumentError for other files."""

@@ -172,8 +172,9 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
         while split < 16 and 2 * split * tiles <= 1.4 * wanted and records >= 16 * slices * split:
             split *= 2
         deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
-        step = deep * slices * (bands * 256 * bits + 128 * columns * element)
-        stages = max(1, min(3, (gpu.shared - (4 << 10)) // step))
+        step = slices * (bands * 256 * bits + 128 * columns * element)
+        deep = deep if (gpu.shared - (4 << 10)) // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
+        stages = max(1, min(3, (gpu.shared - (4 << 10)) // (deep * step)))
         found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
     few = -(-problem.n // (4 * BAND)) * -(-problem.m // columns) < 2 * gpu.sms
     return found[::-1] if few and 1 < columns <= 16 else found
