@@ -151,7 +151,8 @@ def _quantize(
         exact = tl.div_rn(most, tl.full([HELD], Q_MAX, tl.float32))
         if FAMILY == 1 and BITS == 4:  # ggml's q4_0: the value of the first of the greatest magnitudes becomes -8
             signs = 2 * i[None, :] + (v.to(tl.int32, bitcast=True) >> 31 & 1)
-            negative = tl.min(tl.where(real & (tl.abs(v) == most[:, None]), signs, 2 * WIDTH), axis=1) & 1
+            peak = tl.abs(v) == most[:, None]
+            negative = tl.min(tl.where(peak if FULL else peak & real, signs, 2 * WIDTH), axis=1) & 1
             exact = tl.where(negative == 1, most, -most) * 0.125
     else:
         lo = _least(v if FULL else tl.where(real, v, float("inf"))) + 0.0
@@ -181,7 +182,7 @@ def _quantize(
         half = tl.full([HELD], 0.5, tl.float32)
         if ZERO == 0:  # a reciprocal that overflows, of a scale that is no zero, makes -8 of all
             half = tl.where((inverse == 0) & (exact != 0), 0.0, 8.5)
-        u = tl.minimum(v + half[:, None], 15.5).to(tl.int32)
+        u = tl.minimum((v + half[:, None]).to(tl.int32), 15)
     elif FAMILY == 0 and ZERO == 1:
         v = tl.minimum(tl.maximum(v, -point[:, None]), (Q_MAX - point)[:, None])
         u = (v + MAGIC).to(tl.int32, bitcast=True) + point.to(tl.int32)[:, None]
