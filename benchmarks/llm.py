@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +202,12 @@ class Torch:
         import torch
         from transformers import StaticCache
 
-        from halfbyte.integrations.text import overlapping
-
         model = self.model
 
         def forward(**inputs: Any) -> Any:
             return model(**inputs).logits.argmax(-1)
 
-        with torch.inference_mode(), overlapping(model.device) if self.args.worker.startswith("halfbyte") else nullcontext():
+        with torch.inference_mode():
             cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
             ids = torch.full((1, 1), 300, device="cuda")
             position = torch.full((1, 1), self.args.prompt, device="cuda")

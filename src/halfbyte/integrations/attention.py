@@ -6,9 +6,8 @@ sees the whole cache, so that no order among "queries" matters.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="halfbyte")
 
-On a GPU torch.compile makes three small kernels of the formula written out, in float32, which start as the one before ends; torch's own
-attention has as many and is made for many queries (H100, 576 tokens, 8 of 32 heads: 10 us less a layer). Eager calls on GPUs, and all
-others than those of one token, are torch's own.
+On a GPU torch.compile makes small kernels of the formula written out, in float32; torch's own attention is made for many queries. Eager
+calls on GPUs, and all others than those of one token, are torch's own.
 """
 
 from __future__ import annotations

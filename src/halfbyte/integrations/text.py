@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def generate(
     if tokenizer.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
-    with torch.inference_mode(), overlapping(model.device):
+    with torch.inference_mode():
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
@@ -149,17 +149,6 @@ def generate(
     text = tokenizer.decode(answer[0, count:], skip_special_tokens=True)
     start, first, last = clock.times[0], clock.times[min(1, len(clock.times) - 1)], clock.times[-1]
     return Generated(text, answer[0].cpu(), count - known, answer.shape[1] - count, first - start, last - first)
-
-
-@contextmanager
-def overlapping(device: torch.device) -> Iterator[None]:
-    """What torch.compile makes inside lets the next kernel start before it has ended, as halfbyte's kernels want it, which then fetch
-    weights meanwhile (programmatic dependent launch, on GPUs from Hopper on)."""
-    from torch._inductor import config
-
-    known = hasattr(config.triton, "enable_pdl") and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    with config.patch({"triton.enable_pdl": True}) if known else nullcontext():
-        yield
 
 
 class _Clock(TextStreamer):
