@@ -19,6 +19,7 @@ from halfbyte.checkpoint import convert, describe, export, load, load_tensors
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import gguf, gptq
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.quantizers import absmax
 
@@ -173,8 +174,9 @@ def test_modules_with_settings_of_their_own(folders: Path, tmp_path: Path) -> No
         assert torch.equal(found.data, codes.data)
 
 
-def test_experts_are_dequantized_and_said_to_be(tmp_path: Path) -> None:
-    """transformers stacks the experts, which the files hold one by one."""
+@pytest.mark.parametrize("odd", ["none", "one of w1", "order"])
+def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
+    """The files hold experts one by one, transformers stacks them: codes too, unless one of a stack is of another kind."""
     torch.manual_seed(0)
     sizes = {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64}
     model = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
@@ -184,9 +186,15 @@ def test_experts_are_dequantized_and_said_to_be(tmp_path: Path) -> None:
     state: dict[str, Tensor] = {}
     for name, tensor in plain.items():
         if ".experts." in name or "_proj" in name:
-            codes = absmax(tensor, as_format("int4_g16_zp"))
+            if odd == "one of w1" and "experts.1.w1" in name:
+                state[name] = tensor
+                continue
+            codes, order = absmax(tensor, as_format("int4_g16_zp")), None
             plain[name] = codes.dequantize()
-            state |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in gptq.write(codes, None, 2).items()}
+            if odd == "order" and "experts.0.w2" in name:
+                order = torch.randperm(tensor.shape[1], generator=torch.Generator().manual_seed(0)).int()
+                plain[name] = plain[name][:, order.long().argsort()]
+            state |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in gptq.write(codes, order, 2).items()}
         else:
             state[name] = tensor
     assert len(state) > len(plain)
@@ -197,11 +205,16 @@ def test_experts_are_dequantized_and_said_to_be(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
     loaded = load(tmp_path / "m")
     for module in loaded.modules():
-        if isinstance(module, QuantLinear):
+        if isinstance(module, QuantLinear | QuantExperts):
             module.compute = "float"
     assert torch.allclose(logits(loaded), expected, rtol=1e-4, atol=1e-5)
-    reasons = {row.name: row.reason or "" for row in describe(tmp_path / "m").kept}
-    assert sum("GPTQ, dequantized: transformers keeps it fused" in reason for reason in reasons.values()) == 2
+    report = describe(tmp_path / "m")
+    stacks = {row.name.rpartition(".")[2] for row in report.quantized if row.kind == "Experts"}
+    assert stacks == {"none": {"gate_up_proj", "down_proj"}, "one of w1": {"down_proj"}, "order": {"gate_up_proj"}}[odd]
+    reasons = [row.reason or "" for row in report.kept]
+    assert sum("GPTQ, dequantized: transformers keeps it fused" in reason for reason in reasons) == (odd != "none")
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(MixtralForCausalLM.from_pretrained(tmp_path / "again").eval()), logits(loaded))
 
 
 # What is refused

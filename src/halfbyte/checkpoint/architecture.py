@@ -41,12 +41,14 @@ class Step:
     targets  what comes of them, by the names in the model
     run      (a function that reads a source) -> the targets
     converts whether the numbers change, or only the name
+    stacks   it converts, and all that it does is to stack matrices and to put their rows below each other
     """
 
     sources: tuple[str, ...]
     targets: Mapping[str, Spec]
     run: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
     converts: bool = False
+    stacks: bool = False
 
 
 def import_transformers(why: str) -> ModuleType:
@@ -147,6 +149,7 @@ def rename(source: str, target: str, spec: Spec) -> Step:
 
 def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, Spec]) -> Step:
     """One of transformers' conversions as a step; `sources` are names with the patterns that they match."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
 
     def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
         mine = deepcopy(converter)
@@ -160,7 +163,10 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
 
     # Only the conversion itself knows what it makes: it is tried on tensors without data.
     targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
-    return Step(tuple(name for name, _ in sources), {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}, run, True)
+    first, *rest = converter.operations
+    stacks = isinstance(first, MergeModulelist) and first.dim == 0 and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+    specs = {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}
+    return Step(tuple(name for name, _ in sources), specs, run, True, stacks)
 
 
 def _why(e: Exception) -> str:

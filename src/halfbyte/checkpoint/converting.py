@@ -89,7 +89,7 @@ def convert(
     return report(plan, reader, notes)
 
 
-def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, str]) -> Mapping[str, Format | str]:
+def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
     check_patterns(config, [candidate.name for candidate in found])
     return decide(found, config)
 

@@ -91,22 +91,31 @@ class Entries:
             return False
         return torch.equal(self.read(name), self.read(other))
 
-    def choose(self, found: Sequence[Candidate], sources: Mapping[str, str]) -> dict[str, Format | str]:
+    def choose(self, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> dict[str, Format | str]:
         """For each module the format that its weight has in the files, or why it is plain. Those that share a weight share it all."""
         shared: dict[object, str] = {}
         decisions: dict[str, Format | str] = {}
+        forms = {candidate.name: self._form(sources.get(candidate.name, ())) for candidate in found}
         for candidate in found:
-            quantized = self.entries[sources[candidate.name]].quantized if candidate.name in sources else None
-            reason = candidate.reason
+            quantized, reason = forms[candidate.name], candidate.reason
             if quantized is not None and reason is not None:
                 shared[candidate.weight] = f"{quantized.form}, dequantized: {reason}"
         for candidate in found:
-            quantized = self.entries[sources[candidate.name]].quantized if candidate.name in sources else None
+            quantized = forms[candidate.name]
             if quantized is not None:
                 decisions[candidate.name] = shared.get(candidate.weight, quantized.format)
             else:
                 decisions[candidate.name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
         return decisions
+
+    def _form(self, names: Sequence[str]) -> Quantized | None:
+        """How a weight is quantized that consists of these entries; None where not all of them are, or can be stacked as codes."""
+        forms = [self.entries[name].quantized for name in names]
+        first = forms[0] if forms else None
+        if first is None or len(forms) == 1:
+            return first
+        alike = all(form is not None and form.order is None and form == first for form in forms)
+        return first if alike and first.format.block != "tensor" else None
 
 
 def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:

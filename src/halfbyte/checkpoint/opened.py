@@ -14,7 +14,8 @@ from halfbyte.checkpoint.architecture import known_architecture
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
-from halfbyte.formats.codes import Codes
+from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
@@ -90,7 +91,17 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened
             plan.about[name] = plan.about[name][0], f"{forms[0]}, dequantized: transformers keeps it fused, stacked or split"
 
     def codes(name: str) -> Codes:
-        return entries.codes(steps[name][0].sources[0])
+        step, target = steps[name]
+        if not step.stacks:
+            return entries.codes(step.sources[0])
+        matrices = {source: entries.codes(source) for source in step.sources}
+        weight, tensors = plan.weights[name], {}
+        for part in stored_tensors(weight.format, weight.shape):
+            tensors[part] = step.run(lambda source, part=part: matrices[source].tensors()[part])[target]  # type: ignore[misc]
+        try:
+            return Codes.from_tensors(weight.format, weight.shape, tensors)
+        except FormatError as e:
+            raise CheckpointError(f"{name}: the experts of {path} do not fit together ({e}): the checkpoint is damaged") from e
 
     def tensor(name: str) -> Tensor:
         if name in orders:

@@ -20,8 +20,9 @@ from halfbyte.nn.experts import collapse_, expand_
 from halfbyte.nn.forms import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 
-# For modules that hold a weight, and the tensors of the files that they come from unchanged, the format of each or why it has none.
-Choose = Callable[[Sequence[Candidate], Mapping[str, str]], Mapping[str, Format | str]]
+# For modules that hold a weight, and the tensors of the files that it comes from unchanged (experts: many, stacked), the format of each or
+# why it has none.
+Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
 
 class Source(Protocol):
@@ -86,7 +87,9 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     experts = expand_(model)
     found = candidates(model, without_data=True)
-    decisions = choose(found, {c.name: weights[name] for c in found if (name := f"{c.name}.weight") in weights})
+    sources: dict[str, Sequence[str]] = {c.name: (weights[name],) for c in found if (name := f"{c.name}.weight") in weights}
+    sources |= {target: step.sources for step in steps if step.stacks for target in step.targets}
+    decisions = choose(found, sources)
     collapse_(model, experts, lambda name: isinstance(decisions.get(name), Format))
     names = {id(tensor): name for name, _, tensor in _places(model)}
     if moved := {old: names[id(tensor)] for old, _, tensor in places if id(tensor) in names and names[id(tensor)] == f"{old}.weight"}:
@@ -149,7 +152,7 @@ def plan_by_rule(source: Source, choose: Choose) -> Plan:
     plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
     fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
     found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
-    decisions = choose(list(found.values()), {candidate.name: name for name, candidate in found.items()})
+    decisions = choose(list(found.values()), {candidate.name: (name,) for name, candidate in found.items()})
     for name, spec in specs.items():
         decision = decisions[found[name].name] if name in found else "not a 2-D float tensor called *.weight"
         if isinstance(decision, Format):
