@@ -32,6 +32,7 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
+_FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 16  # of an image's lines, or of patches, that a thread has at hand
 
 
@@ -112,7 +113,8 @@ class ConvKernel:
         batch, _, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         linear = self.linear.taking(batch * ho * wo)
-        if self.result != self.dtype or (self.dtype == torch.int8 and linear is self.linear and linear.geometry.blocks == 1):
+        on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products
+        if self.result != self.dtype or (self.dtype == torch.int8 and not on_matrix_unit and linear.geometry.blocks == 1):
             return self._without_patches(x, window, outside)
         return self._with_patches(x, window, outside)
 
@@ -127,8 +129,8 @@ class ConvKernel:
         runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
         step = 32 if run % 32 == 0 else 8
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height and (wo - 1) * sw - left + (kw - 1) * dw < width
-        image_itself = top == left == 0 and inside and step == 32 and run % 32 == 0
-        patches = run % 8 != 0
+        image_itself = top == left == 0 and inside and step == 32 and sizes.channels % 8 == 0
+        patches = sizes.channels % 8 != 0
         near_width = (wo - 1) * sw + (kw - 1) * dw + 1
         line = (width if image_itself else near_width) * channels
         row = geo.padded if patches else 0
@@ -152,15 +154,18 @@ class ConvKernel:
         tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False, out=KINDS[self.out_dtype])
         tile_name = direct.name_of(tile_spec)
         tile = jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name]
-        correction = isa.correction(sizes.format.bits, signed=True)
         left_pixels = min(left, near_width)
         copied = min(width, near_width - left_pixels) * channels
+        at_once = min(32, 1 << (run - 1).bit_length()) if patches else 0
+        few_lines = runs == 1 and run <= at_once and kh <= _FEW_LINES
+        alone = patches or (sizes.taps == 1 and window.stride == (1, 1))
         spec = LinesSpec(
             0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 1,
-            0 if not patches else min(32, 1 << (run - 1).bit_length()),
+            at_once,
+            kh if few_lines else 0,
             rows,
-            step,
-            correction,
+            isa.correction(sizes.format.bits, signed=True),
+            "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single",
         )
         phase = jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name]
         y, x_ = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
@@ -168,7 +173,9 @@ class ConvKernel:
         walk_places = torch.arange(m) * row if patches else places
         near_lines = (lines - 1) * sh + (kh - 1) * dh + 1
         patches_at = 0 if image_itself else near_lines * line + SLACK + 63 & ~63
-        sums_at = patches_at + (m * row + SLACK + 63 & ~63 if patches else 0)
+        pixel_sums_at = patches_at + (m * row + SLACK + 63 & ~63 if patches else 0)
+        pixels = m if patches else near_lines * (line // channels)
+        sums_at = pixel_sums_at + (0 if alone else pixels * 4 + 63 & ~63)
         thread_bytes = sums_at + (m * 4 + 63 & ~63)
         items = batch * strips * sizes.groups * parts
         threads = min(most, items)
@@ -196,6 +203,7 @@ class ConvKernel:
             "group_out": geo.n * out_bytes,
             "thread_bytes": thread_bytes,
             "patches_at": patches_at,
+            "pixel_sums_at": pixel_sums_at,
             "sums_at": sums_at,
             "height": height if copied else 0,  # 0: nothing of a line is seen
             "out_height": ho,
@@ -221,6 +229,14 @@ class ConvKernel:
             "walk_runs": 1 if patches else runs,
             "walk_run_step": dw * channels,
             "walk_steps": (row if patches else run) // step,
+            "pixels": pixels,
+            "pixel_bytes": row if patches else sizes.channels,
+            "pixel_step": row if patches else channels,
+            "pixel_stride": sw,
+            "pixel_line": sh * line // channels,
+            "taps": kw,
+            "tap_step": dw,
+            "tap_line_step": dh * line // channels,
         }
         return _Call(DIRECT.buffer(fields), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places))
 

@@ -7,8 +7,9 @@ kernel and its stride are small, each load of a pixel. Weights are made numbers 
 and each is used for every pixel. Images and outputs are channels_last; outside of an
 image lie zeros (or the code that means zero).
 
-Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: the same with codes, whose sums are exact
-in float32 up to MOST_TAPS, then `clamp(round(fma(float(start + sum), multiplier, offset)))` as in `tile.RequantizingTile`.
+Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: exact sums of products of codes, in int32 where
+an instruction does so, else as float32, which holds them up to MOST_TAPS; then
+`clamp(round(fma(float(start + sum), multiplier, offset)))` as in `tile.RequantizingTile`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class _Lines:
         self.integer = spec.kind == "i8"
         self.element = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}[spec.kind]
         self.floats, self.ints = vector("float", spec.lanes), vector("i32", spec.lanes)
+        self.whole = self.integer and isa.sums_shorts and spec.lanes == isa.lanes
+        self.sums = self.ints if self.whole else self.floats
 
     def get(self, name: str) -> Value:
         return DEPTHWISE.load(self.args, name)
@@ -122,9 +125,10 @@ class _Lines:
     def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value, *, inside: bool) -> None:
         """Neighbouring outputs from `first` on; `inside`: no tap lies left or right of the image."""
         f, spec = self.f, self.spec
-        begin = f.value(self.floats, 0.0)
+        begin = f.value(self.sums, 0)
         if spec.started:
-            begin = (self.pointer("bias") + (self.get("channels") * 8 + c * 4)).load(self.ints, 0, 4).to("float")
+            begin = (self.pointer("bias") + (self.get("channels") * 8 + c * 4)).load(self.ints, 0, 4)
+            begin = begin if self.whole else begin.to("float")
         sums = [f.variable(begin) for _ in range(spec.together)]
         left = first * self.get("stride_w") - self.get("left")
         channels = self.get("channels")
@@ -149,29 +153,39 @@ class _Lines:
                 weight.value = weight.value + channels * (4 * spec.width)
             else:
                 for kw in range(spec.width) if spec.width else f.loop(self.get("kernel_w")):
-                    w = weight.value.load(self.floats, 0, 4)
+                    w = self._weight(weight.value)
                     for i, total in enumerate(sums):
                         x = self.get("dilation_w") * kw + self.get("stride_w") * i
-                        total.value = f.fma(w, self._load(pixel(x)), total.value)
+                        total.value = self._product(w, self._load(pixel(x)), total.value)
                     weight.value = weight.value + channels * 4
         for i, total in enumerate(sums):
             self._write(total.value, c, at + (first + i) * channels)
 
     def _shared_taps(self, pixel: Callable[[int], Value], weights: Value, sums: list[Variable]) -> None:
         """A line of the kernel: each pixel is loaded once, for all outputs that it has a part in."""
-        f, spec, apart = self.f, self.spec, self.get("channels") * 4
-        taps = [(weights + apart * kw).load(self.floats, 0, 4) for kw in range(spec.width)]
+        spec, apart = self.spec, self.get("channels") * 4
+        taps = [self._weight(weights + apart * kw) for kw in range(spec.width)]
         for x in range((spec.together - 1) * spec.stride + spec.width):
             uses = [(i, x - i * spec.stride) for i in range(spec.together) if 0 <= x - i * spec.stride < spec.width]
             value = self._load(pixel(x)) if uses else None
             for i, kw in uses:
                 assert value is not None
-                sums[i].value = f.fma(taps[kw], value, sums[i].value)
+                sums[i].value = self._product(taps[kw], value, sums[i].value)
+
+    def _weight(self, weights: Value) -> Value:
+        if not self.integer:
+            return weights.load(self.floats, 0, 4)
+        codes = weights.load(self.ints, 0, 4)
+        return codes & 0xFFFF if self.whole else codes.to("float")  # the upper half multiplies that of a pixel's code: its sign
+
+    def _product(self, weight: Value, x: Value, total: Value) -> Value:
+        return self.isa.dot_shorts(self.f, total, weight, x) if self.whole else self.f.fma(weight, x, total)
 
     def _load(self, x: Value) -> Value:
         lanes = self.spec.lanes
         if self.integer:
-            return x.load(vector("i8", lanes)).to("i32").to("float")
+            codes = x.load(vector("i8", lanes)).to("i32")
+            return codes if self.whole else codes.to("float")
         return self.isa.to_float(x.load(vector("float" if self.spec.kind == "f32" else "i16", lanes), 0, self.element), self.spec.kind)
 
     def _write(self, total: Value, c: Value, at: Value) -> None:
@@ -182,8 +196,8 @@ class _Lines:
             row = self.get("channels") * 4
             offset, multiplier = bias.load(self.floats, 0, 4), (bias + row).load(self.floats, 0, 4)
             if not self.spec.started:
-                total = (total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)).to("float")
-            value = f.fma(total, multiplier, offset).max_or(low).min_or(high)
+                total = total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)
+            value = f.fma(total.to("float"), multiplier, offset).max_or(low).min_or(high)
             out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
@@ -200,8 +214,8 @@ def _below(f: Function, a: Value, b: Value) -> Value:
 
 
 def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
-    """What the kernel multiplies by, float32 [taps, C]: the dequantized weight, or its codes."""
-    numbers = codes.values().float() if integer else codes.dequantize()
+    """What the kernel multiplies by, [taps, C]: the dequantized weight (float32), or its codes (int32)."""
+    numbers = codes.values().int() if integer else codes.dequantize()
     return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
 
 

@@ -15,6 +15,7 @@ Arithmetic. int8 outputs: that of `tile.RequantizingTile`. Floating point, of im
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
@@ -29,14 +30,16 @@ DIRECT = Block(
         # items: strips of lines x groups of channels x parts of the panels
         *("items", "parts", "groups", "strips", "strip_lines", "rows"),
         *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
-        # a thread's memory: the lines of a strip, patches where they are written out, sums of each row
-        *("thread_bytes", "patches_at", "sums_at"),
+        # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
+        *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
         # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
         *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
         *("near_lines", "near_line_bytes", "copied_bytes", "left_bytes", "outside"),
         # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
         *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_bytes"),
         *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
+        *("pixels", "pixel_bytes", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
     ),
     LINEAR.floats,
 )
@@ -49,20 +52,24 @@ class LinesSpec:
 
     copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
     patches     bytes that are written at a time where patches are written out; else 0
+    lines       of a patch that is written out, if each is one run of at most `patches` bytes and they are few; else 0
     rows        R
-    step        codes that a tile takes of each row at a time: 32 or 8
     correction  what the sum of a patch's codes is multiplied by for the accumulators (`ISA.correction`)
+    sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
+                that whole vectors are added; "single": one by one
     """
 
     copied: int
     patches: int
+    lines: int
     rows: int
-    step: int
     correction: int
+    sums: str
 
     @property
     def name(self) -> str:
-        return f"lines_{self.copied}_{self.patches}_{self.rows}x{self.step}_{'m' if self.correction < 0 else ''}{abs(self.correction)}"
+        correction = f"{'m' if self.correction < 0 else ''}{abs(self.correction)}{self.sums}"
+        return f"lines_{self.copied}_{self.patches}x{self.lines}_r{self.rows}_{correction}"
 
 
 def build(spec: LinesSpec, isa: ISA) -> Module:
@@ -78,7 +85,7 @@ class _Lines:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.thread, _ = f.parameters
         self.near = self.pointer("scratch") + self.thread * self.get("thread_bytes")
-        self.patches, self.sums = self.near + self.get("patches_at"), self.near + self.get("sums_at")
+        self.patches, self.pixel_sums, self.sums = (self.near + self.get(f"{part}_at") for part in ("patches", "pixel_sums", "sums"))
 
     def get(self, name: str) -> Value:
         return DIRECT.load(self.args, name)
@@ -152,33 +159,72 @@ class _Lines:
         kind, size = vector("i8", width), get("run_bytes")
         to = f.variable(self.patches)
         for m in f.loop(get("rows")):
-            patch = start + (self.pointer("places") + m * 8).load("i64", 0, 8)
-            at = f.variable(to.value)
-            for line in f.loop(get("lines")):
-                for run in f.loop(get("runs")):
-                    source = patch + line * get("line_step") + run * get("run_step")
-                    for byte in f.loop(size, step=width):
-                        at.value.store(source.load(kind, byte), byte)
-                    at.value = at.value + size
+            source = start + (self.pointer("places") + m * 8).load("i64", 0, 8)
+            if self.spec.lines:
+                for line in range(self.spec.lines):
+                    (to.value + size * line).store((source + get("line_step") * line).load(kind))
+            else:
+                at = f.variable(to.value)
+                for line in f.loop(get("lines")):
+                    for run in f.loop(get("runs")):
+                        piece = source + line * get("line_step") + run * get("run_step")
+                        for byte in f.loop(size, step=width):
+                            at.value.store(piece.load(kind, byte), byte)
+                        at.value = at.value + size
             to.value = to.value + get("row_bytes")
 
     def _sum(self, start: Value) -> None:
-        """What the accumulators of each row begin at."""
-        f, get, isa = self.f, self.get, self.isa
-        ones, width = f.value(isa.quads, 1), 4 * isa.lanes
-        for m in f.loop(get("rows")):
-            place = start + (self.pointer("walk_places") + m * 8).load("i64", 0, 8)
-            total = f.variable(f.value(isa.ints, 0))
-            for line in f.loop(get("walk_lines")):
-                for run in f.loop(get("walk_runs")):
-                    codes, size = place + line * get("walk_line_step") + run * get("walk_run_step"), get("walk_steps") * self.spec.step
-                    whole = size // width * width
-                    for at in f.loop(whole, step=width):
-                        total.value = isa.dot(f, total.value, ones, codes.load(isa.quads, at), 8, full_range=True)
-                    for at in f.loop(size, start=whole, step=8):
-                        eight = codes.load("<8 x i8>", at).shuffle([*range(8), *[8] * (width - 8)], f.value("<8 x i8>", 0))
-                        total.value = isa.dot(f, total.value, ones, eight, 8, full_range=True)
-            (self.sums + m * 4).store(total.value.reduce("add") * self.spec.correction, 0, 4)
+        """What the accumulators of each row begin at: sums of pixels, and of them sums of patches."""
+        f, get, isa, kind = self.f, self.get, self.isa, self.spec.sums
+        single = self.sums if kind == "none" else self.pixel_sums
+        count, step, vectors = get("pixels"), get("pixel_step"), isa.lanes
+        buffer = f.alloca(isa.ints, vectors, 64)
+        whole = count // vectors * vectors
+        for p in f.loop(whole, step=vectors):
+            for i in f.loop(vectors):
+                (buffer + i * (4 * isa.lanes)).store(self._pixel(start + (p + i) * step), 0, 4 * isa.lanes)
+            totals = [buffer.load(isa.ints, i * (4 * isa.lanes), 4 * isa.lanes) for i in range(vectors)]
+            (single + p * 4).store(_sum_of_each(totals) * self.spec.correction, 0, 4)
+        for p in f.loop(count, start=whole):
+            (single + p * 4).store(self._pixel(start + p * step).reduce("add") * self.spec.correction, 0, 4)
+        if kind == "none":
+            return
+        width, lanes = get("out_width"), isa.lanes if kind == "lines" else 1
+        for y in f.loop(get("strip_lines")):
+            for x0 in f.loop(width, step=lanes):
+                x = f.umin(x0, width - lanes)  # the last vector may overlap the one before
+                pixel = self.pixel_sums + (y * get("pixel_line") + x * get("pixel_stride")) * 4
+                total = f.variable(f.value(vector("i32", lanes), 0))
+                for line in f.loop(get("lines")):
+                    for tap in f.loop(get("taps")):
+                        at = (line * get("tap_line_step") + tap * get("tap_step")) * 4
+                        total.value = total.value + pixel.load(vector("i32", lanes), at, 4)
+                (self.sums + (y * width + x) * 4).store(total.value, 0, 4)
+
+    def _pixel(self, codes: Value) -> Value:
+        """A vector whose lanes' sum is that of a pixel's codes."""
+        f, isa, size = self.f, self.isa, self.get("pixel_bytes")
+        total, width = f.variable(f.value(isa.ints, 0)), 4 * isa.lanes
+        whole = size // width * width
+        for at in f.loop(whole, step=width):
+            total.value = self._plus(total.value, codes.load(isa.quads, at))
+        for at in f.loop(size, start=whole, step=8):
+            eight = codes.load("<8 x i8>", at).shuffle([*range(8), *[8] * (width - 8)], f.value("<8 x i8>", 0))
+            total.value = self._plus(total.value, eight)
+        return total.value
+
+    def _plus(self, total: Value, codes: Value) -> Value:
+        isa, f = self.isa, self.f
+        return isa.widen(f, isa.dot(f, isa.start(f, total, 8), f.value(isa.quads, 1), codes, 8, full_range=True), total, 8)
+
+
+def _sum_of_each(vectors: Sequence[Value]) -> Value:
+    """The sums of the lanes of as many vectors as each has lanes, in order."""
+    n = len(vectors)
+    while len(vectors) > 1:  # lanes of two side by side, then neighbours added: half as many vectors, whose lanes are half as many parts
+        pairs = zip(vectors[0::2], vectors[1::2], strict=True)
+        vectors = [a.shuffle(range(0, 2 * n, 2), b) + a.shuffle(range(1, 2 * n, 2), b) for a, b in pairs]
+    return vectors[0]
 
 
 def build_tile(spec: TileSpec, isa: ISA) -> Module:

@@ -46,6 +46,7 @@ class ISA:
     register_totals = 8  # vectors of float totals that fit in registers beside a block's accumulators
     half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
+    sums_shorts = False  # has `dot_shorts`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
@@ -148,6 +149,10 @@ class ISA:
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         """What most of the work with 4-bit weights is made of, for the measure of the machine's peak."""
         return self.dot(f, acc, weights, a, 4)
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        """acc + the two products of int16 in each int32 lane."""
+        raise NotImplementedError
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""

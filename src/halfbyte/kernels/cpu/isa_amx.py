@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, affine_nibbles
 from halfbyte.layouts.cpu_tiles import Geometry
 
 ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
-_FEATURES = "+amx-tile,+amx-int8,+amx-bf16"
+_FEATURES = "+amx-tile,+amx-int8,+amx-bf16,+fast-dpwssd"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux: arch_prctl(2), Documentation/arch/x86/xstate.rst
 
 

@@ -105,12 +105,13 @@ class AVXVNNI(ISA):
     arch = "x86_64"
     lanes = 8
     cpu = "haswell"
-    features = "+avxvnni"
+    features = "+avxvnni,+fast-dpwssd"
     needs: ClassVar[frozenset[str]] = AVX2.needs | {"avxvnni"}
     half_conversions = True
     register_totals = 4
     register = "v"
     direct_tile = (5, 2)
+    sums_shorts = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -122,6 +123,9 @@ class AVXVNNI(ISA):
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc, weights, a.bits(self.quads))
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.shorts), b.bits(self.shorts))
 
 
 class AVX512VNNI(AVXVNNI):
@@ -135,7 +139,7 @@ class AVX512VNNI(AVXVNNI):
     name = "avx512_vnni"
     lanes = 16
     cpu = "cascadelake"
-    features = ""
+    features = "+fast-dpwssd"  # or LLVM makes two instructions of one
     needs = AVX512.needs | {"avx512vnni"}
     attributes = _WHOLE_REGISTERS
     register = ""
