@@ -279,19 +279,19 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
         assert torch.equal(parameter, value.dequantize() if isinstance(value, Codes) else value), name
 
 
-def test_k_quants_in_a_model(tmp_path: Path) -> None:
-    """A file as llama.cpp's quantizer would leave it, whose layers have several types."""
+def write_k_quants(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Writes folder/k.gguf, with layers of several types as llama.cpp's quantizer leaves them. Its model before, its weights in float."""
     model = make(LlamaConfig(**SMALL | {"hidden_size": 256, "intermediate_size": 512}))
-    model.save_pretrained(tmp_path / "float")
-    export(tmp_path / "float", tmp_path / "m.gguf", "gguf")
-    source = gguf.read_header(tmp_path / "m.gguf")
+    model.save_pretrained(folder / "float")
+    export(folder / "float", folder / "m.gguf", "gguf")
+    source = gguf.read_header(folder / "m.gguf")
     kinds = {"attn_q": 12, "attn_k": 10, "attn_v": 14, "attn_output": 13, "ffn_gate": 11, "ffn_up": 20, "ffn_down": 23}
     types = {
         name: (next((k for part, k in kinds.items() if f".{part}.weight" in name), entry.kind), entry.shape)
         for name, entry in source.entries.items()
     }
     metadata = {key: value for key, value in source.metadata.items() if not key.startswith("tokenizer")}
-    writer = gguf.Writer(tmp_path / "k.gguf", metadata, types)
+    writer = gguf.Writer(folder / "k.gguf", metadata, types)
     float_state: dict[str, Tensor] = {}
     for name, (number, shape) in types.items():
         value = gguf.read(source.entries[name])
@@ -307,6 +307,11 @@ def test_k_quants_in_a_model(tmp_path: Path) -> None:
             float_state[name] = value
         writer.write(name, value)
     writer.finish()
+    return model, float_state
+
+
+def test_k_quants_in_a_model(tmp_path: Path) -> None:
+    model, float_state = write_k_quants(tmp_path)
     loaded, _ = load_gguf(tmp_path / "k.gguf")
     state, heads = {}, {"attn_q": 4, "attn_k": 2}
     for name, weight in float_state.items():
