@@ -369,14 +369,16 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.code == 0, answer.out
     found = answer.json
     assert found["faults"] == []
-    assert {test["op"] for test in found["tests"]} == {"quantize", "layout", "dequantize", "embedding", "linear", "qlinear"}
+    assert {test["op"] for test in found["tests"]} == {
+        *("quantize", "layout", "dequantize", "embedding", "linear", "qlinear", "grouped_linear")
+    }
     assert all(test["passed"] and test["cases"] for test in found["tests"])
     assert found["cache"]["usable"]
     assert found["variables"]["unknown"] == ["HALFBYTE_THREAD"]
     assert found["isa"]["chosen"] not in found["isa"]["others"]
     table = run("doctor").out
     assert "HALFBYTE_THREADS?" in table
-    assert "11 of 11 passed" in table
+    assert "14 of 14 passed" in table
 
 
 def test_doctor_finds_a_wrong_kernel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

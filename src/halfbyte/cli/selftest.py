@@ -84,6 +84,7 @@ def checks() -> list[Check]:
     kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
     channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
     pairs = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
+    pairs += [(("grouped_linear", _grouped_linear), name) for name in _THOROUGH]
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     return [Check(op, name, device, cases) for device in devices for (op, cases), name in pairs]
 
@@ -120,11 +121,30 @@ def _linear(codes: Codes, device: str) -> Iterator[Case]:
         y = ops.linear(x.to(device), packed, bias.to(device), compute=compute, activation=activation).cpu()
         expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
         bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
-        if device != "cpu" and compute == "float" and dtype != torch.float32:
-            # A GPU's kernels round each weight to the activations' dtype, and its scale before; or the bias.
-            bound += torch.finfo(dtype).eps * bias.double().abs()
-            bound += 2 * torch.finfo(dtype).eps * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
+        if device != "cpu" and compute == "float":
+            bound += _rounded(x, codes.dequantize(torch.float64), bias)
         yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
+
+
+def _rounded(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A GPU's kernels round each weight to the activations' dtype, and its scale before; or the bias."""
+    eps = 0.0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+    return eps * bias.double().abs() + 2 * eps * (x.double().abs() @ weight.abs().mT)
+
+
+def _grouped_linear(codes: Codes, device: str) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(4)
+    stack = absmax(torch.randn(3, _N, _K, generator=generator), codes.format)
+    packed, bias = ops.pack(stack, device), torch.randn(3, _N, generator=generator)
+    weight = stack.dequantize(torch.float64)
+    for m, dtype in ((1, torch.float32), (9, torch.bfloat16)):
+        x, ids = torch.randn(m, _K, generator=generator).to(dtype), torch.randint(0, 3, (m, 2), generator=generator)
+        y = ops.grouped_linear(x.to(device), packed, ids.to(device), bias.to(device), compute="float").cpu()
+        expected, bound = (f(x, stack, ids, bias) for f in (reference.grouped_linear, reference.grouped_error_bound))
+        if device != "cpu":
+            rows = [[_rounded(row, weight[e], bias[e]) for e in some] for row, some in zip(x, ids.tolist(), strict=True)]
+            bound = bound + torch.stack([torch.stack(row) for row in rows])
+        yield f"M={m}, {dtype}", reference.agrees(y, expected, bound)
 
 
 def _ways(format: str, device: str) -> list[tuple[int, str, str, torch.dtype]]:
