@@ -31,11 +31,11 @@ FORMATS = [
     "int4_channel_zp",
 ]
 CONFIGS = {
-    1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8},
+    1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8, "ahead": 2},
     3: {"columns": 4, "slices": 2, "bands": 2, "warps": 4, "split": 3},
     4: {"columns": 4, "slices": 2, "bands": 1, "batch": 4, "warps": 4},
     7: {"columns": 8, "slices": 1, "bands": 4, "batch": 4, "warps": 4, "split": 2},
-    17: {"columns": 16, "slices": 1, "bands": 8, "warps": 8, "split": 2, "records": 2},
+    17: {"columns": 16, "slices": 1, "bands": 8, "warps": 8, "split": 2, "records": 2, "ahead": 8},
 }
 
 

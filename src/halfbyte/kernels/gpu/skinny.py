@@ -45,7 +45,8 @@ BAND = 16  # rows of the weight that one matrix instruction takes
 @dataclass(frozen=True)
 class Config:
     """bands, columns, slices, batch, split: see this file's text; batch is 1 or `warps`. A thread block has `warps` warps and reads
-    `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed)."""
+    `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
+    on their way to the L2 cache before the kernel before has ended."""
 
     bands: int
     columns: int
