@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from float_support import UNIT
@@ -119,10 +121,10 @@ def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -
     return cuda_conv.table(rows, sums, sizes, int(scales[1]))
 
 
-@pytest.mark.parametrize("in_zero", [0, -7])
+@pytest.mark.parametrize(("in_zero", "chosen"), [(0, True), (-7, True), (-7, False)])
 @pytest.mark.parametrize("format", ["int8_channel", "int4_channel", "int8_tensor"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers(shape: str, format: str, in_zero: int, gpu: Gpu, device: torch.device) -> None:
+def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
     problem = conv.Convolution(sizes, window, batch, (height, width), torch.int8)
@@ -132,7 +134,8 @@ def test_integers(shape: str, format: str, in_zero: int, gpu: Gpu, device: torch
     weight, table = convolution.pack_gpu(codes, sizes).data.to(device), table_of(codes, sizes, bias, *scales).to(device)
     memory = cuda_conv.with_channels(in_memory(x, device), sizes, in_zero)
     out = torch.full((problem.m, outputs), 99, dtype=torch.int8, device=device)
-    conv.launch_integer(problem, conv.configs(problem, gpu)[0], memory, weight, table, out, in_zero, (-120, 127))
+    config = replace(conv.configs(problem, gpu)[0], chosen=chosen)
+    conv.launch_integer(problem, config, memory, weight, table, out, in_zero, (-120, 127))
     expected = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, out_scale, 3, groups, (-120, 127))
     wrong = ~expected.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2))
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"

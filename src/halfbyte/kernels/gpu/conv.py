@@ -63,7 +63,9 @@ class Convolution:
 @dataclass(frozen=True)
 class Config:
     """block_n rows of the weight by block_m patches a program, `step` of K at a time; K split over `split` programs. `written`: the weight
-    is written out in x's type first, in memory that later calls use again."""
+    is written out in x's type first, in memory that later calls use again. `ptx`: inline PTX.
+    `chosen`: where a patch leaves the image its address is chosen, elsewhere what was read (Triton's passes for AMD know no such address).
+    """
 
     block_n: int
     block_m: int
@@ -73,6 +75,7 @@ class Config:
     split: int = 1
     written: bool = False
     ptx: bool = True
+    chosen: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,10 @@ class Static:
         return self.config.ptx
 
     @property
+    def chosen(self) -> bool:
+        return self.config.chosen
+
+    @property
     def bitwise(self) -> bool:
         """Where patches reach beyond the image is looked up."""
         return self.bounded and self.taps < 32
@@ -182,6 +189,8 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     block_m = 128 if block_n * m > 64 * 128 * gpu.sms and not wide else 64
     if wide or (few and bits == 4):
         block_n, block_m = 64, 32
+    elif bits == 4 and not integer and gpu.capability < (9, 0):
+        block_n = 64
     steps = geo.k_padded // step
     tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
     split = 1
@@ -190,7 +199,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     stages = 1 if gpu.backend == "hip" else 2 if wide else 4 if gpu.shared > 120 << 10 else 3
     warps = 8 if block_n * block_m >= 128 * 128 else 4
-    return (Config(block_n, block_m, step, stages, warps, split, False, ptx),)
+    return (Config(block_n, block_m, step, stages, warps, split, False, ptx, gpu.backend == "cuda"),)
 
 
 def padded_channels(sizes: Filter) -> int:
@@ -337,14 +346,18 @@ def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP
     pointers = x + (at + c[:, None])
     if S.real:
         real = real & (c < channels)
-        if S.fill:
+        if S.fill and S.chosen:
             pointers = tl.where(inside, pointers, fill + i[:, None])
             return tl.load(pointers, mask=real[:, None] | (inside ^ True), other=0)
+        elif S.fill:
+            return tl.where(inside, tl.load(pointers, mask=inside & real[:, None], other=0), tl.load(fill))
         else:
             return tl.load(pointers, mask=inside & real[:, None], other=0)
     elif S.bounded:
-        if S.fill:
+        if S.fill and S.chosen:
             return tl.load(tl.where(inside, pointers, fill + i[:, None]))
+        elif S.fill:
+            return tl.where(inside, tl.load(pointers, mask=inside, other=0), tl.load(fill))
         else:
             return tl.load(pointers, mask=inside, other=0)
     else:

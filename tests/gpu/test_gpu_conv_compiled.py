@@ -1,0 +1,116 @@
+"""The kernels of convolutions compile for every GPU, and keep what they hold in registers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aot import Binary, Job, compile_all
+
+from halfbyte.formats import as_format
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper
+from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.layouts import convolution
+from halfbyte.layouts.convolution import Filter
+from halfbyte.machine import Gpu
+
+ARCHES = ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942")
+FILE = "tests/gpu/test_gpu_conv_compiled.py"
+# What is launched, with (dtype, format, channels, outputs, size)
+CASES = {
+    "int8": ("launch", "int8", "int8_channel", 128, 128, 28),
+    "int8, small": ("launch", "int8", "int8_channel", 64, 64, 7),
+    "stem": ("launch", "int8", "int8_channel", 3, 64, 56),
+    "float, 8 bits": ("launch", "float16", "int8_channel", 128, 128, 28),
+    "float, 4 bits": ("launch", "float16", "int4_g32", 128, 128, 28),
+    "dynamic": ("launch_dynamic", "float16", "int8_channel", 128, 128, 28),
+    "dynamic, blocks": ("launch_dynamic", "float16", "int4_g32", 128, 128, 28),
+    "depthwise": ("launch_depthwise", "float16", "int8_channel", 1, 128, 28),
+}
+HOPPER = {
+    "int8": ("launch_hopper", "int8", "int8_channel", 128, 128, 28),
+    "int8, 64": ("launch_hopper", "int8", "int8_channel", 64, 64, 56),
+    "float": ("launch_hopper", "float16", "int4_g32", 128, 128, 28),
+}
+
+
+def _problem(dtype: str, format: str, channels: int, outputs: int, size: int) -> conv.Convolution:
+    sizes = Filter(as_format(format), outputs, channels, (3, 3), outputs if channels == 1 else 1)
+    return conv.Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), 8, (size, size), getattr(torch, dtype))
+
+
+def _tensors(problem: conv.Convolution) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight, table and out, without memory."""
+    sizes = problem.sizes
+    channels = convolution.padded_for_gpu(sizes).channels if sizes.groups == 1 else sizes.out
+    x = torch.empty(problem.batch, *problem.image, channels, dtype=problem.dtype, device="meta")
+    weight = torch.empty(convolution.gpu_geometry(sizes).nbytes, dtype=torch.uint8, device="meta")
+    return (
+        x,
+        weight,
+        torch.empty(1, 4 + sizes.taps, sizes.out, device="meta"),
+        torch.empty(problem.m, sizes.out, dtype=x.dtype, device="meta"),
+    )
+
+
+def launch(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    x, weight, table, out = _tensors(problem)
+    config = conv.configs(problem, gpu)[0]
+    if problem.dtype == torch.int8:
+        conv.launch_integer(problem, config, x, weight, table, out, -3, (-128, 127))
+    else:
+        conv.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
+
+
+def launch_dynamic(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    x, weight, _, out = _tensors(problem)
+    conv_dynamic.launch(problem, "block", conv_dynamic.configs(problem, gpu)[0], x, weight, out, Epilogue())
+
+
+def launch_depthwise(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    x, _, table, out = _tensors(problem)
+    conv_depthwise.launch(problem, x, table[0, 4:], out, Epilogue())
+
+
+def launch_hopper(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    assert conv_hopper.supports(problem, gpu) is None
+    x, weight, table, out = _tensors(problem)
+    config = conv_hopper.configs(problem, gpu)[0]
+    if problem.dtype == torch.int8:
+        conv_hopper.launch_integer(problem, config, x, weight, table, out, -3, (-128, 127))
+    else:
+        conv_hopper.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
+
+
+NAMES = [
+    *(("sm_90", case) for case in CASES),
+    *(("sm_90", f"Hopper {case}") for case in HOPPER),
+    *((arch, case) for arch in ARCHES for case in ("int8", "float, 4 bits")),
+    ("sm_80", "dynamic, blocks"),
+]
+
+
+@pytest.fixture(scope="module")
+def binaries() -> dict[tuple[str, str], list[Binary]]:
+    jobs = []
+    for arch, name in NAMES:
+        function, *case = HOPPER[name.removeprefix("Hopper ")] if name.startswith("Hopper") else CASES[name]
+        kwargs = dict(zip(("dtype", "format", "channels", "outputs", "size"), case, strict=True))
+        jobs.append(Job(f"{FILE}:{function}", arch, kwargs))
+    return dict(zip(NAMES, compile_all(jobs), strict=True))
+
+
+@pytest.mark.parametrize(("arch", "name"), NAMES)
+def test_nothing_is_spilled(arch: str, name: str, binaries: dict[tuple[str, str], list[Binary]], gpu: Gpu) -> None:
+    for binary in binaries[arch, name]:
+        assert binary.spills == 0, f"{binary.kernel} for {arch} spills {binary.spills} bytes: {binary.options}"
+
+
+@pytest.mark.parametrize("name", ["int8", "float, 8 bits"])
+def test_matrix_units_fed_asynchronously(name: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
+    binary = binaries["sm_90", name][-1]
+    assert "wgmma.mma_async" in binary.ptx
+    assert "cp.async.cg.shared.global" in binary.ptx
