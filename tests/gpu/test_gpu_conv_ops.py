@@ -1,0 +1,133 @@
+"""Convolutions through the public functions and modules on a GPU; without one, that nothing pretends there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.kernels import conv_reference
+from halfbyte.kernels.problem import Window
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+# (format, channels, outputs, kernel, groups, stride, padding): patches, pixels as a linear layer, depthwise, a stem
+LAYERS = [
+    ("int8_channel", 64, 64, 3, 1, 1, 1),
+    ("int4_g32", 64, 70, 3, 1, 2, 1),
+    ("int4_g32", 64, 64, 1, 1, 1, 0),
+    ("int8_channel", 64, 96, 1, 1, 2, 0),
+    ("int8_channel", 32, 32, 1, 1, 1, 1),
+    ("int8_channel", 33, 33, 3, 33, 2, 1),
+    ("int8_channel", 64, 64, 3, 4, 1, 1),
+    ("int8_channel", 3, 64, 7, 1, 2, 3),
+]
+
+
+def layer(format: str, channels: int, outputs: int, kernel: int, groups: int) -> tuple[hb.Codes, hb.PackedConv]:
+    codes = hb.quantize_conv(torch.randn(outputs, channels // groups, kernel, kernel) * 0.1, format)
+    return codes, hb.pack_conv(codes, kernel, groups, device="cuda")
+
+
+def floats(x: Tensor, codes: hb.Codes, kernel: int, groups: int, stride: int, padding: int) -> Tensor:
+    weight = hb.dequantize(hb.pack_conv(codes, kernel, groups)).double()
+    return torch.nn.functional.conv2d(x.double(), weight, None, stride, padding, 1, groups)
+
+
+@on_gpu
+@pytest.mark.parametrize("compute", ["float", "int8"])
+@pytest.mark.parametrize("setting", LAYERS)
+def test_conv2d(setting: tuple[str, int, int, int, int, int, int], compute: str) -> None:
+    fmt, channels, outputs, kernel, groups, stride, padding = setting
+    codes, packed = layer(fmt, channels, outputs, kernel, groups)
+    assert torch.equal(hb.unpack(packed).data.cpu(), codes.data)
+    x, bias = torch.randn(2, channels, 13, 14).half(), torch.randn(outputs)
+    expected = floats(x, codes, kernel, groups, stride, padding) + bias.double().view(1, -1, 1, 1)
+    residual = torch.randn_like(expected).half()
+    expected = (expected + residual.double()).clamp(0, 6)
+    for image in (x.cuda(), x.cuda().to(memory_format=torch.channels_last)):
+        y = hb.conv2d(image, packed, bias.cuda(), stride, padding, compute=compute, clamp=(0, 6), residual=residual.cuda())
+        assert y.stride()[1] == 1
+        assert (y.cpu().double() - expected).abs().max() < (0.01 if compute == "float" else 0.15)
+
+
+@on_gpu
+@pytest.mark.parametrize("setting", LAYERS)
+def test_qconv2d(setting: tuple[str, int, int, int, int, int, int]) -> None:
+    _, channels, outputs, kernel, groups, stride, padding = setting
+    codes, packed = layer("int8_channel", channels, outputs, kernel, groups)
+    x, bias = torch.randint(-128, 128, (2, channels, 13, 14), dtype=torch.int8), torch.randn(outputs)
+    scales = {"in_scale": 0.02, "in_zero": -9, "out_scale": 0.07, "out_zero": 4}
+    window = Window((stride, stride), (padding,) * 4)
+    wanted = conv_reference.qconv2d(x, codes, (kernel, kernel), window, bias, 0.02, -9, 0.07, 4, groups)
+    for image in (x.cuda(), x.cuda().contiguous(memory_format=torch.channels_last)):
+        y = hb.qconv2d(image, packed, bias.cuda(), stride, padding, **scales)  # type: ignore[arg-type]
+        assert wanted.agrees(y.cpu()).all()
+
+
+@on_gpu
+def test_compiled_and_captured() -> None:
+    codes, packed = layer("int8_channel", 64, 64, 3, 1)
+    x = torch.randn(2, 64, 14, 14, device="cuda", dtype=torch.float16)
+    y = hb.conv2d(x, packed, None, 1, 1)
+    assert torch.equal(torch.compile(lambda x: hb.conv2d(x, packed, None, 1, 1), fullgraph=True)(x), y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = hb.conv2d(x, packed, None, 1, 1)
+    again.zero_()
+    graph.replay()
+    assert torch.equal(again, y)
+    del codes
+
+
+@on_gpu
+def test_gradients() -> None:
+    codes, packed = layer("int8_channel", 8, 8, 3, 1)
+    x = torch.randn(1, 8, 6, 6, device="cuda", requires_grad=True)
+    hb.conv2d(x, packed, None, 1, 1).square().sum().backward()
+    other = x.detach().cpu().double().requires_grad_()
+    floats(other, codes, 3, 1, 1, 1).square().sum().backward()
+    assert x.grad is not None
+    assert other.grad is not None
+    assert (x.grad.cpu() - other.grad).abs().max() < 1e-3
+
+
+@on_gpu
+def test_modules_and_chains_move() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 1, 1, groups=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    ).eval()  # fmt: skip
+    images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
+    for config in (hb.Config("int8_channel"), hb.Config("int8_channel", activations="static", calibration=images)):
+        quantized = hb.quantize_(nn.Sequential(*(layer for layer in model)), config)
+        here = quantized(images[0])
+        there = quantized.cuda()(images[0].cuda()).cpu()
+        assert (here - there).abs().max() < 0.05 * here.abs().max()
+
+
+@on_gpu
+def test_errors() -> None:
+    _, packed = layer("int8_channel", 4, 8, 3, 1)
+    x = torch.randn(1, 4, 8, 8, device="cuda")
+    with pytest.raises(ArgumentError, match="takes \\[B, 4, H, W\\]"):
+        hb.conv2d(torch.randn(1, 5, 8, 8, device="cuda"), packed)
+    with pytest.raises(FormatError, match="packed bytes"):
+        hb.conv2d(x.cpu(), packed)
+    with pytest.raises(ArgumentError, match="convert them first"):
+        hb.conv2d(x.double(), packed)
+    with pytest.raises(ArgumentError, match="bias of 8 outputs"):
+        hb.conv2d(x, packed, torch.randn(8))
+    with pytest.raises(ArgumentError, match="image at least as large"):
+        hb.conv2d(x[..., :2, :2], packed)
+    with pytest.raises(UnsupportedError, match="without an offset"):
+        hb.conv2d(x, packed, compute="int8", activation="row_offset")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu() -> None:
+    codes = hb.quantize_conv(torch.randn(8, 4, 3, 3), "int8_channel")
+    with pytest.raises(UnsupportedError, match="torch sees no GPU"):
+        hb.pack_conv(codes, 3, device="cuda")
