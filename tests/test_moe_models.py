@@ -12,7 +12,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
-from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.modules import QuantLinear, QuantModule
 
 transformers = pytest.importorskip("transformers")
 
@@ -191,6 +191,23 @@ def test_methods(tmp_path: Path) -> None:
     quantized = hb.quantize_(deepcopy(model), hb.Config("int4_g32", method="gptq"), calibration=TOKENS)
     assert sum(row.kind == "Experts" for row in hb.report(quantized).quantized) == 4
     assert logits(quantized).isfinite().all()
+
+
+def test_calibrated_on_disk_and_exported(tmp_path: Path) -> None:
+    model, config = build("mixtral"), hb.Config("int4_g32", method="gptq", compute="float")
+    model.save_pretrained(tmp_path / "float")
+    hb.convert(tmp_path / "float", tmp_path / "own", config, calibration=hb.Calibration(TOKENS))
+    quantized = hb.quantize_(model, config, calibration=TOKENS)
+    expected = logits(quantized)
+    assert torch.equal(logits(hb.load(tmp_path / "own")), expected)
+    report = hb.export(tmp_path / "own", tmp_path / "gptq", "gptq")  # has no place for stacks: they become float parameters again
+    assert sum(row.kind == "Experts" and "dequantized" in (row.reason or "") for row in report.kept) == 4
+    exported = hb.load(tmp_path / "gptq")
+    assert not any(isinstance(module, QuantExperts) for module in exported.modules())
+    for module in exported.modules():
+        if isinstance(module, QuantLinear):
+            module.compute = "float"
+    assert (logits(exported) - expected).abs().max() <= 2.0**-24 * 96 * 8 * expected.abs().max()
 
 
 def test_experts_that_are_not_known_stay_and_say_why() -> None:
