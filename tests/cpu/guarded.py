@@ -21,9 +21,15 @@ from halfbyte import ops
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import dequantize, linear, quantize, runtime
+from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts import convolution
+from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import geometry, pack
+from halfbyte.ops import conv as conv_ops
 
 PAGE = mmap.PAGESIZE
 ENDS = ("end", "start")  # where a buffer lies flush with a forbidden page
@@ -82,8 +88,11 @@ def guarded_allocations(flush: str) -> Iterator[None]:
     """What kernels allocate lies flush too."""
     empty, empty_like = torch.empty, torch.empty_like
 
-    def new(*sizes: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return guarded(tuple(sizes[0]) if isinstance(sizes[0], (tuple, list, torch.Size)) else sizes, dtype, flush)
+    def new(*sizes: int | tuple[int, ...], dtype: torch.dtype = torch.float32, memory_format: torch.memory_format | None = None) -> Tensor:
+        shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
+        if memory_format is torch.channels_last:
+            return guarded((shape[0], *shape[2:], shape[1]), dtype, flush).permute(0, 3, 1, 2)
+        return guarded(shape, dtype, flush)
 
     torch.empty, torch.empty_like = new, lambda t, dtype=None: new(t.shape, dtype=dtype or t.dtype)
     try:
@@ -144,6 +153,48 @@ def integer_products(tell: Callable[[str], None]) -> None:
                 same(kernel(rows, data.data_ptr(), columns, -128.0, 127.0), wanted)
 
 
+# Channels of a group, groups, outputs of a group, kernel, window.
+FILTERS = [
+    (64, 1, 33, (1, 1), Window()), (16, 1, 5, (1, 1), Window((2, 2))), (32, 1, 32, (3, 3), Window()), (48, 2, 8, (2, 3), Window()),
+    (32, 1, 17, (3, 3), Window((1, 1), (1, 1, 1, 1))), (24, 1, 7, (1, 2), Window((1, 1), (0, 1, 2, 0), (1, 2))),
+    (3, 1, 32, (7, 7), Window((2, 2), (3, 3, 3, 3))), (5, 3, 4, (2, 2), Window()), (8, 1, 3, (1, 1), Window()),
+    (1, 40, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))), (1, 7, 1, (2, 5), Window((2, 1), (0, 1, 1, 0), (1, 2))),
+    (1, 16, 1, (3, 3), Window((2, 2))),
+]  # fmt: skip
+
+
+def convolutions(tell: Callable[[str], None]) -> None:
+    scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 2.0, "out_zero": 5}
+    for number, (channels, groups, out, kernel, window) in enumerate(FILTERS):
+        for dtype, name in (
+            (torch.int8, "int8_channel"),
+            (torch.int8, "int4_channel"),
+            (DTYPES[number % 3], "int8_channel"),
+            (torch.float32, "q4_0"),
+        ):
+            sizes = Filter(as_format(name), out * groups, channels, kernel, groups)
+            weight = conv_ops.pack_conv(random_codes(sizes.format, sizes.codes_shape), kernel, groups)
+            depthwise = channels == out == 1
+            integer = dtype == torch.int8
+            data = taps(convolution.unpack(weight), sizes, integer=integer) if depthwise else weight.data
+            b, h, w = 1 + number % 2, 9, 7 + number
+            x = (
+                torch.randint(-128, 128, (b, h, w, channels * groups), dtype=torch.int8)
+                if integer
+                else torch.randn(b, h, w, channels * groups)
+            )
+            x = x.to(dtype)
+            bias = conv_ops.conv_requantization_table(weight, None, **scales) if integer else torch.randn(sizes.out)
+            run = DepthwiseKernel(sizes, dtype) if depthwise else ConvKernel(sizes, dtype, "int8", "block")
+            wanted = run(x.permute(0, 3, 1, 2), window, data, bias, -9.0, 9.0, outside=-3 if integer else 0)
+            for flush in ENDS:
+                tell(f"conv {name} {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
+                images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
+                given = placed(data.flatten(), flush).view(data.shape), placed(bias.flatten(), flush).view(bias.shape)
+                with guarded_allocations(flush):
+                    same(run(images, window, *given, -9.0, 9.0, outside=-3 if integer else 0), wanted)
+
+
 def weights(tell: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
     names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
@@ -185,6 +236,7 @@ def main(progress: str, one_too_far: bool) -> None:
         scratch("end")
         products(tell)
         integer_products(tell)
+        convolutions(tell)
         weights(tell)
 
 

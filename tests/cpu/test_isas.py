@@ -4,6 +4,7 @@ What this CPU has is tested by the other files, which run all that they do on ea
 """
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 
@@ -17,19 +18,24 @@ from support import activations, pairwise, run_linear
 from halfbyte import machine as machine_module
 from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
-from halfbyte.kernels import reference
+from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu import activations as activations_module
-from halfbyte.kernels.cpu import dequantize, driver, isa_arm, jit, quantize, tile
+from halfbyte.kernels.cpu import depthwise, dequantize, driver, isa_arm, jit, quantize, tile
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_arm import SVE
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, geometry, pack
 from halfbyte.machine import machine
+from halfbyte.ops import conv as conv_ops
 from halfbyte.quantizers.absmax import absmax
 
 BY_NAME = {isa.name: isa for isa in ISAS}
@@ -135,6 +141,60 @@ def test_integers_in_integers_out(emulator: Emulator, bits: int) -> None:
         kernel = kernels.linear_kernel(emulator, codes.format, n, k, torch.int8, "int8", "block")
         y = run_linear(kernel, x, packed, ops.requantization_table(packed, bias, **scales), (-100, 127))
         assert bool(reference.qlinear(x, codes, bias, **scales, clamp=(-100, 127)).agrees(y).all())
+
+
+# Channels of a group, groups, outputs of a group, kernel, window.
+FILTERS = [
+    (32, 1, 33, (1, 1), Window()),
+    (16, 1, 5, (3, 2), Window((1, 2), (1, 0, 1, 1))),
+    (3, 1, 32, (5, 3), Window((2, 2), (2, 2, 1, 1))),
+    (24, 2, 7, (2, 3), Window((1, 1), (0, 1, 2, 0), (1, 2))),
+    (1, 19, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+]
+
+
+def test_convolutions_of_codes(emulator: Emulator, step: int) -> None:
+    scales = {"in_scale": 0.02, "in_zero": -3, "out_zero": 5}
+    for number, (channels, groups, out, kernel, window) in enumerate(FILTERS):
+        for name in ("int8_channel", "int4_channel")[:: 1 if step == 1 else 2]:
+            sizes = Filter(as_format(name), out * groups, channels, kernel, groups)
+            codes = random_codes(sizes.format, sizes.codes_shape, number)
+            x = torch.randint(-128, 128, (2, 6, 11, channels * groups), dtype=torch.int8).permute(0, 3, 1, 2)
+            scales["out_scale"] = 0.003 * sizes.k**0.5 * 2**sizes.format.bits
+            weight, bias = conv_ops.pack_conv(codes, kernel, groups), torch.randn(sizes.out)
+            table = conv_ops.conv_requantization_table(weight, bias, **scales)
+            if channels == out == 1:
+                data, make = depthwise.taps(codes, sizes, integer=True), functools.partial(DepthwiseKernel, sizes, torch.int8)
+            else:
+                data, make = weight.data, functools.partial(ConvKernel, sizes, torch.int8, "int8", "block")
+            y = kernels.convolved(emulator, make, x, window, data, table, -100, 127, outside=-3)
+            wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, groups=groups, clamp=(-100, 127), **scales)
+            assert bool(wanted.agrees(y).all()), (name, sizes, window)
+
+
+@pytest.mark.parametrize("way", ["float", "int8", "image"])
+def test_convolutions_of_floats(emulator: Emulator, way: str) -> None:
+    taken = {"float": FILTERS[::2], "int8": FILTERS[1:4:2], "image": FILTERS[:4]}[way]  # depthwise is always in floating point
+    for number, (channels, groups, out, kernel, window) in enumerate(taken):
+        name, dtype = "q4_0" if way == "int8" and channels > 1 else "int8_channel", DTYPES[number % 3]
+        sizes = Filter(as_format(name), out * groups, channels, kernel, groups)
+        codes, bias = random_codes(sizes.format, sizes.codes_shape, number), torch.randn(sizes.out)
+        x = torch.randn(1, 6, 11, channels * groups).to(dtype).permute(0, 3, 1, 2)
+        image, data, more, arguments = x, conv_ops.pack_conv(codes, kernel, groups).data, {}, (x, codes, kernel, window, bias, groups)
+        if channels == out == 1:
+            data, make = depthwise.taps(codes, sizes, integer=False), functools.partial(DepthwiseKernel, sizes, dtype)
+        elif way == "image":
+            image, scales = conv_reference.quantized_images(x)
+            image, more = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), {"scales": scales}
+            make = functools.partial(ConvKernel, sizes, torch.int8, "int8", "block", out=dtype)
+        else:
+            make = functools.partial(ConvKernel, sizes, dtype, way, "block")
+        y = kernels.convolved(emulator, make, image, window, data, bias, -5.0, 40.0, **more)
+        if way == "image":
+            wanted, error = conv_reference.conv2d_of_images(*arguments)
+        else:
+            wanted, error = conv_reference.conv2d(*arguments, way), conv_reference.error_bound(*arguments, way)
+        assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all()), (way, name, sizes, window)
 
 
 def test_dequantize(emulator: Emulator, step: int) -> None:

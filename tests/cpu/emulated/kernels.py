@@ -1,8 +1,10 @@
 """halfbyte's own calls, planned as ever, with an `Emulator` in the place of the CPU."""
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -10,30 +12,35 @@ from emulated.program import IMAGE, Emulator
 from torch import Tensor
 
 from halfbyte.formats import Codes, Format
-from halfbyte.kernels.cpu import dequantize, jit, linear, quantize, runtime
+from halfbyte.kernels.cpu import conv, depthwise, dequantize, jit, linear, quantize, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
+from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.depthwise import DEPTHWISE, DepthwiseKernel
+from halfbyte.kernels.cpu.direct import DIRECT
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.patches import CONV
 from halfbyte.kernels.cpu.tile import Inner
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _FUNCTIONS = ("first_phase", "second_phase", "row_function", "tile_function", "lesser_tile_function")
+_CACHED = (dequantize._phase, quantize._phase, depthwise._phase)
 _MARGIN = b"\xff" * 64  # NaN in every dtype
 
 
 @contextmanager
 def _in_place_of_the_cpu(emulator: Emulator, run: Callable[[bytes, int], bytes] | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, dequantize, quantize):
+        for module in (linear, dequantize, quantize, conv, depthwise):
             patch.setattr(module, "current", lambda: emulator.isa)
-        for cached in (dequantize._phase, quantize._phase):
+        for cached in _CACHED:
             cached.cache_clear()
         patch.setattr(jit, "load", emulator.load)
         patch.setattr(runtime, "threads", lambda: 1)
         patch.setattr(runtime, "runner", lambda: None)
         patch.setattr(runtime, "run", run)
         yield
-    for cached in (dequantize._phase, quantize._phase):
+    for cached in _CACHED:
         cached.cache_clear()
 
 
@@ -97,6 +104,40 @@ def linear_kernel(
 
     kernel.run, kernel._prepare = run, prepare_emulated
     return kernel
+
+
+def convolved(
+    emulator: Emulator, make: Callable[[], ConvKernel | DepthwiseKernel], x: Tensor, window: Window, *rest: Any, **more: Any
+) -> Tensor:
+    """What the kernel that `make` makes gives for x, a window, weights, a bias, and so on."""
+    weights, bias, scales = rest[0], rest[1], more.get("scales")
+    with _in_place_of_the_cpu(emulator):
+        kernel = make()
+        calls, prepare = [], kernel._prepare
+        kernel._prepare = lambda *arguments: calls.append(prepare(*arguments)) or calls[-1]
+
+        def run(address: int, threads: int) -> None:
+            assert threads == 1
+            call = calls[-1]
+            size = ctypes.sizeof(call.buffer)
+            table = next(table for table in (DIRECT, CONV, DEPTHWISE) if table.struct().size == size)
+            block = ctypes.string_at(address, size)
+            depthwise = isinstance(kernel, DepthwiseKernel)
+            kept = (call.outside,) if depthwise else call.kept
+            sizes = {
+                "x": x.numel() * (kernel.inner_dtype if depthwise else kernel.dtype).itemsize,
+                "scratch": 0 if depthwise else call.memory,
+                "weights": weights.nbytes,
+                "bias": 4 * call.out_shape[1] if bias is None else bias.nbytes,
+                "out": math.prod(call.out_shape) * (kernel.inner_dtype if depthwise else kernel.out_dtype).itemsize,
+                "zeros": 4 * PANEL,
+                "scales": 0 if scales is None else scales.nbytes,
+                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places"), kept, strict=False)},
+            }
+            _call(emulator, table, block, {name: n for name, n in sizes.items() if name in table.fields}, {"scratch", "out"})
+
+        (kernel if isinstance(kernel, DepthwiseKernel) else kernel.linear).run = run
+        return kernel(x, window, *rest, **more)
 
 
 def dequantized(emulator: Emulator, weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor | None) -> Tensor:

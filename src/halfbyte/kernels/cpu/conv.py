@@ -32,6 +32,7 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
+_LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 16  # of an image's lines, or of patches, that a thread has at hand
 
@@ -127,9 +128,9 @@ class ConvKernel:
         top, _, left, _ = window.padding
         joined = dw == 1 and sizes.groups == 1  # the taps of a line lie side by side
         runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
-        step = 32 if run % 32 == 0 else 8
+        step = math.gcd(run, 32)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height and (wo - 1) * sw - left + (kw - 1) * dw < width
-        image_itself = top == left == 0 and inside and step == 32 and sizes.channels % 8 == 0
+        image_itself = top == left == 0 and inside and step >= _LEAST_STEP
         patches = sizes.channels % 8 != 0
         near_width = (wo - 1) * sw + (kw - 1) * dw + 1
         line = (width if image_itself else near_width) * channels

@@ -161,8 +161,8 @@ class _Lines:
         for m in f.loop(get("rows")):
             source = start + (self.pointer("places") + m * 8).load("i64", 0, 8)
             if self.spec.lines:
-                for line in range(self.spec.lines):
-                    (to.value + size * line).store((source + get("line_step") * line).load(kind))
+                for n in range(self.spec.lines):
+                    (to.value + size * n).store((source + get("line_step") * n).load(kind))
             else:
                 at = f.variable(to.value)
                 for line in f.loop(get("lines")):
