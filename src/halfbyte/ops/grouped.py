@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.linear import LinearKernel
 
 
 def grouped_linear(
@@ -103,28 +107,32 @@ def _cpu(
     compute: str,
     activation: str,
 ) -> Tensor:
-    from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu import grouped
-    from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.linear import linear_kernel
 
     shape = _shape(x, ids, experts, n, k)
     _check(x, weight, ids, bias, format, experts, n, k, activation)
-    fmt = as_format(format)
-    inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
-    if ids.numel():
-        least, most = (int(bound) for bound in torch.aminmax(ids))
-        if least < 0 or most >= experts:
-            raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {least} … {most}")
-    if x.numel() == 0 or n == 0 or not ids.numel():
+    kernel = _cpu_kernel(format, n, k, x.dtype, compute, activation)
+    numbers = ids.flatten().tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) >= experts):
+        raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {min(numbers)} … {max(numbers)}")
+    if x.numel() == 0 or n == 0 or not numbers:
         return _nothing(x, ids, bias, shape)
-    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)
     flat = x.reshape(-1, k).contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
     biases = None if bias is None else bias.to(torch.float32).contiguous()
-    out = grouped.run(kernel, flat, ids.flatten(), weight, biases)
-    return out.view(shape)
+    return grouped.run(kernel, flat, numbers, weight, biases).view(shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: str) -> LinearKernel:
+    """That of one expert."""
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    fmt = as_format(format)
+    return linear_kernel(fmt, n, k, dtype, choose_linear(fmt, dtype, compute, current()).taken.inner, activation)
 
 
 class _Kept(NamedTuple):

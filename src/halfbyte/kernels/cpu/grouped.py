@@ -7,9 +7,10 @@ one after the other and draw work from each; there is one barrier in all, betwee
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import LinearKernel
 
 _BLOCK_BYTES = 8 * len(LINEAR.fields)
+_CALL = GROUPED.struct()
 _INFINITE = float("inf")
 
 
@@ -43,50 +45,57 @@ def _each(f: Function, phase: str) -> None:
 
 
 class _Part(NamedTuple):
-    """Rows `start` … `start + rows` - 1 of the sorted pairs, which one expert multiplies."""
+    """So many rows, from these of x to these of the result, that one expert multiplies."""
 
     expert: int
-    start: int
+    x_row: int
+    out_row: int
     rows: int
 
 
 _arguments: Kept[tuple[bytes, int]] = Kept()
 
 
-def run(kernel: LinearKernel, x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [P / share, K] contiguous, ids [P] of experts that there are, weight uint8 [E * bytes of a matrix], bias float32 [E, N] -> [P, N].
+@functools.cache
+def _phases(isa: ISA) -> tuple[int, int]:
+    found = jit.load("grouped", build, isa)
+    return found["first_phase"], found["second_phase"]
+
+
+def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [P / share, K] contiguous, P ids of experts that there are, weight uint8 [E * bytes of a matrix], bias float32 [E, N] -> [P, N].
 
     `kernel` is that of one expert, whose conditions hold.
     """
-    numbers = ids.tolist()
-    pairs, share = len(numbers), len(numbers) // len(x)
-    order = sorted(range(pairs), key=numbers.__getitem__)
-    parts = _parts([numbers[pair] for pair in order])
+    pairs, share = len(ids), len(ids) // len(x)
     out = torch.empty(pairs, kernel.geometry.n, dtype=kernel.out_dtype)
-    apart = len(parts) == pairs  # each expert has one row: where that is does not matter
-    rows = x if apart else x[torch.tensor(order) // share]
-    threads = max(1, min(runtime.threads(), pairs * kernel.geometry.n * kernel.geometry.k // linear.WORK_A_THREAD))
-    at = [order[part.start] if apart else part.start for part in parts]
-    first = 0
-    for some in _passes(parts):
-        last = first + len(some)
-        places = [(i // share if apart else i, i) for i in at[first:last]]
-        _pass(kernel, some, places, (rows, weight, bias, out), threads)
-        first = last
-    if not apart:
-        sorted_out, out = out, torch.empty_like(out)
-        out[torch.tensor(order)] = sorted_out
+    if len(set(ids)) == pairs:  # each row is a part: it stays where it is
+        parts = [_Part(expert, i // share, i, 1) for i, expert in enumerate(ids)]
+        _run(kernel, parts, (x, weight, bias, out))
+    else:
+        order = sorted(range(pairs), key=ids.__getitem__)
+        places, by_expert = torch.tensor(order), torch.empty_like(out)
+        _run(kernel, _sorted_parts([ids[i] for i in order]), (x[places // share], weight, bias, by_expert))
+        out[places] = by_expert
     return out if kernel.out_dtype == kernel.dtype else out.to(kernel.dtype)
 
 
-def _parts(experts: Sequence[int]) -> list[_Part]:
-    """Of sorted pairs, whose experts these are; none has more rows than one pass takes."""
+def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
+    """Of pairs in the order of their experts, which these are; none has more rows than one pass takes."""
     parts, start = list[_Part](), 0
-    for expert, group in groupby(experts):
-        rows, most = sum(1 for _ in group), linear.ROWS_A_PASS
-        parts += [_Part(expert, start + done, min(most, rows - done)) for done in range(0, rows, most)]
+    for expert, rows in Counter(experts).items():
+        for done in range(0, rows, linear.ROWS_A_PASS):
+            parts.append(_Part(expert, start + done, start + done, min(linear.ROWS_A_PASS, rows - done)))
         start += rows
     return parts
+
+
+def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
+    """`operands`: x, weight, bias, out."""
+    geo, pairs = kernel.geometry, len(operands[3])
+    threads = max(1, min(runtime.threads(), pairs * geo.n * geo.k // linear.WORK_A_THREAD))
+    for some in _passes(parts) if pairs > linear.ROWS_A_PASS else (parts,):
+        _pass(kernel, some, operands, threads)
 
 
 def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
@@ -101,14 +110,7 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield some
 
 
-def _pass(
-    kernel: LinearKernel,
-    parts: Sequence[_Part],
-    places: Sequence[tuple[int, int]],
-    operands: tuple[Tensor, Tensor, Tensor | None, Tensor],
-    threads: int,
-) -> None:
-    """`places`: the first rows of x and of out of each part."""
+def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
     x, weight, bias, out = operands
     plans = [
         _arguments.get((kernel.number, part.rows, threads), lambda m=part.rows: _plan(kernel, m, threads))  # type: ignore[misc]
@@ -118,25 +120,25 @@ def _pass(
     blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
     row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]
     px, pw, py, pb = x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
-    for i, (part, (row, place), (_, size)) in enumerate(zip(parts, places, plans, strict=True)):
+    for i, (part, (_, size)) in enumerate(zip(parts, plans, strict=True)):
         linear.pack_call(
             blocks,
             i * _BLOCK_BYTES + linear.CALL,
             0,
-            px + row * row_bytes,
+            px + part.x_row * row_bytes,
             row_bytes,
             scratch,
             pw + part.expert * kernel.nbytes,
             pb and pb + part.expert * n * 4,
-            py + place * out_bytes,
+            py + part.out_row * out_bytes,
             0,
             -_INFINITE,
             _INFINITE,
         )
         scratch += size
-    phases = jit.load("grouped", build, kernel.isa)
-    table = {"openmp": runtime.openmp_address(), "blocks": ctypes.addressof(blocks), "count": len(parts), **phases}
-    arguments = GROUPED.buffer({name: value for name, value in table.items() if name in GROUPED.fields})
+    arguments = ctypes.create_string_buffer(
+        _CALL.pack(*_phases(kernel.isa), runtime.openmp_address(), 0, ctypes.addressof(blocks), len(parts))
+    )
     kernel.run(ctypes.addressof(arguments), threads)
 
 
