@@ -333,10 +333,15 @@ def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = amax * (1/127), codes = round(fl(x * fl(127 / amax))) with the largest magnitude of the image. The scale of an image with a
     NaN or infinity is NaN.
     """
-    largest = torch.linalg.vector_norm(x.permute(0, 2, 3, 1).flatten(1), torch.inf, 1, dtype=torch.float32)
+    flat = x.permute(0, 2, 3, 1).flatten(1)
+    largest = torch.maximum(flat.amax(1), -flat.amin(1)).float()  # many times as fast as a norm
     inverse = torch.full_like(largest, 127) / largest  # rounded once, as 127 / largest is not
     inverse[~torch.isfinite(inverse) | ~torch.isfinite(largest)] = 0
-    q = torch.empty_like(x, dtype=torch.int8)
-    for image, codes, factor in zip(x.split(1), q.split(1), inverse.tolist(), strict=True):
-        codes.copy_(elementwise.combine(image, factor, 0.0, torch.int8, clamp=(-127, 127)))
+    factors = inverse.tolist()
+    if len(factors) == 1:
+        q = elementwise.combine(x, factors[0], 0.0, torch.int8, clamp=(-127, 127))
+    else:
+        q = torch.empty_like(x, dtype=torch.int8)
+        for image, codes, factor in zip(x.split(1), q.split(1), factors, strict=True):
+            codes.copy_(elementwise.combine(image, factor, 0.0, torch.int8, clamp=(-127, 127)))
     return q, torch.where(torch.isfinite(largest), largest * torch.full_like(largest, 1 / 127), torch.nan)
