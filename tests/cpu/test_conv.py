@@ -1,5 +1,6 @@
 """Convolutions against their definition: any kernel, stride, padding, dilation and groups; images that touch nothing else."""
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -133,6 +134,34 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
         assert bool(wanted.agrees(y).all())
 
     sweep()
+
+
+def test_a_thousand_integer_convolutions_are_those_of_the_reference() -> None:
+    """Shapes, strides, paddings, dilations, groups and zero points by chance, on the best instruction set at hand."""
+    rng, done = random.Random(0), 0
+    while done < 1000:
+        alone = rng.random() < 0.3
+        groups = rng.randint(1, 40) if alone else rng.choice((1, 1, 2, 3))
+        channels, out = (1, 1) if alone else (rng.choice((1, 2, 3, 5, 8, 16, 20, 24, 32, 33, 64)), rng.choice((1, 5, 16, 32, 33, 64, 70)))
+        kernel, strides, dilations = ((rng.randint(1, most), rng.randint(1, most)) for most in (5, 3, 3))
+        window = Window(strides, tuple(rng.randint(0, 4) for _ in range(4)), dilations)  # type: ignore[arg-type]
+        sizes = Filter(
+            as_format(rng.choice(("int8_channel", "int8_channel", "int8_tensor", "int4_channel"))), out * groups, channels, kernel, groups
+        )
+        case = Case(sizes, window, (rng.randint(1, 3), channels * groups, rng.randint(1, 14), rng.randint(1, 30)), done)
+        try:
+            window.out_size(case.image[2:], kernel)
+        except ArgumentError:
+            continue
+        done += 1
+        codes, x = case.codes(), case.image_of(torch.int8)
+        bias = torch.randn(sizes.out) * 10 if rng.random() < 0.5 else None
+        zeros = {"in_zero": rng.randint(-128, 127), "out_zero": rng.randint(-128, 127)}
+        scales = {"in_scale": 0.02, "out_scale": 0.03 * sizes.k**0.5 * 2**sizes.format.bits, **zeros}
+        weight, padding = ops.pack_conv(codes, kernel, groups), (window.padding[:2], window.padding[2:])
+        y = ops.qconv2d(x, weight, bias, strides, padding, dilations, **scales)  # type: ignore[arg-type]
+        wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, groups=groups, **scales)  # type: ignore[arg-type]
+        assert bool(wanted.agrees(y).all()), case
 
 
 @isas

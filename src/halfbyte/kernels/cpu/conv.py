@@ -164,7 +164,6 @@ class ConvKernel:
             0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 1,
             at_once,
             kh if few_lines else 0,
-            rows,
             isa.correction(sizes.format.bits, signed=True),
             "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single",
         )
@@ -191,6 +190,7 @@ class ConvKernel:
             "out_bytes": out_bytes,
             "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
             "tile_function": tile,
+            "tile_rows": rows,
             "row_bytes": row,
             "items": items,
             "parts": parts,

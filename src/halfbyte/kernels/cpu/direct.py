@@ -53,7 +53,6 @@ class LinesSpec:
     copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
     patches     bytes that are written at a time where patches are written out; else 0
     lines       of a patch that is written out, if each is one run of at most `patches` bytes and they are few; else 0
-    rows        R
     correction  what the sum of a patch's codes is multiplied by for the accumulators (`ISA.correction`)
     sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
                 that whole vectors are added; "single": one by one
@@ -62,14 +61,13 @@ class LinesSpec:
     copied: int
     patches: int
     lines: int
-    rows: int
     correction: int
     sums: str
 
     @property
     def name(self) -> str:
         correction = f"{'m' if self.correction < 0 else ''}{abs(self.correction)}{self.sums}"
-        return f"lines_{self.copied}_{self.patches}x{self.lines}_r{self.rows}_{correction}"
+        return f"lines_{self.copied}_{self.patches}x{self.lines}_{correction}"
 
 
 def build(spec: LinesSpec, isa: ISA) -> Module:
@@ -124,12 +122,14 @@ class _Lines:
             first, stop = part * group, f.umin(part * group + group, panels)
             out = self.pointer("out") + (b * get("out_height") + y) * get("out_width") * get("out_stride") + g * get("group_out")
             weights, table = self.pointer("weights") + g * get("group_weights"), self.pointer("bias") + g * get("group_bias")
+            tile_rows = get("tile_rows")
+            tiles = (rows + (tile_rows - 1)) // tile_rows
             tile, scale = self.pointer("tile_function"), self.pointer("scales") + b * 4
             for p in f.loop(stop, first):
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
                 at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * get("out_bytes") * PANEL
-                for r in f.loop(rows, step=spec.rows):  # the last tile may overlap the one before
-                    m = f.umin(r, rows - spec.rows)
+                for t in f.loop(tiles):
+                    m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                     places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
                     f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns)
 
