@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
@@ -28,6 +30,7 @@ from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 
 _CACHE_STEP = 64  # tokens
+_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ def generate(
     if tokenizer.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
-    with torch.inference_mode():
+    with torch.inference_mode(), _as_wanted(model.device):
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
@@ -149,6 +152,15 @@ def generate(
     text = tokenizer.decode(answer[0, count:], skip_special_tokens=True)
     start, first, last = clock.times[0], clock.times[min(1, len(clock.times) - 1)], clock.times[-1]
     return Generated(text, answer[0].cpu(), count - known, answer.shape[1] - count, first - start, last - first)
+
+
+@contextmanager
+def _as_wanted(device: torch.device) -> Iterator[None]:
+    """On a GPU: torch's attention without cuDNN's, which plans anew, for a tenth of a second, whenever a cache has become longer; and no
+    word of TensorFloat32, which would round more than the weights were."""
+    with warnings.catch_warnings(), nullcontext() if device.type == "cpu" else sdpa_kernel(_SDPA):
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        yield
 
 
 class _Clock(TextStreamer):
