@@ -132,7 +132,7 @@ def convolved(
                 "out": math.prod(call.out_shape) * (kernel.inner_dtype if depthwise else kernel.out_dtype).itemsize,
                 "zeros": 4 * PANEL,
                 "scales": 0 if scales is None else scales.nbytes,
-                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places"), kept, strict=False)},
+                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places", "pixel_mask"), kept, strict=False)},
             }
             _call(emulator, table, block, {name: n for name, n in sizes.items() if name in table.fields}, {"scratch", "out"})
 

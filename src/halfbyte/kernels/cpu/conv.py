@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu import direct, elementwise, jit, patches, runtime
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
-_STRIP_BYTES = 1 << 16  # of an image's lines, or of patches, that a thread has at hand
+_STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
 
 
 def _step(size: int, most: int) -> int:
@@ -46,6 +46,7 @@ class _Call(NamedTuple):
     """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
 
     buffer: ctypes.Array[ctypes.c_char]
+    address: int
     out_shape: tuple[int, int, int, int]
     memory: int
     threads: int
@@ -94,20 +95,19 @@ class ConvKernel:
         outside    the code of what lies outside of an int8 image
         scales     of each image, float32 [B], where codes become floating point
         """
-        key = self.linear.number, tuple(x.shape), window, outside, runtime.threads()
-        call = _kept.get(key, lambda: self._prepare(x, window, outside))
+        key = self.linear.number, x.shape, window.numbers, outside, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
         out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
-        memory = torch.empty(call.memory + 64, dtype=torch.uint8)
+        _memory, scratch = thread.memory(call.memory)
         table = 0 if bias is None else bias.data_ptr()
         if residual is not None:
             residual = residual.to(out.dtype)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
-        scratch = memory.data_ptr() + 63 & ~63
         if scales is not None:
             table = (self.no_bias if bias is None else bias).data_ptr()
             _pack_scales(call.buffer, _SCALES, scales.data_ptr())
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.linear.run(ctypes.addressof(call.buffer), call.threads)
+        self.linear.run(call.address, call.threads)
         return out if out.dtype == self.result else out.to(self.result)
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
@@ -166,6 +166,7 @@ class ConvKernel:
             kh if few_lines else 0,
             isa.correction(sizes.format.bits, signed=True),
             "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single",
+            not image_itself,
         )
         phase = jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name]
         y, x_ = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
@@ -179,6 +180,8 @@ class ConvKernel:
         thread_bytes = sums_at + (m * 4 + 63 & ~63)
         items = batch * strips * sizes.groups * parts
         threads = min(most, items)
+        mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
+        mask[: (row if patches else sizes.channels) % (4 * isa.lanes)] = -1
         edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), self.out_dtype.itemsize
         fields = {
             "first_phase": phase,
@@ -232,6 +235,7 @@ class ConvKernel:
             "walk_steps": (row if patches else run) // step,
             "pixels": pixels,
             "pixel_bytes": row if patches else sizes.channels,
+            "pixel_mask": mask.data_ptr(),
             "pixel_step": row if patches else channels,
             "pixel_stride": sw,
             "pixel_line": sh * line // channels,
@@ -239,7 +243,10 @@ class ConvKernel:
             "tap_step": dw,
             "tap_line_step": dh * line // channels,
         }
-        return _Call(DIRECT.buffer(fields), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places))
+        buffer = DIRECT.buffer(fields)
+        return _Call(
+            buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places, mask)
+        )
 
     def _with_patches(self, x: Tensor, window: Window, outside: int) -> _Call:
         sizes, element = self.sizes, self.dtype.itemsize
@@ -310,7 +317,7 @@ class ConvKernel:
                 "piece_stride": piece if whole_lines else stride,
             }
         )
-        return _Call(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return _Call(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
 
 
 class ImageConvKernel:

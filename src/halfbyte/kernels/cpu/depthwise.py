@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -223,12 +224,14 @@ class _Call(NamedTuple):
     """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
 
     buffer: ctypes.Array[ctypes.c_char]
+    address: int
     out_shape: tuple[int, int, int, int]
     threads: int
     outside: Tensor
 
 
 _kept = Kept[_Call]()
+_numbers = itertools.count()
 _pack_call = DEPTHWISE.struct("counter", "clamp").pack_into
 _CALL = DEPTHWISE.offset("counter")
 
@@ -247,6 +250,7 @@ class DepthwiseKernel:
         self.inner_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out)
         self.run = runtime.runner()
+        self.number = next(_numbers)
 
     def __call__(
         self,
@@ -264,13 +268,13 @@ class DepthwiseKernel:
         if self.inner_dtype != self.dtype:
             x = x.to(self.inner_dtype)
             residual = None if residual is None else residual.to(self.inner_dtype)
-        key = self.isa, self.sizes, x.dtype, tuple(x.shape), window, outside, runtime.threads()
-        call = _kept.get(key, lambda: self._prepare(x, window, outside))
+        key = self.number, x.shape, window.numbers, outside, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
         out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
         _pack_call(call.buffer, _CALL, 0, x.data_ptr(), weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.run(ctypes.addressof(call.buffer), call.threads)
+        self.run(call.address, call.threads)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
@@ -316,7 +320,7 @@ class DepthwiseKernel:
         )
         work = batch * channels * ho * wo * self.sizes.taps
         threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
-        return _Call(buffer, (batch, channels, ho, wo), threads, edge)
+        return _Call(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), threads, edge)
 
 
 @functools.cache

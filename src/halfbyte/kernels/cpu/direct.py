@@ -39,7 +39,7 @@ DIRECT = Block(
         *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_bytes"),
         *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
         # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
-        *("pixels", "pixel_bytes", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
+        *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
     ),
     LINEAR.floats,
 )
@@ -56,6 +56,7 @@ class LinesSpec:
     correction  what the sum of a patch's codes is multiplied by for the accumulators (`ISA.correction`)
     sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
                 that whole vectors are added; "single": one by one
+    masked      behind a pixel's codes lies memory that may be read
     """
 
     copied: int
@@ -63,10 +64,11 @@ class LinesSpec:
     lines: int
     correction: int
     sums: str
+    masked: bool
 
     @property
     def name(self) -> str:
-        correction = f"{'m' if self.correction < 0 else ''}{abs(self.correction)}{self.sums}"
+        correction = f"{'m' if self.correction < 0 else ''}{abs(self.correction)}{self.sums}{'_masked' if self.masked else ''}"
         return f"lines_{self.copied}_{self.patches}x{self.lines}_{correction}"
 
 
@@ -208,6 +210,11 @@ class _Lines:
         whole = size // width * width
         for at in f.loop(whole, step=width):
             total.value = self._plus(total.value, codes.load(isa.quads, at))
+        if self.spec.masked:
+            with f.when(whole.equals(size).equals(0)):
+                mask = self.pointer("pixel_mask").load(isa.quads)
+                total.value = self._plus(total.value, codes.load(isa.quads, whole) & mask)
+            return total.value
         for at in f.loop(size, start=whole, step=8):
             eight = codes.load("<8 x i8>", at).shuffle([*range(8), *[8] * (width - 8)], f.value("<8 x i8>", 0))
             total.value = self._plus(total.value, eight)
