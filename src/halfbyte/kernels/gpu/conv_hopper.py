@@ -45,6 +45,9 @@ class Config:
     def pixels(self) -> int:
         return self.box[0] * self.box[1] * self.box[2]
 
+    def tiles(self, problem: Convolution) -> int:
+        return _count(problem, self.box) * -(-problem.n // self.rows)
+
 
 @dataclass(frozen=True)
 class _Static:
@@ -89,16 +92,17 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least of waves times pixels of a tile."""
-    rows = 64 if problem.n <= 64 else 128
-    step = _step(problem)
-    element = problem.dtype.itemsize
+    step, element = _step(problem), problem.dtype.itemsize
     found = []
-    for pixels in (128, 256) if rows == 128 else (256,):
+    for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
+        if rows > 64 >= problem.n:
+            continue
         box = min(_boxes(pixels), key=lambda box: (_count(problem, box), -box[2]))
         tiles = _count(problem, box) * -(-problem.n // rows)
         stages = min(6, ((gpu.shared - (56 << 10 if element == 2 else 24 << 10)) // ((pixels + rows) * step * element)))
-        waves = -(-tiles // gpu.sms)
-        found.append((waves * (pixels + 16), Config(rows, box, stages, min(gpu.sms, tiles))))
+        # A wave takes as long as its tile's products, and what reading it and writing it costs.
+        cost = -(-tiles // gpu.sms) * (rows * pixels / 128 + (rows + pixels) / 4 + 16)
+        found.append((cost, Config(rows, box, stages, min(gpu.sms, tiles))))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 

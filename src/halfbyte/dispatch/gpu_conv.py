@@ -1,0 +1,57 @@
+"""Which kernel convolves on a GPU: the literal list, the rules, and why each may not be taken.
+
+The rules follow what was measured on an H100 (`benchmarks/conv.py --device cuda`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.gpu import conv, conv_hopper, conv_library
+from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.machine import Gpu
+
+_LEAST_LIBRARY = 4096  # patches from which on to write a weight out for cuDNN pays
+
+
+class ConvChoice(NamedTuple):
+    """The kernel's file, its config (None: there is nothing to choose), and the reasons against the others, by their names."""
+
+    name: str
+    module: Any
+    config: Any
+    rejected: tuple[tuple[str, str], ...]
+
+
+@lru_cache(maxsize=4096)
+def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
+    """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
+    rejected: list[tuple[str, str]] = []
+    for name, reason, module in (
+        ("conv_hopper", _against_hopper(problem, gpu), conv_hopper),
+        ("conv_library", _against_library(problem, gpu), conv_library),
+        ("conv", conv.supports(problem, gpu), conv),
+    ):
+        if reason is None:
+            config = None if module is conv_library else module.configs(problem, gpu)[0]
+            return ConvChoice(name, module, config, tuple(rejected))
+        rejected.append((name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
+
+
+def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
+    if reason := conv_hopper.supports(problem, gpu):
+        return reason
+    tiles = conv_hopper.configs(problem, gpu)[0].tiles(problem)
+    return None if 2 * tiles >= gpu.sms else f"its {tiles} tiles leave most of {gpu.sms} multiprocessors idle"
+
+
+def _against_library(problem: Convolution, gpu: Gpu) -> str | None:
+    if reason := conv_library.supports(problem, gpu):
+        return reason
+    if problem.m < _LEAST_LIBRARY:
+        return f"to write the weight out takes longer than to convolve {problem.m} patches: from {_LEAST_LIBRARY} on"
+    return None
