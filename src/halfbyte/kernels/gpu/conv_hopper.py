@@ -29,17 +29,21 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MAGIC = gl.constexpr(12582912.0)
+_RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of `rows` (64 or 128) outputs by a `box` of (images, rows, columns) of y, whose product is a power of two; `stages` steps
-    of K in flight."""
+    of K in flight. `paired`: 64 bytes are all channels, so that two pixels are read as one line of 128, which TMA takes no longer for,
+    and each warpgroup multiplies one of the two. `resident`: the weight stays in shared memory."""
 
     rows: int
     box: tuple[int, int, int]
     stages: int
     programs: int
+    paired: bool = False
+    resident: bool = False
 
     @property
     def pixels(self) -> int:
@@ -62,8 +66,29 @@ class _Static:
     taps: int
     parts: int
     step: int
+    paired: bool
+    resident: bool
     bounded: bool
     clamp: bool
+
+    @property
+    def lines(self) -> int:
+        """Of shared memory that a box of x takes."""
+        return self.pixels // 2 if self.paired else self.pixels
+
+    @property
+    def line(self) -> int:
+        """Elements of one."""
+        return self.step * 2 if self.paired else self.step
+
+    @property
+    def steps(self) -> int:
+        return self.taps * self.parts
+
+    @property
+    def kept(self) -> int:
+        """Steps of the weight in shared memory."""
+        return self.steps if self.resident else self.stages
 
     @property
     def pixels(self) -> int:
@@ -97,12 +122,17 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
         if rows > 64 >= problem.n:
             continue
-        box = min(_boxes(pixels), key=lambda box: (_count(problem, box), -box[2]))
+        paired = rows == 64 and pixels == 256 and problem.sizes.channels * element == 64
+        box = min((b for b in _boxes(pixels) if not paired or b[2] == 2), key=lambda box: (_count(problem, box), -box[2]))
         tiles = _count(problem, box) * -(-problem.n // rows)
-        stages = min(6, ((gpu.shared - (56 << 10 if element == 2 else 24 << 10)) // ((pixels + rows) * step * element)))
+        weight = rows * problem.sizes.k * element
+        resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
+        left = gpu.shared - (56 << 10 if element == 2 else 24 << 10) - (weight if resident else 0)
+        stages = min(6, left // ((pixels + (0 if resident else rows)) * step * element))
         # A wave takes as long as its tile's products, and what reading it and writing it costs.
-        cost = -(-tiles // gpu.sms) * (rows * pixels / 128 + (rows + pixels) / 4 + 16)
-        found.append((cost, Config(rows, box, stages, min(gpu.sms, tiles))))
+        read = pixels // (2 if paired else 1) + (0 if resident else rows)
+        cost = -(-tiles // gpu.sms) * (rows * pixels / 128 + read / 4 + 16)
+        found.append((cost, Config(rows, box, stages, min(gpu.sms, tiles), paired, resident)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -139,8 +169,10 @@ def launch_integer(
 
 def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None) -> None:
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
-    swizzle = step * bits // 8
-    of_rows, of_box = (gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank) for rank in (2, 4))
+    line = step * (2 if config.paired else 1)
+    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=2)
+    of_box = gl.NVMMASharedLayout(swizzle_byte_width=line * bits // 8, element_bitwidth=bits, rank=3 if config.paired else 4)
+    box = [*config.box[: 2 if config.paired else 3], line]
     static = _Static(
         rows=config.rows,
         images=config.box[0],
@@ -151,6 +183,8 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         taps=problem.sizes.taps,
         parts=problem.sizes.channels // step,
         step=step,
+        paired=config.paired,
+        resident=config.resident,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
     )
@@ -158,7 +192,7 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
     launcher.run(
         _conv,
         (config.programs,),
-        TensorDescriptor.from_tensor(x, [*config.box, step], of_box),
+        TensorDescriptor.from_tensor(x.flatten(2) if config.paired else x, box, of_box),
         TensorDescriptor.from_tensor(rows, [config.rows, step], of_rows),
         table,
         out,
@@ -188,31 +222,44 @@ def _tile(tile, grid, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, xs, ws, full, empty, grid, window, S: gl.constexpr):
+def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
-    BYTES: gl.constexpr = (S.pixels + S.rows) * S.step * (xd.dtype.primitive_bitwidth // 8)
+    STEPS: gl.constexpr = S.steps
+    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * S.step
+    BOX: gl.constexpr = [S.images, S.height, S.line] if S.paired else [S.images, S.height, S.width, S.step]
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
-    BOX: gl.constexpr = [S.images, S.height, S.width, S.step]
+    if S.resident:
+        mbarrier.expect(loaded, STEPS * S.rows * BYTES)
+        for t in range(STEPS):
+            tma.async_copy_global_to_shared(wd, [0, t * S.step], loaded, ws.index(t))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
-        for t in range(S.taps * S.parts):
+        for t in range(STEPS):
             tap = t // S.parts
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
+            mbarrier.expect(full.index(stage), (S.pixels if S.resident else S.pixels + S.rows) * BYTES)
             iy = y + tap // S.kernel_w * window[2] - window[0]
             ix = x + tap % S.kernel_w * window[3] - window[1]
             to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-            tma.async_copy_global_to_shared(xd, [b, iy, ix, t % S.parts * S.step], full.index(stage), to)
-            tma.async_copy_global_to_shared(wd, [first_n, t * S.step], full.index(stage), ws.index(stage))
+            if S.paired:
+                tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
+            else:
+                tma.async_copy_global_to_shared(xd, [b, iy, ix, t % S.parts * S.step], full.index(stage), to)
+            if not S.resident:
+                tma.async_copy_global_to_shared(wd, [first_n, t * S.step], full.index(stage), ws.index(stage))
             step += 1
 
 
 @gluon.jit
 def _pixels(first, b, y, x, image, S: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of a warpgroup's pixels, beginning with `first` of the tile: image, row, column, and which of them there are."""
-    i = first + gl.arange(0, S.columns, layout=LAYOUT)
+    """Of a warpgroup's pixels: image, row, column, and which of them there are. They begin with `first` of the tile, or, where pixels
+    are paired, are the first or second of each pair."""
+    i = gl.arange(0, S.columns, layout=LAYOUT)
+    if S.paired:
+        i = i * 2
+    i += first
     oy = y + i // S.width % S.height
     ox = x + i % S.width
     b += i // (S.width * S.height)
@@ -220,7 +267,7 @@ def _pixels(first, b, y, x, image, S: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, table, out, added, N, grid, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
+def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
     INTEGER: gl.constexpr = table is not None
@@ -229,20 +276,26 @@ def _consume(xs, ws, full, empty, table, out, added, N, grid, image, window, bou
     )
     PART: gl.constexpr = W if S.rows == 64 else 0
     HALF: gl.constexpr = 0 if S.rows == 64 else W
+    FIRST: gl.constexpr = PART if S.paired else PART * COLUMNS
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
+    if S.resident:
+        mbarrier.wait(loaded, 0)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
         acc = gl.zeros([64, COLUMNS], gl.int32 if INTEGER else gl.float32, layout=MMA)
-        for _ in range(S.taps * S.parts):
+        for t in range(S.steps):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            xt = xs.index(stage).slice(PART * COLUMNS, COLUMNS, dim=0)
-            acc = warpgroup_mma(ws.index(stage).slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
+            if S.paired:
+                xt = xs.index(stage).slice(PART * S.step, S.step, dim=1)
+            else:
+                xt = xs.index(stage).slice(PART * COLUMNS, COLUMNS, dim=0)
+            acc = warpgroup_mma(ws.index(t if S.resident else stage).slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
-        at = (first_n + HALF * 64, PART * COLUMNS, b, y, x)
+        at = (first_n + HALF * 64, FIRST, b, y, x)
         if INTEGER:
             _write_codes(acc, table, out, N, at, image, window, bounds, row, S)
         else:
@@ -305,19 +358,24 @@ def _write(total, out, added, N, at, image, bounds, S: gl.constexpr):
 @gluon.jit
 def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, S.pixels, S.step], wd.layout)
-    ws = gl.allocate_shared_memory(xd.dtype, [STAGES, S.rows, S.step], wd.layout)
+    LINES: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=xd.layout.swizzle_byte_width, element_bitwidth=xd.layout.element_bitwidth, rank=2
+    )
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, S.lines, S.line], LINES)
+    ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, table, out, added, N, grid, image, window, bounds, row, 0, S)),
-            (_consume, (xs, ws, full, empty, table, out, added, N, grid, image, window, bounds, row, 1, S)),
-            (_produce, (xd, wd, xs, ws, full, empty, grid, window, S)),
+            (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 0, S)),
+            (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 1, S)),
+            (_produce, (xd, wd, xs, ws, full, empty, loaded, grid, window, S)),
         ],
         [4, 1],
         [232, 40],
