@@ -32,9 +32,9 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-# Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, and of the end of a tile that programs share.
-_RECORD_US = {(64, 256): 1.42, (64, 128): 0.90, (128, 128): 1.61, (128, 64): 1.03}
-_MEETING_US = 8.0
+# Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, and of the rest of a program's life.
+_RECORD_US = {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04}
+_START_US = 3.0
 _PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
 _LEAST_M = 64  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
@@ -99,12 +99,12 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         whole = -(-tiles // waves)
         shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
         for programs in {whole, shared}:
-            parts = -(-programs // tiles) if tiles % programs else 1  # of a tile
-            us = tiles * records / programs * record_us
-            if tiles % programs:
-                us = 1.03 * us + _MEETING_US * (max(2, parts) - 1)
-            found.append((us, Config(rows, block_m, min(6, stages), 8, programs)))
-    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:4])
+            us = _START_US + -(-tiles * records // programs) * record_us
+            if tiles % programs:  # a program meets others once, or at both ends, and x is not read by all at the same time
+                meeting = 3.5 + 13.5 * rows * block_m / (64 * 256)
+                us = us + meeting if waves == 1 else 1.1 * us + 3 * meeting
+            found.append((us, Config(rows, block_m, min(8, stages), 8, programs)))
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:5])
 
 
 def launch(

@@ -40,6 +40,7 @@ from halfbyte.machine import Gpu
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BAND = 16  # rows of the weight that one matrix instruction takes
+_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,16 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     pdl = ptx and gpu.capability >= (9, 0)
     found = _few_rows(problem, gpu) if _reads_directly(problem, gpu) else _staged(problem, gpu)
-    return tuple(replace(config, ptx=ptx, pdl=pdl) for config in dict.fromkeys(found))
+    found = [replace(config, ptx=ptx, pdl=pdl, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
+    if pdl:  # the best ones also the other way
+        found += [replace(config, ahead=_AHEAD - config.ahead) for config in found[:2]]
+    return tuple(dict.fromkeys(found))
+
+
+def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
+    """Where all blocks run at once, they ask for their weights before they may start; where others follow, that would be in their way."""
+    blocks = -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) * config.split
+    return _AHEAD if blocks <= 2.2 * gpu.sms and (problem.format.bits == 4 or config.slices < 8) else 0
 
 
 def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
@@ -140,20 +150,21 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
         bands = min(most, 4)
         records = -(-problem.k // (slices * gpu_tiles.RECORD))  # of a warp
         deep = 1 if records == 1 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
-        choices = ((bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2))
+        choices = [(bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2)]
+        if gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD:  # more scales, more registers
+            choices = [(min(bands, 2), 2), (bands, 1), (bands, 2)]
         return [Config(b, columns, slices, records=r) for b, r in choices]
     if columns == 8:
-        best = (4, 4) if most >= 4 else (8, 2) if most == 2 or bands_n >= 3 * gpu.sms else (8, 1)
-        choices = (best, (4, 4), (4, 2), (8, 1))
+        best = (4, 4) if most >= 4 else (4, 2) if most == 2 else (8, 2) if bands_n >= 3 * gpu.sms else (8, 1)
+        choices = [best, (4, 2), (8, 1), (4, 4)]
         return [Config(b, columns, batch=n, records=1 if b == 4 else 2, warps=n) for n, b in choices]
     whole = Config((16 if most >= 4 else 8) // slices, columns, slices, records=2)
-    deep = 1 if columns == 2 and bands_n >= 3.5 * gpu.sms else 2
-    parts = [Config(1, columns, slices, batch=n, records=deep, warps=n) for n in (4, 8)]
-    return [whole, *parts] if most >= 4 else [*parts, whole]
+    parts = [Config(1, columns, slices, batch=n, records=2, warps=n) for n in (4, 8)]
+    return [whole, *parts] if bands_n >= (3.5 if columns == 2 else 6) * gpu.sms else [*parts, whole]
 
 
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Weights and x are read ahead into shared memory; K is split over as many blocks as fill the GPU, with 8 records each at least."""
+    """Weights and x are read ahead into shared memory; K is split over as many blocks as fill the GPU."""
     element, bits = problem.dtype.itemsize, problem.format.bits
     records = -(-problem.k // gpu_tiles.RECORD)
     columns = min(triton.next_power_of_2(problem.m), 16 if problem.dtype == torch.float32 else 128)
@@ -170,15 +181,15 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
         tiles = -(-problem.n // (BAND * bands)) * -(-problem.m // columns)
         wanted = blocks * gpu.sms / (2 if columns >= 64 else 1)
         split = 1
-        while split < 16 and 2 * split * tiles <= 1.4 * wanted and records >= 16 * slices * split:
+        least = 4 if bands == 8 and columns <= 32 else 8  # records of a block
+        while split < 16 and 2 * split * tiles <= 1.4 * wanted and records >= 2 * least * slices * split:
             split *= 2
         deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
         step = slices * (bands * 256 * bits + 128 * columns * element)
         deep = deep if (gpu.shared - (4 << 10)) // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
         stages = max(1, min(3, (gpu.shared - (4 << 10)) // (deep * step)))
         found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
-    few = -(-problem.n // (4 * BAND)) * -(-problem.m // columns) < 2 * gpu.sms
-    return found[::-1] if few and 1 < columns <= 16 else found
+    return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
 
 
 def launch(
