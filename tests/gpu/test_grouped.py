@@ -12,7 +12,7 @@ from samples import random_codes
 import halfbyte as hb
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import grouped, skinny
+from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, skinny
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import experts, gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -108,7 +108,7 @@ def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.
     """Every pair once, in order within its expert; tiles of one expert each, full but for an expert's last; the rest empty."""
     ids = random_ids(pairs, count + 1) - (pairs % 2)  # some are unknown
     table = grouped.sorted_by_expert(ids.to(device), count, columns)
-    order, experts_of, first, size = (part.tolist() for part in table)
+    order, experts_of, first, size, ends = (part.tolist() for part in table)
     numbers = [e if 0 <= e < count else count for e in ids.tolist()]
     assert order == sorted(range(pairs), key=numbers.__getitem__)
     used = [i for i, e in enumerate(experts_of) if e >= 0]
@@ -119,6 +119,44 @@ def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.
     assert [e for i in used for e in [experts_of[i]] * size[i]] == met
     assert len(used) == sum(-(-numbers.count(e) // columns) for e in set(numbers))
     assert all(1 <= size[i] <= columns for i in used)
+    assert ends == [sum(number <= e for number in numbers) for e in range(count + 1)]
+
+
+@pytest.mark.parametrize("name", ["int4_g128_zp", "q4_1", "q8_0"])
+def test_stacked_weights_are_written_out(name: str, device: torch.device) -> None:
+    codes = random_codes(as_format(name), (3, 70, 160))
+    packed = experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME).data.to(device)
+    geo = gpu_tiles.geometry(codes.format, (70, 160))
+    out = torch.full((3, 70, 160), torch.nan, device=device)
+    dequantize.write(gpu_tiles.views(packed, geo), geo, out, 3)
+    assert torch.equal(out.cpu(), codes.dequantize())
+
+
+def test_many_rows_an_expert(gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """The weights written out: near the reference, unknown ids NaN, the same bits again, and what the operation takes."""
+    sizes, pairs = (5, 136, 264), 60 if interpreted else 2600
+    codes = random_codes(as_format("q4_0"), sizes)
+    packed = experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME).data.to(device)
+    ids, x, bias = random_ids(pairs, 6).to(device), torch.randn(pairs // 2, 264, device=device).to(B), torch.randn(5, 136, device=device)
+    problem = Problem("grouped_linear", pairs, 136, 264, codes.format, B, experts=5)
+    assert (grouped_dequantized.supports(problem, gpu) is None) == (not interpreted)
+    found = []
+    for _ in range(2):
+        out = torch.full((pairs, 136), 7.0, dtype=B, device=device)
+        grouped_dequantized.launch(problem, grouped_dequantized.Config(), x, packed, ids, out, bias)
+        found.append(out)
+    known = ids < 5
+    assert found[0][~known].isnan().all()
+    assert torch.equal(found[0][known], found[1][known])
+    weight = codes.dequantize(torch.float64).to(device)
+    for e in range(5):
+        rows = x.double().repeat_interleave(2, 0)[ids == e]
+        error = 2 * UNIT[B] * (rows.abs() @ weight[e].abs().T + bias[e].double().abs()) + 2 * UNIT[B] * (rows @ weight[e].T).abs()
+        assert ((found[0][ids == e].double() - rows @ weight[e].T - bias[e].double()).abs() <= error + 2.0**-7 * error).all()
+    if interpreted:
+        return
+    y = hb.grouped_linear(x, hb.pack(codes, device), ids.clamp(max=4).view(-1, 2), bias)
+    assert torch.equal(y.flatten(0, 1)[known], found[0][known])
 
 
 MIXTRAL, SMALL = (8, 28672, 4096), (128, 1536, 2048)
@@ -197,6 +235,7 @@ def test_calls_are_made_again_with_other_operands(device: torch.device) -> None:
     assert torch.equal(y, first)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="operations on GPUs need one")
 def test_a_model_with_experts(device: torch.device) -> None:
     """On the GPU as on the CPU, and compiled as not compiled."""

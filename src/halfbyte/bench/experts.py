@@ -25,6 +25,7 @@ from halfbyte.layouts import experts as stacked
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import gpu
 from halfbyte.ops import quantize
+from halfbyte.ops.grouped import gpu_options
 
 SHAPES = {"mixtral": (8, 28672, 4096, 2), "qwen3-30b-a3b": (128, 1536, 2048, 8)}  # experts, N, K, top k
 _DRAWS = 8  # of ids, for each number of tokens
@@ -47,7 +48,6 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
     """bfloat16 activations on the current GPU."""
     if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
         raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
-    from halfbyte.kernels.gpu import grouped
     from halfbyte.kernels.gpu.clock import graph_times
 
     experts, n, k, top = SHAPES[shape]
@@ -62,9 +62,9 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
         out = torch.empty(m * top, n, dtype=torch.bfloat16, device="cuda")
         problem = Problem("grouped_linear", m * top, n, k, fmt, x.dtype, experts=experts)
         launches: dict[str, list[Callable[[], object]]] = {}
-        for i, config in enumerate(grouped.configs(problem, here)[: None if every_config else 1]):
-            name = f"halfbyte {i} {config}" if every_config else "halfbyte"
-            launches[name] = [partial(grouped.launch, problem, config, x, weight, each.flatten(), out, None) for each in ids]
+        for i, (file, config) in enumerate(gpu_options(problem, here)[: None if every_config else 1]):
+            name = f"halfbyte {i} {file.__name__.rpartition('.')[2]} {config}" if every_config else "halfbyte"
+            launches[name] = [partial(file.launch, problem, config, x, weight, each.flatten(), out, None) for each in ids]
         if peers:
             launches |= _peers(x, dense, ids, out)
         times = {name: each.median for name, each in graph_times(launches, rounds=7).items()}

@@ -15,7 +15,7 @@ from halfbyte.errors import ArgumentError, FormatError, KernelError, Unsupported
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
-from halfbyte.machine import gpu
+from halfbyte.machine import Gpu, gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import ACTIVATIONS, FLOATS, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
@@ -136,8 +136,10 @@ def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, a
 
 
 class _Kept(NamedTuple):
-    """What calls have in common that differ in addresses alone: the config, and its launches, ready to be made again, if they can be."""
+    """What calls have in common that differ in addresses alone: the kernel and its config, and its launches, ready to be made again, if
+    they can be."""
 
+    module: Any
     config: Any
     replay: Callable[..., None] | None
 
@@ -185,8 +187,8 @@ def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...],
 
     x: Tensor = operands[0]
     here, capturing, failures = gpu(x.get_device()), torch.cuda.is_current_stream_capturing(), []
-    for config in grouped.configs(problem, here) if kept is None else (kept.config,):
-        run = partial(grouped.launch, problem, config, *operands)
+    for module, config in gpu_options(problem, here) if kept is None else [(kept.module, kept.config)]:
+        run = partial(module.launch, problem, config, *operands)
         try:
             run()
             break
@@ -197,13 +199,21 @@ def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...],
     if kept is not None or capturing:
         return
     replay: Callable[..., None] | str = "launches cannot be made again here"
-    if direct.broken(x.device) is None and not cuda.overlap(operands):
+    if module is grouped and direct.broken(x.device) is None and not cuda.overlap(operands):
         with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
             run()
         replay = direct.bind(calls, operands, x.device)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
-    _kept[key] = _Kept(config, None if isinstance(replay, str) else replay)
+    _kept[key] = _Kept(module, config, None if isinstance(replay, str) else replay)
+
+
+def gpu_options(problem: Problem, here: Gpu) -> list[tuple[Any, Any]]:
+    """The files of kernels that can solve `problem`, each with its configs, the best guess first."""
+    from halfbyte.kernels.gpu import grouped, grouped_dequantized
+
+    files = (grouped_dequantized, grouped)
+    return [(file, config) for file in files if file.supports(problem, here) is None for config in file.configs(problem, here)]
 
 
 class _GroupedLinear(torch.autograd.Function):

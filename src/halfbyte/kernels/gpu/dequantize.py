@@ -25,15 +25,16 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
     return out
 
 
-def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor) -> None:
-    """The same into `out` [n, k], for a weight that has elements."""
+def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1) -> None:
+    """The same into `out` [n, k], for a weight that has elements; or of the first of stacked experts, and all of them into [experts, n, k]."""
     run(
         _whole,
-        (geo.records, geo.panels),
+        (geo.records, geo.panels, experts),
         *sections,
         out,
         *_sizes(geo),
         geo.n,
+        tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
         BITS=geo.format.bits,
         ZERO=ZEROS[geo.format.zero],
         G=min(geo.padded, RECORD),
@@ -96,12 +97,18 @@ def _place(start, i, k, block, padded):
 
 @triton.jit
 def _whole(
-    codes, scale, zero, out, k, NP, R, block, padded, N,
+    codes, scale, zero, out, k, NP, R, block, padded, N, steps,
     BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(2).to(tl.int64)
+    codes += expert * steps[0]
+    scale += expert * steps[1]
+    if ZERO != 0:
+        zero += expert * steps[2]
+    out += expert * N * k
     PIECES: tl.constexpr = 128 // G
     if BITS == 4:
         words = tl.load(codes + (panel * R + r) * 2048 + tl.arange(0, 2048)).to(tl.int32)

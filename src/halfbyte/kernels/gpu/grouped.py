@@ -28,7 +28,7 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_MOST_COLUMNS = 64
+MOST_COLUMNS = 64
 _CHUNK = 1024  # ids that are looked at together
 
 
@@ -53,11 +53,13 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     active = min(pairs, experts)
     if 3 * pairs <= experts:
         return tuple(Config(tile, False) for tile in _tiles(problem, gpu, 1, pairs))
-    # A weight is read once for each of its tiles: half as many again as the mean leaves most experts with one.
-    columns = min(triton.next_power_of_2(-(-3 * pairs // (2 * experts))), _MOST_COLUMNS)
+    # A weight is read once for each of its tiles: half as many again as the mean leaves most experts with one. That matters less where
+    # there are so many rows that products are half of the work. Rules and limits come from measurements on an H100.
+    columns = max(2, triton.next_power_of_2(-(-3 * pairs // (2 * experts))))
+    columns = min(columns, 32 if pairs < 64 * experts else MOST_COLUMNS)
     found = []
     for size in (columns, 2 * columns, columns // 2):
-        if 1 <= size <= _MOST_COLUMNS:
+        if 1 <= size <= MOST_COLUMNS:
             found += [Config(tile, True) for tile in _tiles(problem, gpu, size, active * -(-pairs // (active * size)))]
     return tuple(found)
 
@@ -106,17 +108,18 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
 
 
 def sorted_by_expert(ids: Tensor, experts: int, columns: int) -> tuple[Tensor, ...]:
-    """int32 in the device's scratch memory: the pairs in the order of their experts, [P], and for each tile its expert (-1: none), its
-    first of these, and their number. Pairs of ids that are no expert's come last, as those of one more.
+    """int32 in the device's scratch memory: the pairs in the order of their experts, [P]; for each tile its expert (-1: none), its first
+    of these, and their number; and where each expert's end, [E + 1]. Pairs of ids that are no expert's come last, as those of one more.
     """
     pairs = ids.numel()
     filled = min(pairs, experts + 1)
     blocks = (pairs + filled * (columns - 1)) // columns
     starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
-    for length in (pairs, blocks, blocks, blocks):
+    lengths = (pairs, blocks, blocks, blocks, experts + 1)
+    for length in lengths:
         starts.append(starts[-1] + -(-length // 4) * 4)
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
-    table = tuple(memory[start : start + length] for start, length in zip(starts, (pairs, blocks, blocks, blocks), strict=False))
+    table = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=False))
     chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
     bins = max(32, triton.next_power_of_2(experts + 1))
     launcher.run(_sort, (experts + 1,), ids, table, pairs, experts, blocks, BINS=bins, CHUNK=chunk, COLUMNS=columns, num_warps=4)
@@ -136,6 +139,7 @@ def _sort(ids, table, pairs, experts, blocks, BINS: tl.constexpr, CHUNK: tl.cons
     first = tl.sum(tl.where(bins < e, counts, 0))
     tile = tl.sum(tl.where(bins < e, tiles, 0))
     mine = tl.sum(tl.where(bins == e, counts, 0))
+    tl.store(table[4] + e, first + mine)
     for start in range(0, mine, CHUNK * COLUMNS):
         before = start + i * COLUMNS
         inside = before < mine
