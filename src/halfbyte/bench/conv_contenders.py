@@ -108,12 +108,12 @@ def _halfbyte_int8(layer: Layer) -> Ready:
     return Ready(run, lambda: run().float() * layer.out_scale, 1.001 * layer.out_scale)
 
 
-def _halfbyte_floats(layer: Layer, compute: str) -> Ready:
+def _halfbyte_floats(layer: Layer, compute: str, activation: str = "block") -> Ready:
     def run() -> Tensor:
-        return conv.conv2d(layer.floats, layer.packed, None, layer.stride, layer.padding, compute=compute)
+        return conv.conv2d(layer.floats, layer.packed, None, layer.stride, layer.padding, compute=compute, activation=activation)
 
     # An activation is off by half of a 127th of the largest; sums of many such errors of either sign stay far below this.
-    return Ready(run, run, 1e-4 if compute == "float" else 5 / 127)
+    return Ready(run, run, 1e-4 if compute == "float" else (15 if activation == "image" else 5) / 127)
 
 
 def _torch_dense(layer: Layer, dtype: torch.dtype) -> Ready:
@@ -191,7 +191,8 @@ def _qlinearconv(layer: Layer) -> bytes:
 
 CONTENDERS: dict[str, Callable[[Layer], Ready]] = {
     "halfbyte int8→int8": _halfbyte_int8,
-    "halfbyte fp32, int8 weight, int8 dynamic": lambda layer: _halfbyte_floats(layer, "int8"),
+    "halfbyte fp32, int8 weight, a scale an image": lambda layer: _halfbyte_floats(layer, "int8", "image"),
+    "halfbyte fp32, int8 weight, a scale a patch": lambda layer: _halfbyte_floats(layer, "int8"),
     "halfbyte fp32, int8 weight, float": lambda layer: _halfbyte_floats(layer, "float"),
     "torch fp32": lambda layer: _torch_dense(layer, torch.float32),
     "torch bf16": lambda layer: _torch_dense(layer, torch.bfloat16),

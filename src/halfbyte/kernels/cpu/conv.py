@@ -32,6 +32,7 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
+_DIRECT_ITEMS = 4  # of a thread: what an item copies, the next one of the same strip finds
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
@@ -143,11 +144,11 @@ class ConvKernel:
         lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES), 1)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         if most > 1:
-            lines = max(1, min(lines, -(-batch * ho * sizes.groups * geo.panels // (most * _ITEMS_A_THREAD))))
+            lines = max(1, min(lines, -(-batch * ho * sizes.groups * geo.panels // (most * _DIRECT_ITEMS))))
         strips = -(-ho // lines)
         lines = -(-ho // strips)
         m = lines * wo
-        parts = max(1, min(geo.panels, -(-most * _ITEMS_A_THREAD // (batch * strips * sizes.groups)))) if most > 1 else 1
+        parts = max(1, min(geo.panels, -(-most * _DIRECT_ITEMS // (batch * strips * sizes.groups)))) if most > 1 else 1
         group = -(-geo.panels // parts)
         parts = -(-geo.panels // group)
         most_rows, vectors = isa.direct_tile
