@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -102,8 +102,9 @@ def _sides(window: Window) -> tuple[int, int, int, int]:
     return left, right, top, bottom
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "dtype"), [*((format, torch.float16) for format in FORMATS), ("int8_channel", torch.float32), ("q4_1", torch.float32)]
+)
 def test_formats(format: str, dtype: torch.dtype, gpu: Gpu, device: torch.device) -> None:
     check(format, "odd channels, stride, dilation", dtype, gpu, device)
 
@@ -121,8 +122,16 @@ def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -
     return cuda_conv.table(rows, sums, sizes, int(scales[1]))
 
 
-@pytest.mark.parametrize(("in_zero", "chosen"), [(0, True), (-7, True), (-7, False)])
-@pytest.mark.parametrize("format", ["int8_channel", "int4_channel", "int8_tensor"])
+@pytest.mark.parametrize(
+    ("format", "in_zero", "chosen"),
+    [
+        ("int8_channel", 0, True),
+        ("int8_channel", -7, True),
+        ("int8_channel", -7, False),
+        ("int4_channel", -7, True),
+        ("int8_tensor", 0, True),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
@@ -203,3 +212,47 @@ def test_depthwise(dtype: torch.dtype, kernel: tuple[int, int], device: torch.de
         error = conv_reference.error_bound(x, codes, kernel, window, bias, channels)
         wrong = ~reference.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2), expected, error)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+HOPPER = [
+    (3, 13, 9, 64, 80, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    (2, 12, 11, 128, 48, (3, 2), Window((1, 1), (0, 2, 1, 3), (2, 1))),
+    (20, 7, 7, 192, 144, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    (1, 5, 4, 64, 64, (1, 1), Window()),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", range(len(HOPPER)))
+def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    if interpreted or gpu.capability != (9, 0):
+        pytest.skip("it is made of Hopper's instructions")
+    batch, height, width, channels, outputs, kernel, window = HOPPER[case]
+    codes, sizes = codes_of("int8_channel" if dtype == torch.int8 else "int4_g32", channels, 1, outputs, kernel)
+    problem = conv.Convolution(sizes, window, batch, (height, width), dtype)
+    assert conv_hopper.supports(problem, gpu) is None
+    x, bias = image(batch, channels, height, width, dtype), torch.randn(outputs)
+    weight = convolution.pack_gpu(codes, sizes).data.to(device)
+    for config in conv_hopper.configs(problem, gpu):
+        out = torch.full((problem.m, outputs), 99, dtype=dtype, device=device)
+        if dtype == torch.int8:
+            for in_zero in (0, -7):
+                scales = 0.02, in_zero, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
+                table = table_of(codes, sizes, bias, *scales).to(device)
+                conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
+                wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
+                assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
+            continue
+        residual = torch.randn(problem.m, outputs).to(dtype)
+        epilogue = Epilogue(bias.to(device), residual.to(device), -1.5, 2.5)
+        conv_hopper.launch(problem, config, in_memory(x, device), weight, out, epilogue)
+        more = residual.view(batch, *problem.out, outputs).permute(0, 3, 1, 2).double()
+        expected = (conv_reference.conv2d(x, codes, kernel, window, bias) + more).clamp(-1.5, 2.5)
+        size = conv_reference.conv2d(x.abs(), codes_abs(codes), kernel, window)
+        error = 2 * conv_reference.error_bound(x, codes, kernel, window, bias) + 2 * UNIT[dtype] * size + 2.0**-21 * more.abs()
+        assert reference.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2), expected, error).all(), config
+
+
+def codes_abs(codes: Codes) -> Codes:
+    """Codes of the weight's magnitudes, for a symmetric format."""
+    return Codes.from_values(codes.format, codes.values().abs().clamp(max=codes.format.q_max), codes.scale, codes.zero)
