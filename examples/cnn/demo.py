@@ -89,6 +89,7 @@ def main() -> int:
     models: dict[str, nn.Module] = {"fp32": model}
     for name, config in {
         "int8_channel, activations quantized on the fly": hb.Config("int8_channel"),
+        "int8_channel, each image quantized once": hb.Config("int8_channel", activation="image"),
         "int8_channel, float activations": hb.Config("int8_channel", compute="float"),
         "q4_0, activations quantized on the fly": hb.Config("q4_0"),
         "int4_channel, float activations": hb.Config("int4_channel", compute="float"),
