@@ -16,6 +16,7 @@ from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import linear as linear_file
 from halfbyte.layouts import experts, gpu_tiles
+from halfbyte.ops import grouped
 
 E, N, K = 5, 37, 72
 NAMES = (
@@ -212,3 +213,17 @@ def test_one_matrix_is_for_linear_and_a_stack_is_not() -> None:
     wrong = hb.Packed(codes.format, (E + 1, N, K), "stacked_cpu_tiles", hb.pack(codes).data)
     with pytest.raises(FormatError, match="packed bytes on the CPU"):
         hb.grouped_linear(X, wrong, IDS)
+
+
+def test_only_rows_of_known_experts_have_gradients() -> None:
+    """On a GPU an id may be no expert's; the backward pass is the same there and here."""
+    packed = hb.pack(random_codes(as_format("q4_0"), (E, N, K)))
+    ids = torch.tensor([0, E, 2, -1])
+
+    class Context:
+        saved_tensors = packed.data, ids
+        settings, shared = (packed.name, E, N, K, "float", "block"), False
+
+    grad_x = grouped._GroupedLinear.backward(Context(), torch.ones(4, N))[0]
+    assert grad_x is not None
+    assert torch.equal(grad_x.any(1), torch.tensor([True, False, True, False]))

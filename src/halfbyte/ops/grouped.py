@@ -88,11 +88,12 @@ def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, format: 
         raise ArgumentError(f"the bias of {experts} experts is floating point [{experts}, {n}] on {place(x.device.type)}, got {got}")
 
 
-def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
     """The result where K or some other size is 0: a sum of nothing."""
-    if bias is None or not shape[0] * shape[-1]:
-        return x.new_zeros(shape)
-    return bias[ids.long()].to(x.dtype)
+    y = x.new_zeros(shape)
+    if bias is not None and y.numel() and experts:
+        y += bias[ids.long().clamp(0, experts - 1)]
+    return torch.where(((ids >= 0) & (ids < experts)).unsqueeze(-1), y, torch.nan)
 
 
 def _cpu(
@@ -116,7 +117,7 @@ def _cpu(
     if numbers and (min(numbers) < 0 or max(numbers) >= experts):
         raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {min(numbers)} … {max(numbers)}")
     if x.numel() == 0 or n == 0 or not numbers:
-        return _nothing(x, ids, bias, shape)
+        return _nothing(x, ids, bias, shape, experts)
     flat = x.reshape(-1, k).contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
@@ -164,13 +165,15 @@ def _cuda(
     _check(x, weight, ids, bias, format, experts, n, k, activation)
     if compute_of(compute) != "float":
         raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={compute!r}: use 'float', or the CPU")
-    if x.numel() == 0 or n == 0 or not ids.numel():
-        return _nothing(x, ids, bias, shape)
+    if x.numel() == 0 or n == 0 or not ids.numel() or experts == 0:
+        return _nothing(x, ids, bias, shape, experts)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
     x, weight, ids = cuda.aligned(x.reshape(-1, k)), cuda.aligned(weight), cuda.aligned(ids.flatten())
     out = torch.empty((ids.numel(), n), dtype=x.dtype, device=x.device)
-    operands = (x, weight, ids, out, None if bias is None else cuda.aligned(bias))
+    if bias is not None:
+        bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
+    operands = (x, weight, ids, out, bias)
     key = (format, experts, n, k, x.dtype, x.device, len(x), len(ids), ids.dtype, None if bias is None else bias.dtype)
     with cuda.on(x):
         kept = _kept.get(key)
@@ -231,8 +234,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ids = ctx.saved_tensors
         format, experts, n, k = ctx.settings[:4]
-        grad_x = grad.new_empty((*ids.shape, k))
-        for e in ids.unique().tolist():
+        grad_x = grad.new_zeros((*ids.shape, k))
+        for e in set(ids.flatten().tolist()) & set(range(experts)):
             one = OPS.dequantize.default(weight.view(experts, -1)[e], format, n, k, grad.dtype)
             grad_x[ids == e] = grad[ids == e] @ one
         return (grad_x.sum(1) if ctx.shared else grad_x, *[None] * (3 + len(ctx.settings)))
