@@ -150,6 +150,8 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
         bands = min(most, 4)
         records = -(-problem.k // (slices * gpu_tiles.RECORD))  # of a warp
         deep = 1 if records == 1 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
+        if bands == 1 and bands_n > 2.2 * gpu.sms:
+            deep = min(deep, 2)  # fewer registers, so that more than two blocks find room
         choices = [(bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2)]
         if gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD:  # more scales, more registers
             choices = [(min(bands, 2), 2), (bands, 1), (bands, 2)]
