@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.machine import GPUS
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -131,3 +134,26 @@ def test_no_gpu() -> None:
     codes = hb.quantize_conv(torch.randn(8, 4, 3, 3), "int8_channel")
     with pytest.raises(UnsupportedError, match="torch sees no GPU"):
         hb.pack_conv(codes, 3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "channels", "dtype", "taken"),
+    [
+        ("sm_90", 32, 128, torch.int8, "conv_hopper"),
+        ("sm_90", 32, 128, torch.bfloat16, "conv_hopper"),
+        ("sm_90", 1, 128, torch.int8, "conv"),
+        ("sm_90", 32, 96, torch.bfloat16, "conv_library"),
+        ("sm_90", 32, 128, torch.float32, "conv"),
+        ("sm_80", 32, 128, torch.int8, "conv"),
+        ("sm_80", 32, 128, torch.bfloat16, "conv_library"),
+    ],
+)
+def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken: str) -> None:
+    pytest.importorskip("triton", exc_type=ImportError)
+    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
+    from halfbyte.kernels.gpu.conv import Convolution
+
+    sizes = Filter(as_format("int8_channel" if dtype == torch.int8 else "int4_g32"), 128, channels, (3, 3))
+    choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
+    assert choice.name == taken, choice.rejected
+    assert len(choice.rejected) == ("conv_hopper", "conv_library", "conv").index(taken)
