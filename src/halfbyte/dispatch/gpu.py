@@ -40,6 +40,10 @@ class GpuCandidate:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
 
 
+def _hopper_tiles(config: Any, count: int) -> Tiles:
+    return Tiles(config.block_m, 2 * config.rows, max(1, config.programs // count), count % config.programs != 0)
+
+
 GPU_LINEAR = (
     GpuCandidate(
         "skinny", "float", "skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
@@ -47,7 +51,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
-        lambda c, p: Tiles(c.block_m, 2 * c.rows, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (2 * c.rows))))),
+        lambda c, p: _hopper_tiles(c, -(-p.m // c.block_m) * -(-p.n // (2 * c.rows))),
     ),
     GpuCandidate(
         "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",

@@ -45,11 +45,15 @@ def linear_roofline(m: int, n: int, k: int, weight_bytes: int, element_bytes: in
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts the result [M, N]: tiles of rows x columns, K shared by `split` blocks."""
+    """How a kernel cuts the result [M, N]: tiles of rows x columns, K shared by `split` blocks.
+
+    even  tiles are cut, so that all multiprocessors have the same to do
+    """
 
     rows: int
     columns: int
     split: int = 1
+    even: bool = False
 
 
 class GpuCeilings(NamedTuple):
@@ -109,7 +113,7 @@ class Skill(NamedTuple):
 SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
-    "dequantized": Skill(0.93, 1.05, 4e-6, norm=2, unpacks=True),
+    "dequantized": Skill(0.93, 0.97, 4e-6, norm=2, unpacks=True),
     "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2),
 }
@@ -129,7 +133,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     row_tiles, column_tiles = -(-m // tiles.rows), -(-n // tiles.columns)
     count = row_tiles * column_tiles * tiles.split
     # A multiprocessor runs several small tiles at once, so that less than a wave of them leaves some idle, and more than a few none.
-    waves = -(-count // gpu.sms) * gpu.sms / count if count > gpu.sms else 1.0
+    waves = -(-count // gpu.sms) * gpu.sms / count if count > gpu.sms and not tiles.even else 1.0
     idle = max(1.0, gpu.sms / count)
     operations = 2 * row_tiles * tiles.rows * column_tiles * tiles.columns * k
     partial_sums = 4 * m * n * tiles.split if tiles.split > 1 else 0  # written and read, much of it in the cache

@@ -5,8 +5,9 @@ memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows
 make two weights of them: LOP3, a fused multiply-add that takes off point and constant, one that multiplies by the scale. Half of a
 record becomes floating point while the wgmma of the half before it runs, and one warpgroup's waits lie under the other's products.
 
-The records of all tiles, one tile after the other, are cut into equal shares for the programs (Osama et al., Stream-K, 2023), so that no
-multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last adds them, in a fixed order.
+Programs multiply the same number of whole tiles; the records of the tiles that are left over are cut into equal shares (Osama et al.,
+Stream-K, 2023), so that no multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last
+adds them, in a fixed order.
 
 Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32.
 
@@ -100,9 +101,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
         for programs in {whole, shared}:
             us = _START_US + -(-tiles * records // programs) * record_us
-            if tiles % programs:  # a program meets others once, or at both ends, and x is not read by all at the same time
-                meeting = 3.5 + 13.5 * rows * block_m / (64 * 256)
-                us = us + meeting if waves == 1 else 1.1 * us + 3 * meeting
+            if tiles % programs:
+                us += 3.5 + 13.5 * rows * block_m / (64 * 256)
             found.append((us, Config(rows, block_m, min(8, stages), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:5])
 
@@ -155,19 +155,35 @@ def launch(
 
 @gluon.jit
 def _share(sizes, S: gl.constexpr):
-    """First record of this program's share, of all records of all tiles, and the one after its last."""
+    """What this program multiplies: whole tiles, and after them a part of the records of the tiles that are left over.
+
+    How many records that is, how many whole tiles, the first record of the part, and the records of all tiles that are left over.
+    """
     ROWS: gl.constexpr = S.rows
-    total = (gl.cdiv(sizes[1], 2 * ROWS) * gl.cdiv(sizes[0], S.block_m)).to(gl.int64) * sizes[3]
-    return gl.program_id(0) * total // gl.num_programs(0), (gl.program_id(0) + 1) * total // gl.num_programs(0), total
+    tiles = gl.cdiv(sizes[1], 2 * ROWS) * gl.cdiv(sizes[0], S.block_m)
+    whole = tiles // gl.num_programs(0)
+    rest = (tiles - whole * gl.num_programs(0)) * sizes[3]
+    sharers = _sharers(rest)
+    start = gl.minimum(gl.program_id(0), sharers) * rest // sharers
+    end = gl.minimum(gl.program_id(0) + 1, sharers) * rest // sharers
+    return whole * sizes[3] + end - start, whole, start, rest
 
 
 @gluon.jit
-def _segment(start, end, sizes, S: gl.constexpr):
-    """The tile that record `start` of all belongs to, where it is along M and N, and what of its records are in front of `end`."""
+def _sharers(rest):
+    """How many programs have a part of what is left over."""
+    return gl.maximum(gl.minimum(rest, gl.num_programs(0)), 1)
+
+
+@gluon.jit
+def _segment(at, end, whole, start, sizes, S: gl.constexpr):
+    """The tile of this program's record `at`, where it is along M and N, and what of its records are in front of record `end`."""
     ROWS: gl.constexpr = S.rows
-    tile = (start // sizes[3]).to(gl.int32)
-    first = (start % sizes[3]).to(gl.int32)
-    count = gl.minimum(sizes[3] - first, end - start).to(gl.int32)
+    inside = at < whole * sizes[3]
+    record = gl.where(inside, at, start + at - whole * sizes[3])
+    tile = record // sizes[3] + whole * gl.where(inside, gl.program_id(0), gl.num_programs(0))
+    first = record % sizes[3]
+    count = gl.minimum(sizes[3] - first, end - at)
     tiles_m = gl.cdiv(sizes[0], S.block_m)
     width = S.group * gl.cdiv(sizes[1], 2 * ROWS)
     first_m = tile // width * S.group
@@ -181,9 +197,10 @@ def _produce(xd, wd, xs, ws, full, empty, sizes, S: gl.constexpr):
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
     step = 0
-    at, end, _total = _share(sizes, S)
+    end, whole, start, _rest = _share(sizes, S)
+    at = start - start
     while at < end:
-        _tile, pm, pn, first, count = _segment(at, end, sizes, S)
+        _tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
         for r in range(first, first + count):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -279,9 +296,10 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     step = 0
-    at, end, total = _share(sizes, S)
+    end, whole, start, rest = _share(sizes, S)
+    at = start - start
     while at < end:
-        tile, pm, pn, first, count = _segment(at, end, sizes, S)
+        tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
         first_n = (pn * 2 + HALF) * ROWS
         rn = gl.minimum(first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)), sizes[2] - 1)
         acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
@@ -316,14 +334,15 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
             for i in gl.static_range(_PIECES):
                 _write(pieces[i], out, added, first_n, pm * BM + i * (BM // _PIECES), sizes, bounds, S)
         elif scratch is not None:
-            _meet(acc, tile, total, out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
+            _meet(acc, tile, tile - whole * gl.num_programs(0), rest, out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
         at += count
 
 
 @gluon.jit
-def _meet(acc, tile, total, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _meet(acc, tile, number, rest, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up and writes.
 
+    `number` counts the tiles that are left over, `rest` their records.
     Each piece of the columns has a last of its own. Programs come to the pieces in different orders, so that they share this work too.
     """
     ROWS: gl.constexpr = S.rows
@@ -331,10 +350,10 @@ def _meet(acc, tile, total, out, added, scratch, first_n, first_m, sizes, bounds
     WIDTH: gl.constexpr = BM // _PIECES
     MMA: gl.constexpr = acc.type.layout
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    programs = gl.num_programs(0)
-    record = tile.to(gl.int64) * sizes[3]
-    leader = (((record + 1) * programs - 1) // total).to(gl.int32)  # the program that has the tile's first record
-    others = (((record + sizes[3]) * programs - 1) // total).to(gl.int32) - leader
+    sharers = _sharers(rest)
+    record = number * sizes[3]
+    leader = ((record + 1) * sharers - 1) // rest  # the program that has the tile's first record
+    others = ((record + sizes[3]) * sharers - 1) // rest - leader
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
     mine = gl.program_id(0).to(gl.int64) * 2 + gl.where(gl.program_id(0) == leader, 1, 0)
     there = scratch[0] + (leader.to(gl.int64) * 2 * 2 + HALF) * (ROWS * BM)
