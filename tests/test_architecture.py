@@ -30,7 +30,7 @@ RANKS = {
     "dispatch": 4,
     "ops": 5,
     "nn": 6,
-    "bench": 6,
+    "bench": 7,
     "checkpoint": 7,
     "integrations": 8,
     "evaluate": 8,

@@ -312,7 +312,7 @@ def _check_one_scale(sizes: Filter) -> None:
     fmt = sizes.format
     if fmt.zero != "none" or isinstance(fmt.block, int):
         raise UnsupportedError(
-            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or activation='row'"
+            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
         )
     if sizes.k > cpu_tiles.LONGEST_BLOCK:
         raise UnsupportedError(f"activation='image' takes patches of at most {cpu_tiles.LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
