@@ -24,6 +24,7 @@ from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import Convolution
 from halfbyte.kernels.gpu.conv import supports as supports_any
+from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -322,37 +323,29 @@ def _write_codes(acc, table, out, N, at, image, window, bounds, row, S: gl.const
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
     total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + _MAGIC
     codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
-    place, mask = _places(at, N, image, S, OUT)
-    gl.store(out + place, codes, mask=mask)
+    rn, m, mask = _places(at, N, image, S, OUT)
+    gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), codes, mask=mask)
 
 
 @gluon.jit
 def _places(at, N, image, S: gl.constexpr, OUT: gl.constexpr):
+    """Outputs, patches (rows of y) and which of them there are."""
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     b, oy, ox, real = _pixels(at[1], at[2], at[3], at[4], image, S, gl.SliceLayout(0, OUT))
     m = (b.to(gl.int64) * image[3] + oy) * image[4] + ox
-    return gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
+    return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
 
 
 @gluon.jit
 def _write(total, out, added, N, at, image, bounds, S: gl.constexpr):
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     DTYPE: gl.constexpr = out.dtype.element_ty
-    place, mask = _places(at, N, image, S, OUT)
+    rn, m, mask = _places(at, N, image, S, OUT)
     if added[0] is None and added[1] is None and not S.clamp:
         y = gl.convert_layout(total.to(DTYPE), OUT)
     else:
-        total = gl.convert_layout(total, OUT)
-        rn = gl.minimum(at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), N - 1)
-        if added[0] is not None:
-            total += gl.expand_dims(gl.load(added[0] + rn).to(gl.float32), 1)
-        if added[1] is not None:
-            total += gl.load(added[1] + place, mask=mask, other=0.0).to(gl.float32)
-        if S.clamp:
-            total = gl.maximum(total, bounds[0], propagate_nan=gl.PropagateNan.ALL)
-            total = gl.minimum(total, bounds[1], propagate_nan=gl.PropagateNan.ALL)
-        y = total.to(DTYPE)
-    gl.store(out + place, y, mask=mask)
+        y = finish(gl.convert_layout(total, OUT), added, rn, m, N, bounds[0], bounds[1], S.clamp, DTYPE, mask)
+    gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), y, mask=mask)
 
 
 @gluon.jit
