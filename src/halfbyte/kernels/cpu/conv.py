@@ -33,6 +33,7 @@ _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
 _DIRECT_ITEMS = 4  # of a thread: what an item copies, the next one of the same strip finds
+_TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
@@ -152,7 +153,7 @@ class ConvKernel:
         group = -(-geo.panels // parts)
         parts = -(-geo.panels // group)
         most_rows, vectors = isa.direct_tile
-        rows = -(-m // -(-m // most_rows))
+        rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
         tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False, out=KINDS[self.out_dtype])
         tile_name = direct.name_of(tile_spec)
         tile = jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name]
