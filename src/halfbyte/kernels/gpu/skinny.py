@@ -188,8 +188,9 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
             split *= 2
         deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
         step = slices * (bands * 256 * bits + 128 * columns * element)
-        deep = deep if (gpu.shared - (4 << 10)) // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
-        stages = max(1, min(3, (gpu.shared - (4 << 10)) // (deep * step)))
+        room = gpu.shared - ((4 if gpu.backend == "cuda" else 16) << 10)
+        deep = deep if room // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
+        stages = max(1, min(3, room // (deep * step)))
         found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
     return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
 
