@@ -35,6 +35,7 @@ _ITEMS_A_THREAD = 3
 _DIRECT_ITEMS = 4  # of a thread: what an item copies, the next one of the same strip finds
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
+_STRIP_OUTPUTS = 1 << 13
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
 
@@ -142,7 +143,7 @@ class ConvKernel:
         def strip_bytes(lines: int) -> int:
             return lines * wo * row + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
 
-        lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES), 1)
+        lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES and n * wo <= _STRIP_OUTPUTS), 1)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         if most > 1:
             lines = max(1, min(lines, -(-batch * ho * sizes.groups * geo.panels // (most * _DIRECT_ITEMS))))
