@@ -187,8 +187,10 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
         while split < 16 and 2 * split * tiles <= 1.4 * wanted and records >= 2 * least * slices * split:
             split *= 2
         deep = 2 if columns <= 64 and records >= 4 * slices * split and problem.dtype != torch.float32 else 1
-        step = slices * (bands * 256 * bits + 128 * columns * element)
-        room = gpu.shared - ((4 if gpu.backend == "cuda" else 16) << 10)
+        step, room = slices * (bands * 256 * bits + 128 * columns * element), gpu.shared - (4 << 10)
+        if gpu.backend != "cuda":  # weights go from lane to lane through shared memory, and only x is read ahead into it
+            step = slices * 128 * columns * element
+            room = gpu.shared - slices * bands * BAND * 256 + step * deep
         deep = deep if room // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
         stages = max(1, min(3, room // (deep * step)))
         found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
