@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ _ITEMS_A_THREAD = 3
 _DIRECT_ITEMS = 4  # of a thread: what an item copies, the next one of the same strip finds
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
+_OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
+_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 _STRIP_OUTPUTS = 1 << 13
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
@@ -343,15 +346,23 @@ def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = amax * (1/127), codes = round(fl(x * fl(127 / amax))) with the largest magnitude of the image. The scale of an image with a
     NaN or infinity is NaN.
     """
+    if len(x) == 1:
+        return _quantize_image(x)
     flat = x.permute(0, 2, 3, 1).flatten(1)
     largest = torch.maximum(flat.amax(1), -flat.amin(1)).float()  # many times as fast as a norm
     inverse = torch.full_like(largest, 127) / largest  # rounded once, as 127 / largest is not
-    inverse[~torch.isfinite(inverse) | ~torch.isfinite(largest)] = 0
-    factors = inverse.tolist()
-    if len(factors) == 1:
-        q = elementwise.combine(x, factors[0], 0.0, torch.int8, clamp=(-127, 127))
-    else:
-        q = torch.empty_like(x, dtype=torch.int8)
-        for image, codes, factor in zip(x.split(1), q.split(1), factors, strict=True):
-            codes.copy_(elementwise.combine(image, factor, 0.0, torch.int8, clamp=(-127, 127)))
-    return q, torch.where(torch.isfinite(largest), largest * torch.full_like(largest, 1 / 127), torch.nan)
+    finite = largest < torch.inf  # not NaN either
+    inverse = torch.where(finite & (inverse < torch.inf), inverse, 0)
+    _, c, h, w = x.shape
+    q = torch.mul(flat, inverse.unsqueeze(1)).round_().to(torch.int8).view(-1, h, w, c).permute(0, 3, 1, 2)
+    return q, torch.where(finite, largest * torch.full_like(largest, 1 / 127), torch.nan)
+
+
+def _quantize_image(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_images` of a single one, whose numbers are Python's: tensors of one element cost more than they hold."""
+    low, high = torch.aminmax(x)
+    largest = max(float(high), -float(low))
+    finite = largest < math.inf  # not NaN either
+    inverse = 127 / largest if finite and largest else 0.0  # a quotient of float32, rounded to double, is rounded to float32 as if at once
+    q = elementwise.combine(x, inverse if inverse < _OVERFLOWS else 0.0, 0.0, torch.int8, clamp=(-127, 127))
+    return q, torch.tensor([largest * _PART if finite else math.nan], dtype=torch.float32)
