@@ -28,7 +28,8 @@ from halfbyte.integrations.gguf import load_gguf
 from halfbyte.integrations.text import generate, open_model
 from halfbyte.nn.modules import QuantLinear
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+# What torch.compile itself says.
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "models" / "tiny-llama"
