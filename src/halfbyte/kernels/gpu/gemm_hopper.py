@@ -101,10 +101,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
         for programs in {whole, shared}:
             us = _START_US + -(-tiles * records // programs) * record_us
-            if tiles % programs:
-                us += 3.5 + 13.5 * rows * block_m / (64 * 256)
+            if tiles % programs:  # programs meet, and what they read of x is not what others read at that time
+                meeting = 3.5 + 13.5 * rows * block_m / (64 * 256)
+                us = us + meeting if waves == 1 else 1.12 * us + 2 * meeting
             found.append((us, Config(rows, block_m, min(8, stages), 8, programs)))
-    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:5])
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
 
 
 def launch(
