@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,7 +96,7 @@ def test_gradients() -> None:
     floats(other, codes, 3, 1, 1, 1).square().sum().backward()
     assert x.grad is not None
     assert other.grad is not None
-    assert (x.grad.cpu() - other.grad).abs().max() < 1e-3
+    assert (x.grad.cpu() - other.grad).abs().max() < 1e-2  # cuDNN may multiply in TF32
 
 
 @on_gpu
@@ -105,7 +107,7 @@ def test_modules_and_chains_move() -> None:
     ).eval()  # fmt: skip
     images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
     for config in (hb.Config("int8_channel"), hb.Config("int8_channel", activations="static", calibration=images)):
-        quantized = hb.quantize_(nn.Sequential(*(layer for layer in model)), config)
+        quantized = hb.quantize_(copy.deepcopy(model), config)
         here = quantized(images[0])
         there = quantized.cuda()(images[0].cuda()).cpu()
         assert (here - there).abs().max() < 0.05 * here.abs().max()

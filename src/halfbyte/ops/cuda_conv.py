@@ -209,7 +209,7 @@ def qconv2d(
         raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on {x.device}, got {got}: use conv_requantization_table")
     if 0 in plan.shape:
         return _image(x.new_empty(0, plan.sizes.out), plan)
-    if plan.way == "linear":
+    if plan.way == "linear" and plan.sizes.format.bits == 4:
         n, k = plan.sizes.out, plan.sizes.k
         rows = table[0, :3, : -(-n // TABLE_PANEL) * TABLE_PANEL].contiguous()
         return _image(cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high), plan)

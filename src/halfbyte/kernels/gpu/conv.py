@@ -187,14 +187,20 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     n, m = problem.n, problem.m
     block_n = 64 if n <= 64 or wide else 128
     block_m = 128 if block_n * m > 64 * 128 * gpu.sms and not wide else 64
+    if few:
+        block_m = 64
     if wide or (few and bits == 4):
         block_n, block_m = 64, 32
     elif bits == 4 and not integer and gpu.capability < (9, 0):
         block_n = 64
-    steps = geo.k_padded // step
+    if -(-n // 64) * -(-m // 64) * problem.sizes.groups <= gpu.sms:  # few tiles: as small as they can be
+        block_n, block_m = 64, 32
     tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
+    # To share K takes time of its own; 4 bits, made floats in registers, are worth more of it.
+    slow = bits == 4 and not integer
+    steps, least, most = geo.k_padded // step, 6 if slow else 16, 2 * gpu.sms if slow else gpu.sms
     split = 1
-    while tiles * split * 2 <= gpu.sms * 1.5 and steps >= 8 * split and split < 16:
+    while 2 * tiles * split <= most and steps >= least * split and split < 16:
         split *= 2
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     stages = 1 if gpu.backend == "hip" else 2 if wide else 4 if gpu.shared > 120 << 10 else 3
