@@ -26,6 +26,7 @@ SHAPES = {
     "stem": (1, 13, 12, 3, 1, 16, (7, 7), Window((2, 2), (3, 3, 3, 3))),
     "groups": (2, 6, 5, 8, 3, 6, (3, 3), Window((1, 2), (1, 1, 0, 1))),
     "one tap of groups": (1, 4, 5, 34, 2, 6, (1, 1), Window()),
+    "one tap": (1, 5, 4, 35, 1, 6, (1, 1), Window((2, 1), (1, 0, 0, 1))),
     "line": (1, 1, 40, 40, 1, 9, (1, 5), Window((1, 1), (0, 0, 2, 2))),
 }
 FORMATS = ("int8_channel", "int4_channel", "int4_g32", "int4_g128_zp", "q4_1", "q8_0", "int8_g20_zp")
