@@ -1,9 +1,9 @@
 """A quantized tensor in canonical order: the form that is saved, loaded, and packed for a machine.
 
-    data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
-            of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
-    scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
-    zero    None, or points (uint8) or offsets (the scale's dtype), in the scale's shape
+data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
+        of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
+scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
+zero    None, or points (uint8) or offsets (the scale's dtype), in the scale's shape
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Codes:
             tensor = tensors[name]
             if tuple(tensor.shape) != wanted or tensor.dtype != dtype:
                 raise FormatError(
-                    f"the {name} of {fmt} codes of shape {list(shape)} is {dtype} {list(wanted)}, "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
+                    f"the {name} of {fmt} codes of shape {list(shape)} is {dtype} {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
 
     def check_values(self) -> None:
