@@ -26,7 +26,7 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
 
 
 def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1) -> None:
-    """The same into `out` [n, k], for a weight that has elements; of stacked experts into [experts, n, k], where `sections` is the first's."""
+    """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k]."""
     run(
         _whole,
         (geo.records, geo.panels, experts),
