@@ -10,7 +10,7 @@ help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
 test: lint types ## ruff, mypy, then pytest (ARGS="-k name" for some tests)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadscope $(ARGS)
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check

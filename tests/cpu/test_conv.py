@@ -136,10 +136,10 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
     sweep()
 
 
-def test_a_thousand_integer_convolutions_are_those_of_the_reference() -> None:
+def test_many_integer_convolutions_are_those_of_the_reference() -> None:
     """Shapes, strides, paddings, dilations, groups and zero points by chance, on the best instruction set at hand."""
     rng, done = random.Random(0), 0
-    while done < 1000:
+    while done < 250:
         alone = rng.random() < 0.3
         groups = rng.randint(1, 40) if alone else rng.choice((1, 1, 2, 3))
         channels, out = (1, 1) if alone else (rng.choice((1, 2, 3, 5, 8, 16, 20, 24, 32, 33, 64)), rng.choice((1, 5, 16, 32, 33, 64, 70)))
