@@ -29,25 +29,42 @@ def packed_bytes(format: str, n: int, k: int, device_type: str) -> int:
     return cpu_tiles.geometry(fmt, (n, k)).nbytes if device_type == "cpu" else gpu_tiles.geometry(fmt, (n, k)).nbytes
 
 
-def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
-    wanted = packed_bytes(format, n, k, device.type)
-    if weight.dtype != torch.uint8 or weight.dim() != 1 or weight.numel() != wanted or weight.device != device:
+def check_bytes(weight: Tensor, nbytes: int, device: torch.device, what: object, packer: str = "pack") -> None:
+    """`what` the weight is, and the function of halfbyte that packs it, are for the sentence."""
+    if weight.shape != (nbytes,) or weight.dtype != torch.uint8 or weight.device != device:
         raise FormatError(
-            f"{format} of shape [{n}, {k}] is {wanted} packed bytes on {place(device.type)}, "
-            f"got {weight.dtype} {list(weight.shape)} on {weight.device}: pack the codes with halfbyte.pack"
+            f"{what} is {nbytes} packed bytes on {place(device.type)}, "
+            f"got {weight.dtype} {list(weight.shape)} on {weight.device}: pack the codes with halfbyte.{packer}"
         )
+
+
+def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
+    check_bytes(weight, packed_bytes(format, n, k, device.type), device, f"{format} of shape [{n}, {k}]")
+
+
+def check_floats(x: Tensor, what: str) -> None:
+    """`what`: who takes what."""
+    if x.dtype not in FLOATS:
+        raise ArgumentError(f"{what} of float32, bfloat16 or float16, got {x.dtype}: convert them first")
+
+
+def check_activation(activation: str, allowed: tuple[str, ...] = ACTIVATIONS) -> None:
+    if activation not in allowed:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(allowed)}")
+
+
+def check_clamp(low: float, high: float) -> None:
+    if not low <= high:
+        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
 
 
 def check_linear(x: Tensor, weight: Tensor, format: str, n: int, k: int, activation: str, low: float, high: float) -> None:
     """All but bias and residual."""
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    check_floats(x, "linear takes activations")
+    check_activation(activation)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight of shape [{n}, {k}] takes activations [..., {k}], got {list(x.shape)}")
-    if not low <= high:
-        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
+    check_clamp(low, high)
     check_packed(weight, format, n, k, x.device)
 
 
@@ -57,25 +74,27 @@ def check_bias(bias: Tensor, n: int, device: torch.device) -> None:
         raise ArgumentError(f"the bias of {n} outputs is floating point [{n}] on {place(device.type)}, got {got}")
 
 
-def check_residual(residual: Tensor, x: Tensor, n: int) -> None:
-    wanted = (*x.shape[:-1], n)
-    if residual.shape != wanted or residual.dtype != x.dtype or residual.device != x.device:
+def check_residual(residual: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    """`shape` is the result's."""
+    if residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device:
         got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
-        raise ArgumentError(f"the residual is {x.dtype} {list(wanted)} on {place(x.device.type)}, like the result, got {got}")
+        raise ArgumentError(f"the residual is {x.dtype} {list(shape)} on {place(x.device.type)}, like the result, got {got}")
 
 
 def check_qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> None:
     if x.dtype != torch.int8 or x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"qlinear with a weight of shape [{n}, {k}] takes int8 [..., {k}], got {x.dtype} {list(x.shape)}")
+    check_packed(weight, format, n, k, x.device)
+    check_table(table, (3, -(-n // TABLE_PANEL) * TABLE_PANEL), x.device, low, high, "requantization_table")
+
+
+def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low: int, high: int, maker: str) -> None:
+    """What requantization reads, and its clamp; `maker` is the function that makes such a table."""
     if not -128 <= low <= high <= 127:
         raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
-    check_packed(weight, format, n, k, x.device)
-    wanted = (3, -(-n // TABLE_PANEL) * TABLE_PANEL)
-    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or table.device != x.device:
+    if table.shape != shape or table.dtype != torch.float32 or not table.is_contiguous() or table.device != device:
         got = f"{table.dtype} {list(table.shape)} on {table.device}"
-        raise ArgumentError(
-            f"qlinear's table is contiguous float32 {list(wanted)} on {place(x.device.type)}, got {got}: use requantization_table"
-        )
+        raise ArgumentError(f"the table is contiguous float32 {list(shape)} on {place(device.type)}, got {got}: use {maker}")
 
 
 def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:

@@ -6,34 +6,33 @@ and an output always is so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
-from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
-from halfbyte.layouts.convolution import Filter, PackedConv
-from halfbyte.ops import cuda_conv, functions
-from halfbyte.ops.checks import ACTIVATIONS, FLOATS, check_bias, check_requantization
-from halfbyte.ops.images import channels_last, depthwise, from_numbers, out_shape
-from halfbyte.ops.library import differentiated, plain
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.ops import cpu_conv, cuda_conv, functions
+from halfbyte.ops.checks import check_bias, check_requantization
+from halfbyte.ops.images import depthwise, from_numbers, out_shape
+from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
 
 _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
-# What depthwise kernels multiply by, and sums of codes of each tap and scales for requantization, by the packed bytes they come from.
-_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+# Sums of codes of each tap and scales, for requantization, by the packed bytes that they come from.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
-_KEPT_PLANS = 4096
+_KEPT_MOVES = 4096
 _kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
@@ -62,15 +61,7 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
     if device.type != "cpu":
         there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
         raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
-    codes = codes.to("cpu")
-    if depthwise(sizes):
-        return PackedConv(sizes, convolution.CANONICAL, _aligned(convolution.canonical_bytes(codes)))
-    parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
-    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
-
-
-def _aligned(data: Tensor) -> Tensor:
-    return data if data.data_ptr() % 64 == 0 else data.clone(memory_format=torch.contiguous_format)
+    return cpu_conv.pack(codes.to("cpu"), sizes)
 
 
 # Public functions
@@ -111,7 +102,7 @@ def conv2d(
     moves = _moves(packed.sizes.kernel, stride, padding, dilation)
     run: Any = _ops.conv2d.default
     if plain(x) and not differentiated(x, bias, residual):
-        run = _conv2d_cpu if x.is_cpu else cuda_conv.conv2d
+        run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
     return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)  # type: ignore[no-any-return]
 
 
@@ -152,18 +143,17 @@ def qconv2d_with(
     """`qconv2d` with what does not change from call to call made before: `conv_requantization_table` and `Window.numbers`."""
     run: Any = _ops.qconv2d.default
     if plain(x):
-        run = _qconv2d_cpu if x.is_cpu else cuda_conv.qconv2d
+        run = (cpu_conv if x.is_cpu else cuda_conv).qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)  # type: ignore[no-any-return]
 
 
 def conv_requantization_table(
     packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
 ) -> Tensor:
-    """What `halfbyte::qconv2d` reads beside the weight, float32 [groups, 3, Co/groups padded to 32] (depthwise: [1, 3, Co]): offset,
-    multiplier, int32 start. On a GPU [groups, 4 + taps, Co/groups padded to 64], see `ops/cuda_conv.py`."""
+    """What `halfbyte::qconv2d` reads beside the weight, float32: offset, multiplier and int32 start of each output, in the order of
+    `cpu_conv.table` or `cuda_conv.table`."""
     sizes = packed.sizes
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
-    n = sizes.out // sizes.groups
     if packed.data not in _integer_sums:
         codes = convolution.unpack(packed)
         sums = codes.values().reshape(sizes.out, sizes.taps, sizes.channels).sum(2, dtype=torch.int32)
@@ -172,13 +162,7 @@ def conv_requantization_table(
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
     rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, in_scale, in_zero, out_scale, out_zero)
-    if rows.is_cuda:
-        return cuda_conv.table(rows, sums, sizes, in_zero)
-    if depthwise(sizes):
-        return rows.unsqueeze(0)
-    table = torch.zeros(sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
-    table[:, :, :n] = rows.view(3, sizes.groups, n).transpose(0, 1)
-    return table
+    return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
 def _pair(value: _Sizes, what: str) -> tuple[int, int]:
@@ -198,7 +182,7 @@ def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation:
         return written_moves(kernel, stride, padding, dilation)
     key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
     if key not in _kept_moves:
-        if len(_kept_moves) >= _KEPT_PLANS:
+        if len(_kept_moves) >= _KEPT_MOVES:
             _kept_moves.clear()
         _kept_moves[key] = written_moves(kernel, stride, padding, dilation)
     return _kept_moves[key]
@@ -241,207 +225,28 @@ _library.define(
 _ops = torch.ops.halfbyte
 
 
-def _packed_bytes(sizes: Filter) -> int:
-    if depthwise(sizes):
-        stored = stored_tensors(sizes.format, sizes.codes_shape).values()
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
-    return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
-
-
-def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    from halfbyte.kernels.cpu.depthwise import taps
-
-    made = _taps.setdefault(weight, {})
-    if integer not in made:
-        made[integer] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
-    return made[integer]
-
-
-class _Plan(NamedTuple):
-    """What calls on images of one shape share; everything that does not change from call to call has been checked."""
-
-    sizes: Filter
-    window: Window
-    out_shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
-    weight_bytes: int
-    depthwise: bool
-    kernel: Any
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}
-
-
-def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
-    key = format, tuple(numbers), tuple(moves), tuple(x.shape), x.dtype, compute, activation
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _KEPT_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _new_plan(x, format, numbers, moves, compute, activation)
-    return plan
-
-
-def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
-    from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
-    from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
-    from halfbyte.kernels.cpu.isas import current
-
-    sizes, window = from_numbers(format, numbers, moves)
-    shape = out_shape(x, sizes, window)
-    if activation not in (*ACTIVATIONS, "image"):
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}, image")
-    _, c, h, w = x.shape
-    # What asks for a scale of the image asks for integers.
-    wanted = "int8" if activation == "image" and compute == "auto" else compute
-    inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, wanted, current()).taken.inner
-    by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
-    if by_image:
-        _check_one_scale(sizes)
-    kernel: Any = None
-    if 0 not in shape and x.numel():
-        if depthwise(sizes):
-            kernel = DepthwiseKernel(sizes, x.dtype)
-        else:
-            kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
-    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), depthwise(sizes), kernel)
-
-
-def _check_one_scale(sizes: Filter) -> None:
-    fmt = sizes.format
-    if fmt.zero != "none" or isinstance(fmt.block, int):
-        raise UnsupportedError(
-            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
-        )
-    if sizes.k > cpu_tiles.LONGEST_BLOCK:
-        raise UnsupportedError(f"activation='image' takes patches of at most {cpu_tiles.LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
-
-
-def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
-    """What the plan's kernel takes for the packed bytes."""
-    if weight.shape != (plan.weight_bytes,) or weight.dtype != torch.uint8 or not weight.is_cpu:
-        got = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
-        wanted = f"{plan.weight_bytes} packed bytes on the CPU"
-        raise FormatError(f"the weight of {plan.sizes} is {wanted}, got {got}: pack the codes with halfbyte.pack_conv")
-    if plan.depthwise:
-        return _taps_of(weight, plan.sizes, integer=integer)
-    return weight if weight.is_contiguous() and weight.data_ptr() % 64 == 0 else weight.clone(memory_format=torch.contiguous_format)
-
-
-def _conv2d_cpu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
-    compute: str,
-    activation: str,
-    low: float,
-    high: float,
-) -> Tensor:
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"conv2d takes images of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    plan = _plan(x, format, numbers, moves, compute, activation)
-    if not low <= high:
-        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
-    weights = _fit_weight(weight, plan)
-    if bias is not None:
-        check_bias(bias, plan.sizes.out, x.device)
-        bias = bias.to(torch.float32).contiguous()
-    if residual is not None:
-        if residual.shape != plan.out_shape or residual.dtype != x.dtype or not residual.is_cpu:
-            got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
-            raise ArgumentError(f"the residual is {x.dtype} {list(plan.out_shape)} on the CPU, got {got}")
-        residual = channels_last(residual)
-    if plan.kernel is None:  # nothing to multiply
-        y = x.new_zeros(plan.out_shape)
-        for more in (None if bias is None else bias.view(1, -1, 1, 1), residual):
-            y = y if more is None else y + more
-        return y.clamp(low, high).to(x.dtype)
-    if x.stride() != plan.strides:
-        x = channels_last(x)
-    return plan.kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
-
-
-def _qconv2d_cpu(
-    x: Tensor,
-    weight: Tensor,
-    table: Tensor,
-    format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
-    in_zero: int,
-    low: int,
-    high: int,
-) -> Tensor:
-    if x.dtype != torch.int8:
-        raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
-    plan = _plan(x, format, numbers, moves, "int8", "block")
-    if not -128 <= low <= high <= 127:
-        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
-    weights, sizes = _fit_weight(weight, plan, integer=True), plan.sizes
-    n = sizes.out // sizes.groups
-    wanted = (1, 3, sizes.out) if plan.depthwise else (sizes.groups, 3, -(-n // cpu_tiles.PANEL) * cpu_tiles.PANEL)
-    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or not table.is_cpu:
-        got = f"{table.dtype} {list(table.shape)} on {table.device}"
-        raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on the CPU, got {got}: use conv_requantization_table")
-    if plan.kernel is None:
-        return x.new_empty(plan.out_shape)
-    if x.stride() != plan.strides:
-        x = channels_last(x)
-    return plan.kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
-
-
-class _Conv2d(torch.autograd.Function):
-    """Gradients as of a convolution with the dequantized weight, whatever the forward computed in; the weight is frozen."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = _ops.conv2d.default(x, weight, bias, residual, *settings)
-        ctx.settings, ctx.shape, ctx.bias_dtype = settings, x.shape, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, output if settings[-2:] != (-_INFINITE, _INFINITE) else None)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, output = ctx.saved_tensors
-        format, numbers, moves, _, _, low, high = ctx.settings
-        if output is not None:  # nothing flows through an output that was clamped
-            grad = torch.where((output > low) & (output < high), grad, 0)
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            sizes, window = from_numbers(format, numbers, moves)
-            top, bottom, left, right = window.padding
-            batch, channels, height, width = ctx.shape
-            layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
-            floats = convolution.dequantize(PackedConv(sizes, layout, weight), grad.dtype)
-            padded = (batch, channels, height + top + bottom, width + left + right)
-            whole = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
-            grad_x = whole[:, :, top : top + height, left : left + width]
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum((0, 2, 3)).to(ctx.bias_dtype)
-        return (grad_x, None, grad_bias, grad if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings))
-
-
-def _conv2d_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    if differentiated(x, bias, residual):
-        return _Conv2d.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ops.conv2d.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
-
-
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     format, numbers, moves = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
     return x.new_empty(out_shape(x, *from_numbers(format, numbers, moves))).contiguous(memory_format=torch.channels_last)
 
 
-for _device, _float, _integer in (("CPU", _conv2d_cpu, _qconv2d_cpu), ("CUDA", cuda_conv.conv2d, cuda_conv.qconv2d)):
-    _library.impl("conv2d", _float, _device)
-    _library.impl("conv2d", _conv2d_autograd, f"Autograd{_device}")
-    _library.impl("qconv2d", _integer, _device)
+def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
+    """As of a convolution with the dequantized weight."""
+    format, numbers, moves = settings[:3]
+    sizes, window = from_numbers(format, numbers, moves)
+    top, bottom, left, right = window.padding
+    batch, channels, height, width = shape
+    layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
+    floats = convolution.dequantize(PackedConv(sizes, layout, weight), grad.dtype)
+    padded = (batch, channels, height + top + bottom, width + left + right)
+    whole: Tensor = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
+    return whole[:, :, top : top + height, left : left + width]
+
+
+_gradients = Gradients(_ops.conv2d.default, _image_gradient, lambda grad: grad.sum((0, 2, 3)))
+for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
+    _library.impl("conv2d", _home.conv2d, _device)
+    _library.impl("conv2d", partial(differentiable, _gradients, _home.conv2d), f"Autograd{_device}")
+    _library.impl("qconv2d", _home.qconv2d, _device)
 torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
 torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)

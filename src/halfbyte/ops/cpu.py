@@ -50,7 +50,7 @@ def linear(
         check_bias(bias, n, _CPU)
         bias = bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.to(torch.float32).contiguous()
     if residual is not None:
-        check_residual(residual, x, n)
+        check_residual(residual, x, (*shape[:-1], n))
     if x.numel() == 0 or n == 0:
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         for term in (bias, residual):

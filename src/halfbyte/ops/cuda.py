@@ -150,7 +150,7 @@ def _first(
     if bias is not None and (bias.shape != (n,) or not bias.is_floating_point() or bias.get_device() != device):
         check_bias(bias, n, x.device)
     if residual is not None and (residual.shape != (*shape[:-1], n) or residual.dtype != x.dtype or residual.get_device() != device):
-        check_residual(residual, x, n)
+        check_residual(residual, x, (*shape[:-1], n))
     if x.numel() == 0 or n == 0:
         y = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         for addend in (bias, residual):

@@ -6,7 +6,6 @@ faster. Depthwise convolutions have a kernel of their own, all others are implic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -16,15 +15,25 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
-from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
-from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Activation, Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda
-from halfbyte.ops.checks import ACTIVATIONS, FLOATS, TABLE_PANEL, check_bias
-from halfbyte.ops.images import channels_last, depthwise, from_numbers, out_shape
+from halfbyte.ops.checks import ACTIVATIONS, TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
+from halfbyte.ops.images import (
+    Shape,
+    canonical_nbytes,
+    channels_last,
+    check_codes,
+    check_conv2d,
+    depthwise,
+    from_numbers,
+    nothing,
+    out_shape,
+)
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
@@ -47,17 +56,18 @@ def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
     """What requantization reads, float32 [groups, 4 + taps, Co/groups padded to 64], of `functions.requantization_rows` and the sums of
     each tap's codes, int32 [Co, taps]: offset, multiplier, start; a row whose bytes are `in_zero`, for kernels that read it outside of
     the image; and in_zero * sum (its bits) of each tap, for kernels that read 0 there."""
-    groups = 1 if depthwise(sizes) else sizes.groups
-    n = sizes.out // groups
-    made = torch.zeros(groups, 4 + sizes.taps, _table_row(n), device=rows.device)
+    shape = _table_shape(sizes)
+    groups, n = shape[0], sizes.out // shape[0]
+    made = torch.zeros(shape, device=rows.device)
     made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
     made[:, 3].view(torch.int8).fill_(in_zero)
     made[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)
     return made
 
 
-def _table_row(n: int) -> int:
-    return -(-n // _FILL) * _FILL
+def _table_shape(sizes: Filter) -> tuple[int, int, int]:
+    groups = 1 if depthwise(sizes) else sizes.groups
+    return groups, 4 + sizes.taps, -(-sizes.out // groups // _FILL) * _FILL
 
 
 class _Plan(NamedTuple):
@@ -65,7 +75,7 @@ class _Plan(NamedTuple):
 
     sizes: Filter
     window: Window
-    shape: tuple[int, int, int, int]
+    shape: Shape
     weight_bytes: int
     way: str  # "depthwise", "linear" or "patches"
     numbers: tuple[int, ...]
@@ -76,8 +86,7 @@ def _plan(shape: torch.Size, format: str, numbers: tuple[int, ...], moves: tuple
     sizes, window = from_numbers(format, numbers, moves)
     out = out_shape(torch.empty(shape, device="meta"), sizes, window)
     if depthwise(sizes):
-        stored = stored_tensors(sizes.format, sizes.codes_shape).values()
-        return _Plan(sizes, window, out, sum(math.prod(s) * dtype.itemsize for dtype, s in stored), "depthwise", (*numbers, *moves))
+        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*numbers, *moves))
     nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
     return _Plan(sizes, window, out, nbytes, "linear" if sizes.taps == sizes.groups == 1 else "patches", (*numbers, *moves))
 
@@ -86,10 +95,7 @@ def _fitting(x: Tensor, weight: Tensor, format: str, numbers: Sequence[int], mov
     if x.dim() != 4:
         raise ArgumentError(f"a convolution takes images [B, C, H, W], got {list(x.shape)}")
     plan = _plan(x.shape, format, tuple(numbers), tuple(moves))
-    if weight.shape != (plan.weight_bytes,) or weight.dtype != torch.uint8 or weight.device != x.device:
-        got = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
-        wanted = f"{plan.weight_bytes} packed bytes on {x.device}"
-        raise FormatError(f"the weight of {plan.sizes} is {wanted}, got {got}: pack the codes with halfbyte.pack_conv")
+    check_bytes(weight, plan.weight_bytes, x.device, plan.sizes, "pack_conv")
     return plan
 
 
@@ -106,26 +112,14 @@ def conv2d(
     low: float,
     high: float,
 ) -> Tensor:
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"conv2d takes images of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    check_floats(x, "conv2d takes images")
+    check_activation(activation, ACTIVATIONS)
     wanted, plan = compute_of(compute), _fitting(x, weight, format, numbers, moves)
-    if not low <= high:
-        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
-    if bias is not None:
-        check_bias(bias, plan.sizes.out, x.device)
-        bias = cuda.aligned(bias.float())
-    if residual is not None:
-        if residual.shape != plan.shape or residual.dtype != x.dtype or residual.device != x.device:
-            got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
-            raise ArgumentError(f"the residual is {x.dtype} {list(plan.shape)} on {x.device}, got {got}")
-        residual = _rows(residual)
+    check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
-        y = x.new_zeros(plan.shape).permute(0, 2, 3, 1).reshape(-1, plan.sizes.out)
-        for addend in (bias, residual):
-            y = y if addend is None else y + addend
-        return _image(y.clamp(low, high).to(x.dtype), plan)
+        return nothing(x, bias, residual, plan.shape, low, high)
+    bias = None if bias is None else cuda.aligned(bias.float())
+    residual = None if residual is None else _rows(residual)
     if plan.way == "linear":
         rows, fmt = _pixels(x, plan, 0), str(plan.sizes.matrix_format)
         n, k = plan.sizes.out, plan.sizes.k
@@ -197,16 +191,9 @@ def qconv2d(
     low: int,
     high: int,
 ) -> Tensor:
-    if x.dtype != torch.int8:
-        raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
+    check_codes(x)
     plan = _fitting(x, weight, format, numbers, moves)
-    if not -128 <= low <= high <= 127:
-        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
-    groups = 1 if plan.way == "depthwise" else plan.sizes.groups
-    wanted = (groups, 4 + plan.sizes.taps, _table_row(plan.sizes.out // groups))
-    if table.shape != wanted or table.dtype != torch.float32 or not table.is_contiguous() or table.device != x.device:
-        got = f"{table.dtype} {list(table.shape)} on {table.device}"
-        raise ArgumentError(f"qconv2d's table is contiguous float32 {list(wanted)} on {x.device}, got {got}: use conv_requantization_table")
+    check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
     if 0 in plan.shape:
         return _image(x.new_empty(0, plan.sizes.out), plan)
     if plan.way == "linear" and plan.sizes.format.bits == 4:

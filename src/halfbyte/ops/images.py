@@ -1,15 +1,23 @@
-"""What the convolutions of all devices share: sizes written as numbers, shapes of results, the order of images in memory."""
+"""What the convolutions of all devices share: sizes written as numbers, what arguments must be, the order of images in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
+from halfbyte.ops import checks
+from halfbyte.ops.checks import check_bias, check_clamp, check_residual
+
+ACTIVATIONS = (*checks.ACTIVATIONS, "image")
+Shape = tuple[int, int, int, int]
 
 
 def from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
@@ -23,12 +31,39 @@ def depthwise(sizes: Filter) -> bool:
     return sizes.channels == 1 and sizes.groups == sizes.out
 
 
-def out_shape(x: Tensor, sizes: Filter, window: Window) -> tuple[int, int, int, int]:
+def canonical_nbytes(sizes: Filter) -> int:
+    """Of the weight in layout "canonical"."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored_tensors(sizes.format, sizes.codes_shape).values())
+
+
+def out_shape(x: Tensor, sizes: Filter, window: Window) -> Shape:
     """[B, Co, Ho, Wo]"""
     channels = sizes.channels * sizes.groups
     if x.dim() != 4 or x.shape[1] != channels:
         raise ArgumentError(f"a convolution with a weight of {channels} input channels takes [B, {channels}, H, W], got {list(x.shape)}")
     return (x.shape[0], sizes.out, *window.out_size((x.shape[2], x.shape[3]), sizes.kernel))
+
+
+def check_conv2d(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> None:
+    """All but the weight and what a plan is made of; `shape` is the result's."""
+    check_clamp(low, high)
+    if bias is not None:
+        check_bias(bias, shape[1], x.device)
+    if residual is not None:
+        check_residual(residual, x, shape)
+
+
+def check_codes(x: Tensor) -> None:
+    if x.dtype != torch.int8:
+        raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
+
+
+def nothing(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> Tensor:
+    """`conv2d` where there is nothing to multiply: sums of nothing."""
+    y = x.new_zeros(shape)
+    for addend in (None if bias is None else bias.view(1, -1, 1, 1), residual):
+        y = y if addend is None else y + addend
+    return channels_last(y.clamp(low, high).to(x.dtype))
 
 
 def channels_last(x: Tensor) -> Tensor:

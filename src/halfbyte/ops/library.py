@@ -6,8 +6,9 @@ They take the packed bytes as one uint8 tensor with the format's name and the si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,43 +53,71 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     return x.new_empty((*x.shape[:-1], n))
 
 
-class _Linear(torch.autograd.Function):
-    """dX = dY · W with the dequantized W, whatever the forward computed in; the weight is frozen."""
+class Gradients(NamedTuple):
+    """What is differentiated: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
+    convolution, whose settings end with the clamp's low and high.
+
+    of_x     (dy, packed weight, shape of x, *settings) -> dx, with the dequantized weight, whatever the op computed in
+    of_bias  dy -> its sum for each output
+    """
+
+    op: Any
+    of_x: Callable[..., Tensor]
+    of_bias: Callable[[Tensor], Tensor]
+
+
+class _Differentiable(torch.autograd.Function):
+    """The weight is frozen."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def forward(
+        ctx: Any, gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any
+    ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = OPS.linear.default(x, weight, bias, residual, *settings)
-        ctx.settings, ctx.bias_dtype = settings, None if bias is None else bias.dtype
+            output: Tensor = gradients.op(x, weight, bias, residual, *settings)
+        ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, settings
         ctx.save_for_backward(weight, output if settings[-2:] != (-_INFINITE, _INFINITE) else None)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
-        format, n, k, _, _, low, high = ctx.settings
+        low, high = ctx.settings[-2:]
         if output is not None:  # nothing flows through an output that was clamped
             grad = torch.where((output > low) & (output < high), grad, 0)
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, n).sum(0).to(ctx.bias_dtype)
-        return (grad_x, None, grad_bias, grad if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings))
+        _, x_too, _, bias_too, residual_too = ctx.needs_input_grad[:5]
+        grad_x = ctx.gradients.of_x(grad, weight, ctx.shape, *ctx.settings) if x_too else None
+        grad_bias = ctx.gradients.of_bias(grad).to(ctx.bias_dtype) if bias_too else None
+        return (None, grad_x, None, grad_bias, grad if residual_too else None, *[None] * len(ctx.settings))
 
 
-def _linear_autograd(home: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+def differentiable(
+    gradients: Gradients,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *settings: Any,
+) -> Tensor:
+    """The op under autograd; `run` is the op on the device of x."""
     if differentiated(x, bias, residual):
-        return _Linear.apply(x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+        return _Differentiable.apply(gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
     if plain(x):  # a second trip through the dispatcher would take as long as a small kernel
-        return home.linear(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+        return run(x, weight, bias, residual, *settings)
     with torch._C._AutoDispatchBelowAutograd():
-        return OPS.linear.default(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+        return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
 
 
+def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: Any) -> Tensor:
+    """dX = dY · W"""
+    return grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)  # type: ignore[no-any-return]
+
+
+_gradients = Gradients(OPS.linear.default, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0))
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("linear", _home.linear, _device)
-    _library.impl("linear", partial(_linear_autograd, _home), f"Autograd{_device}")
+    _library.impl("linear", partial(differentiable, _gradients, _home.linear), f"Autograd{_device}")
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)

@@ -1,0 +1,194 @@
+"""The custom ops of convolutions on the CPU: what they are given is checked, and the kernel that calls of one kind share is found."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfbyte.errors import UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts import convolution, cpu_tiles
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.ops import functions
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_table
+from halfbyte.ops.images import (
+    ACTIVATIONS,
+    Shape,
+    canonical_nbytes,
+    channels_last,
+    check_codes,
+    check_conv2d,
+    depthwise,
+    from_numbers,
+    nothing,
+    out_shape,
+)
+
+_KEPT_PLANS = 4096
+_CPU = torch.device("cpu")
+
+# What depthwise kernels multiply by, by the packed bytes that it comes from.
+_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+
+
+def pack(codes: Codes, sizes: Filter) -> PackedConv:
+    """Codes on the CPU, arranged for its kernels."""
+    if depthwise(sizes):
+        return PackedConv(sizes, convolution.CANONICAL, _aligned(convolution.canonical_bytes(codes)))
+    parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
+    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
+
+
+def table(rows: Tensor, sizes: Filter) -> Tensor:
+    """What requantization reads, of `functions.requantization_rows`: float32 [groups, 3, Co/groups padded to 32], depthwise [1, 3, Co]."""
+    if depthwise(sizes):
+        return rows.unsqueeze(0)
+    groups, _, padded = _table_shape(sizes)
+    made = torch.zeros(groups, 3, padded)
+    made[:, :, : sizes.out // groups] = rows.view(3, groups, -1).transpose(0, 1)
+    return made
+
+
+def _table_shape(sizes: Filter) -> tuple[int, int, int]:
+    if depthwise(sizes):
+        return 1, 3, sizes.out
+    return sizes.groups, 3, -(-sizes.out // sizes.groups // cpu_tiles.PANEL) * cpu_tiles.PANEL
+
+
+def _aligned(data: Tensor) -> Tensor:
+    return data if data.is_contiguous() and data.data_ptr() % 64 == 0 else data.clone(memory_format=torch.contiguous_format)
+
+
+def _packed_bytes(sizes: Filter) -> int:
+    if depthwise(sizes):
+        return canonical_nbytes(sizes)
+    return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
+
+
+def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
+    from halfbyte.kernels.cpu.depthwise import taps
+
+    made = _taps.setdefault(weight, {})
+    if integer not in made:
+        made[integer] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
+    return made[integer]
+
+
+class _Plan(NamedTuple):
+    """What calls on images of one shape share; everything that does not change from call to call has been checked."""
+
+    sizes: Filter
+    window: Window
+    out_shape: Shape
+    strides: Shape
+    weight_bytes: int
+    table_shape: tuple[int, int, int]
+    depthwise: bool
+    kernel: Any  # None: there is nothing to multiply
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
+    key = format, tuple(numbers), tuple(moves), tuple(x.shape), x.dtype, compute, activation
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _KEPT_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _new_plan(x, format, numbers, moves, compute, activation)
+    return plan
+
+
+def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
+    from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
+    from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
+    from halfbyte.kernels.cpu.isas import current
+
+    sizes, window = from_numbers(format, numbers, moves)
+    shape = out_shape(x, sizes, window)
+    check_activation(activation, ACTIVATIONS)
+    _, c, h, w = x.shape
+    # What asks for a scale of the image asks for integers.
+    wanted = "int8" if activation == "image" and compute == "auto" else compute
+    inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, wanted, current()).taken.inner
+    by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
+    if by_image:
+        _check_one_scale(sizes)
+    kernel: Any = None
+    if 0 not in shape and x.numel():
+        if depthwise(sizes):
+            kernel = DepthwiseKernel(sizes, x.dtype)
+        else:
+            kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
+    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel)
+
+
+def _check_one_scale(sizes: Filter) -> None:
+    fmt = sizes.format
+    if fmt.zero != "none" or isinstance(fmt.block, int):
+        raise UnsupportedError(
+            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
+        )
+    if sizes.k > cpu_tiles.LONGEST_BLOCK:
+        raise UnsupportedError(f"activation='image' takes patches of at most {cpu_tiles.LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
+
+
+def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
+    """What the plan's kernel takes for the packed bytes."""
+    check_bytes(weight, plan.weight_bytes, _CPU, plan.sizes, "pack_conv")
+    return _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    check_floats(x, "conv2d takes images")
+    plan = _plan(x, format, numbers, moves, compute, activation)
+    check_conv2d(x, bias, residual, plan.out_shape, low, high)
+    weights = _fit_weight(weight, plan)
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    if plan.kernel is None:
+        return nothing(x, bias, residual, plan.out_shape, low, high)
+    residual = None if residual is None else channels_last(residual)
+    if x.stride() != plan.strides:
+        x = channels_last(x)
+    return plan.kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
+
+
+def qconv2d(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    format: str,
+    numbers: Sequence[int],
+    moves: Sequence[int],
+    in_zero: int,
+    low: int,
+    high: int,
+) -> Tensor:
+    check_codes(x)
+    plan = _plan(x, format, numbers, moves, "int8", "block")
+    check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
+    weights = _fit_weight(weight, plan, integer=True)
+    if plan.kernel is None:
+        return x.new_empty(plan.out_shape)
+    if x.stride() != plan.strides:
+        x = channels_last(x)
+    return plan.kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
