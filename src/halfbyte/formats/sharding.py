@@ -1,0 +1,159 @@
+"""Codes cut into parts for processes that hold one each: exact slices, and their exact inverse.
+
+Cut along N (rows) or E (experts) a part has its rows' codes, scales and zeros. Cut along K a part has whole blocks, so that no scale is
+needed on both sides; where one scale is for a whole row, or for the whole tensor, every part has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_nibbles
+from halfbyte.formats.spec import Format
+
+Range = tuple[int, int]  # first, one past the last
+Ranges = tuple[Range, ...]  # one after the other: what a part consists of
+
+
+def spread(count: int, of: int, unit: int = 1) -> list[Range]:
+    """0 … `count` as `of` runs of whole units, as even as they can be, the longer first; the last unit may be cut short."""
+    units = -(-count // unit)
+    bounds = [min(count, (units // of * i + min(i, units % of)) * unit) for i in range(of + 1)]
+    return list(pairwise(bounds))
+
+
+def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
+    """Part `index` of `of` of codes [..., N, K], cut along dimension `dim`, as even as whole rows or blocks allow, the larger first.
+
+    Raises FormatError for a cut along K into more parts than a row has blocks.
+    """
+    axis = _axis(codes.shape, dim)
+    if not 0 <= index < of:
+        raise FormatError(f"a part of {of} is one of 0 … {of - 1}, got {index}")
+    size, unit = codes.shape[axis], input_unit(codes.format) if axis == len(codes.shape) - 1 else 1
+    if axis == len(codes.shape) - 1 and (blocks := -(-size // unit)) < of:
+        raise FormatError(
+            f"{codes.format} codes of shape {list(codes.shape)} have {blocks} blocks a row: cut K into at most {blocks} parts"
+        )
+    return take(codes, dim, (spread(size, of, unit)[index],))
+
+
+def unshard(parts: Sequence[Codes], dim: int) -> Codes:
+    """The codes that `parts` were cut from along `dim`, all of them in their order: the inverse of `shard`, bit for bit."""
+    if not parts:
+        raise FormatError("there are no parts to put together: pass at least one")
+    first, axis = parts[0], _axis(parts[0].shape, dim)
+    sizes = [part.shape[axis] for part in parts]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    shape = (*first.shape[:axis], ends[-1], *first.shape[axis + 1 :])
+    return merge(first.format, shape, dim, [((end - size, end),) for size, end in zip(sizes, ends, strict=True)], parts)
+
+
+def input_unit(fmt: Format) -> int:
+    """The number of inputs, counted from the first, after which a row of codes may be cut."""
+    return fmt.block if isinstance(fmt.block, int) else 1
+
+
+def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
+    """Some runs of codes along `dim`, one after the other, as codes of their own that share no memory with these.
+
+    Raises FormatError for a run outside of the codes, or one along K that cuts a block.
+    """
+    axis = _axis(codes.shape, dim)
+    _check(codes.format, codes.shape, axis, ranges)
+    inputs, k = axis == len(codes.shape) - 1, codes.shape[-1]
+    shape = (*codes.shape[:axis], sum(stop - start for start, stop in ranges), *codes.shape[axis + 1 :])
+    tensors = {}
+    for part, tensor in codes.tensors().items():
+        nibbles = part == "data" and inputs and codes.format.bits == 4
+        slices = _slices(codes.format, part, inputs, ranges)
+        taken = tensor.clone() if slices is None else _taken(unpack_nibbles(tensor, k) if nibbles else tensor, axis, slices)
+        tensors[part] = pack_nibbles(taken) if nibbles else taken
+    return Codes.from_tensors(codes.format, shape, tensors)
+
+
+def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges], parts: Sequence[Codes]) -> Codes:
+    """The inverse of `take`: codes of `shape` from the parts with these runs of it, which may overlap and together are all of it.
+
+    Raises FormatError for parts that do not fit together.
+    """
+    axis = _axis(shape, dim)
+    inputs = axis == len(shape) - 1
+    for ranges, part in zip(runs, parts, strict=True):
+        _check(fmt, shape, axis, ranges)
+        wanted = (*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :])
+        if part.format != fmt or part.shape != wanted:
+            raise FormatError(f"a part of these codes is {fmt} {list(wanted)}, got {part.format} {list(part.shape)}")
+    covered = sorted(run for ranges in runs for run in ranges)
+    end = 0
+    for start, stop in covered:
+        end = max(end, stop) if start <= end else end
+    if end != shape[axis]:
+        raise FormatError(f"the parts of codes of shape {list(shape)} have {end} of {shape[axis]} along dimension {axis}: pass all of them")
+    tensors = {}
+    for name, (dtype, size) in stored_tensors(fmt, shape).items():
+        given = [part.tensors()[name] for part in parts]
+        nibbles = name == "data" and inputs and fmt.bits == 4
+        if _slices(fmt, name, inputs, ()) is None:
+            if not all(torch.equal(one, given[0]) for one in given[1:]):
+                raise FormatError(f"{fmt} codes have one {name} for what is cut along dimension {axis}, and the parts have several")
+            tensors[name] = given[0].clone()
+            continue
+        whole = torch.empty(shape if nibbles else size, dtype=dtype, device=given[0].device)
+        for ranges, tensor in zip(runs, given, strict=True):
+            at = 0
+            source = unpack_nibbles(tensor, sum(stop - start for start, stop in ranges)) if nibbles else tensor
+            for start, stop in _slices(fmt, name, inputs, ranges) or ():
+                whole.narrow(axis, start, stop - start).copy_(source.narrow(axis, at, stop - start))
+                at += stop - start
+        tensors[name] = pack_nibbles(whole) if nibbles else whole
+    return Codes.from_tensors(fmt, shape, tensors)
+
+
+def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
+    """What `take` needs of each stored tensor along `dim`, in elements of that tensor (None: all of it), for whoever reads no more.
+
+    None where the runs begin or end within a byte.
+    """
+    axis = _axis(shape, dim)
+    _check(fmt, shape, axis, ranges)
+    inputs = axis == len(shape) - 1
+    runs = {part: _slices(fmt, part, inputs, ranges) for part in stored_tensors(fmt, shape)}
+    if inputs and fmt.bits == 4:
+        if any(start % 2 or (stop % 2 and (stop != shape[-1] or (start, stop) != ranges[-1])) for start, stop in ranges):
+            return None
+        runs["data"] = tuple((start // 2, -(-stop // 2)) for start, stop in ranges)
+    return runs
+
+
+def _axis(shape: tuple[int, ...], dim: int) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise FormatError(f"codes of shape {list(shape)} have dimensions 0 … {len(shape) - 1}, got {dim}")
+    return dim % len(shape)
+
+
+def _check(fmt: Format, shape: tuple[int, ...], axis: int, ranges: Ranges) -> None:
+    size, unit = shape[axis], input_unit(fmt) if axis == len(shape) - 1 else 1
+    for i, (start, stop) in enumerate(ranges):
+        if not 0 <= start <= stop <= size:
+            raise FormatError(f"a run along a dimension of {size} lies in 0 … {size}, got {start} … {stop}")
+        if start % unit or (stop % unit and (stop != size or i < len(ranges) - 1)):
+            raise FormatError(f"{fmt} codes are cut along K after whole blocks, at multiples of {unit}, got {start} … {stop} of {size}")
+
+
+def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | None:
+    """The runs of one of the tensors of codes, in codes for the data; None: all of it belongs to every part."""
+    if part == "data" or (not inputs and fmt.block != "tensor"):
+        return ranges
+    if not isinstance(fmt.block, int):
+        return None
+    return tuple((start // fmt.block, -(-stop // fmt.block)) for start, stop in ranges)
+
+
+def _taken(tensor: Tensor, axis: int, ranges: Ranges) -> Tensor:
+    return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in ranges] or [tensor.narrow(axis, 0, 0)], axis)

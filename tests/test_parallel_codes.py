@@ -1,0 +1,103 @@
+"""Codes cut into parts and put together again: exact, for any format, shape and cut; and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import halfbyte as hb
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.sharding import merge, shard, spread, stored_runs, take, unshard
+
+BLOCKS = ["q4_0", "q4_1", "q8_0", "int4_g128_zp", "int4_g7", "int4_g7_offset", "int8_g5_zp"]
+FORMATS = [*BLOCKS, "int4_channel", "int8_channel_zp", "int4_tensor"]
+
+
+def make(fmt: str, *shape: int) -> Codes:
+    return hb.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))), fmt)
+
+
+def same(a: Codes, b: Codes) -> bool:
+    tensors = a.tensors().keys() == b.tensors().keys() and all(torch.equal(t, b.tensors()[n]) for n, t in a.tensors().items())
+    return a.format == b.format and a.shape == b.shape and tensors
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 9), st.integers(1, 90), st.integers(1, 4), st.integers(0, 1), st.booleans())
+def test_parts_are_slices_and_go_together_again(name: str, n: int, k: int, of: int, along_k: int, stacked: bool) -> None:
+    codes = make(name, 3, n, k) if stacked else make(name, n, k)
+    dim = -1 if along_k else -2
+    blocks = -(-k // codes.format.block) if isinstance(codes.format.block, int) else k
+    if along_k and blocks < of:
+        with pytest.raises(FormatError, match=f"{blocks} blocks a row: cut K into at most {blocks} parts"):
+            shard(codes, dim, 0, of)
+        return
+    parts = [shard(codes, dim, i, of) for i in range(of)]
+    assert same(unshard(parts, dim), codes)
+    sizes = [part.shape[dim] for part in parts]
+    unit = codes.format.block if along_k and isinstance(codes.format.block, int) else 1
+    counts = [-(-size // unit) for size in sizes]
+    assert max(counts) - min(counts) <= 1, "as even as whole rows or blocks allow"
+    whole = codes.dequantize(torch.float64).split(sizes, dim)
+    for part, wanted in zip(parts, whole, strict=True):
+        assert torch.equal(part.dequantize(torch.float64), wanted)
+        part.check_values()
+        assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in part.tensors().values()), "no view of the whole"
+
+
+def test_stacked_codes_are_cut_by_experts() -> None:
+    codes = make("q4_0", 5, 6, 64)
+    parts = [shard(codes, 0, i, 2) for i in range(2)]
+    assert [part.shape for part in parts] == [(3, 6, 64), (2, 6, 64)]
+    assert same(unshard(parts, 0), codes)
+
+
+@given(st.sampled_from(FORMATS), st.data())
+def test_any_runs_are_taken_and_merged(name: str, data: st.DataObject) -> None:
+    codes = make(name, 6, 70)
+    dim = data.draw(st.sampled_from([0, 1]))
+    unit = codes.format.block if dim == 1 and isinstance(codes.format.block, int) else 1
+    bounds = sorted(data.draw(st.sets(st.integers(0, codes.shape[dim] // unit), max_size=3)) | {0})
+    edges = [*(bound * unit for bound in bounds), codes.shape[dim]]
+    runs = list(pairwise(edges))
+    # Two parts: every other run, and the rest with one that both have.
+    mine, yours = tuple(runs[::2]), tuple(sorted({*runs[1::2], runs[-1]}))
+    parts = [take(codes, dim, mine), take(codes, dim, yours)]
+    assert same(merge(codes.format, codes.shape, dim, [mine, yours], parts), codes)
+    whole = codes.dequantize()
+    assert torch.equal(parts[0].dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in mine], dim))
+    # What a reader of files takes is the same, where it begins and ends with bytes.
+    if (slices := stored_runs(codes.format, codes.shape, dim, mine)) is not None:
+        for part, tensor in codes.tensors().items():
+            chosen = slices[part]
+            read = tensor if chosen is None else torch.cat([tensor.narrow(dim, a, b - a) for a, b in chosen], dim)
+            assert torch.equal(read, parts[0].tensors()[part])
+    else:
+        assert codes.format.bits == 4
+        assert any(edge % 2 for edge in edges)
+
+
+def test_what_is_refused() -> None:
+    codes = make("q4_0", 4, 96)
+    for call, words in (
+        (lambda: take(codes, 1, ((0, 48),)), "after whole blocks, at multiples of 32, got 0 … 48 of 96"),
+        (lambda: take(codes, 0, ((2, 5),)), r"lies in 0 … 4, got 2 … 5"),
+        (lambda: take(codes, 2, ((0, 1),)), "dimensions 0 … 1, got 2"),
+        (lambda: shard(codes, 0, 2, 2), "one of 0 … 1, got 2"),
+        (lambda: unshard([], 0), "no parts"),
+        (lambda: unshard([codes, make("q8_0", 4, 96)], 0), r"is q4_0 \[4, 96\], got q8_0 \[4, 96\]"),
+        (lambda: merge(codes.format, codes.shape, 1, [((0, 32),)], [shard(codes, 1, 0, 3)]), "32 of 96 along dimension 1: pass all"),
+        (lambda: unshard([make("int8_channel", 2, 3), make("int8_channel", 2, 4)], 1), "one scale for what is cut along dimension 1"),
+    ):
+        with pytest.raises(FormatError, match=words):
+            call()
+
+
+def test_spread() -> None:
+    assert spread(10, 3) == [(0, 4), (4, 7), (7, 10)]
+    assert spread(10, 3, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert spread(1, 2) == [(0, 1), (1, 1)]
