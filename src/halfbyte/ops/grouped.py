@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
-from halfbyte.errors import ArgumentError, FormatError, KernelError, UnsupportedError
+from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops import cuda
-from halfbyte.ops.checks import ACTIVATIONS, FLOATS, packed_bytes, place
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
 
 if TYPE_CHECKING:
@@ -50,42 +50,60 @@ def grouped_linear(
     """
     if len(packed.shape) != 3:
         raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
-    experts, n, k = packed.shape
-    sizes = (experts, n, k, compute, activation)
+    settings = (packed.name, *packed.shape, compute, activation)
     if plain(x) and not differentiated(x, None, None):
-        run = _cpu if x.is_cpu else _cuda
-        return run(x, packed.data, expert_ids, bias, packed.name, *sizes)
-    return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, packed.name, *sizes)  # type: ignore[no-any-return]
+        return _grouped(x, packed.data, expert_ids, bias, *settings)
+    return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return]
 
 
-def _shape(x: Tensor, ids: Tensor, experts: int, n: int, k: int) -> tuple[int, ...]:
+class _Settings(NamedTuple):
+    """What the op is given beside tensors: a weight of `experts` matrices [n, k]."""
+
+    format: str
+    experts: int
+    n: int
+    k: int
+    compute: str
+    activation: str
+
+
+def _shape(x: Tensor, ids: Tensor, s: _Settings) -> tuple[int, ...]:
     """The shape of the result. Raises ArgumentError where those of x and ids do not fit."""
-    shared = x.shape == (*ids.shape[:1], k)
-    if ids.dim() not in (1, 2) or not (shared or x.shape == (*ids.shape, k)):
-        wanted = f"x [M, {k}] with ids [M] or [M, T], or x [M, T, {k}] with ids [M, T]"
-        raise ArgumentError(
-            f"{experts} experts of shape [{n}, {k}] take {wanted}, got x {list(x.shape)} and ids {list(ids.shape)}: flatten the tokens"
-        )
-    return (*ids.shape, n)
+    shared = x.shape == (*ids.shape[:1], s.k)
+    if ids.dim() not in (1, 2) or not (shared or x.shape == (*ids.shape, s.k)):
+        wanted = f"x [M, {s.k}] with ids [M] or [M, T], or x [M, T, {s.k}] with ids [M, T]"
+        got = f"x {list(x.shape)} and ids {list(ids.shape)}"
+        raise ArgumentError(f"{s.experts} experts of shape [{s.n}, {s.k}] take {wanted}, got {got}: flatten the tokens")
+    return (*ids.shape, s.n)
 
 
-def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, format: str, experts: int, n: int, k: int, activation: str) -> None:
-    """All but the shapes of x and ids, and the compute."""
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"grouped_linear takes activations of float32, bfloat16 or float16, got {x.dtype}: convert them first")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, s: _Settings) -> None:
+    """All but the shapes of x and ids, the compute, and the ids themselves."""
+    check_floats(x, "grouped_linear takes activations")
+    check_activation(s.activation)
     if ids.dtype not in (torch.int64, torch.int32) or ids.device != x.device:
         raise ArgumentError(f"expert ids are int64 or int32 on {place(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
-    nbytes = experts * packed_bytes(format, n, k, x.device.type)
-    if weight.dtype != torch.uint8 or weight.dim() != 1 or weight.numel() != nbytes or weight.device != x.device:
-        raise FormatError(
-            f"{format} of shape [{experts}, {n}, {k}] is {nbytes} packed bytes on {place(x.device.type)}, "
-            f"got {weight.dtype} {list(weight.shape)} on {weight.device}: pack the codes with halfbyte.pack"
-        )
-    if bias is not None and (bias.shape != (experts, n) or not bias.is_floating_point() or bias.device != x.device):
+    nbytes = s.experts * packed_bytes(s.format, s.n, s.k, x.device.type)
+    check_bytes(weight, nbytes, x.device, f"{s.format} of shape [{s.experts}, {s.n}, {s.k}]")
+    if bias is not None and (bias.shape != (s.experts, s.n) or not bias.is_floating_point() or bias.device != x.device):
         got = f"{bias.dtype} {list(bias.shape)} on {bias.device}"
-        raise ArgumentError(f"the bias of {experts} experts is floating point [{experts}, {n}] on {place(x.device.type)}, got {got}")
+        wanted = f"floating point [{s.experts}, {s.n}] on {place(x.device.type)}"
+        raise ArgumentError(f"the bias of {s.experts} experts is {wanted}, got {got}")
+
+
+def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """The op."""
+    s = _Settings(*settings)
+    shape = _shape(x, ids, s)
+    _check(x, weight, ids, bias, s)
+    multiply = _on_cpu(x, ids, s) if x.is_cpu else _on_gpu(x, ids, s)
+    if 0 in (x.numel(), s.n, ids.numel(), s.experts):
+        return _nothing(x, ids, bias, shape, s.experts)
+    return multiply(x.reshape(-1, s.k), weight, bias).view(shape)
+
+
+# Of x [M, K], the packed bytes and the bias of all experts: [pairs, N].
+_Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
@@ -96,33 +114,22 @@ def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]
     return torch.where(((ids >= 0) & (ids < experts)).unsqueeze(-1), y, torch.nan)
 
 
-def _cpu(
-    x: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    format: str,
-    experts: int,
-    n: int,
-    k: int,
-    compute: str,
-    activation: str,
-) -> Tensor:
-    from halfbyte.kernels.cpu import grouped
-
-    shape = _shape(x, ids, experts, n, k)
-    _check(x, weight, ids, bias, format, experts, n, k, activation)
-    kernel = _cpu_kernel(format, n, k, x.dtype, compute, activation)
+def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
+    """Raises ArgumentError for an id that is no expert's and an unknown compute."""
+    kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
     numbers = ids.flatten().tolist()
-    if numbers and (min(numbers) < 0 or max(numbers) >= experts):
-        raise ArgumentError(f"expert ids lie in 0 … {experts - 1}, got {min(numbers)} … {max(numbers)}")
-    if x.numel() == 0 or n == 0 or not numbers:
-        return _nothing(x, ids, bias, shape, experts)
-    flat = x.reshape(-1, k).contiguous()
-    if not weight.is_contiguous() or weight.data_ptr() % 64:
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    biases = None if bias is None else bias.to(torch.float32).contiguous()
-    return grouped.run(kernel, flat, numbers, weight, biases).view(shape)
+    if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
+        raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        from halfbyte.kernels.cpu import grouped
+
+        if not weight.is_contiguous() or weight.data_ptr() % 64:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        biases = None if bias is None else bias.to(torch.float32).contiguous()
+        return grouped.run(kernel, x.contiguous(), numbers, weight, biases)
+
+    return multiply
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,39 +156,29 @@ _kept: dict[tuple[Any, ...], _Kept] = {}
 _MOST_KEPT = 4096
 
 
-def _cuda(
-    x: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    format: str,
-    experts: int,
-    n: int,
-    k: int,
-    compute: str,
-    activation: str,
-) -> Tensor:
-    shape = _shape(x, ids, experts, n, k)
-    _check(x, weight, ids, bias, format, experts, n, k, activation)
-    if compute_of(compute) != "float":
-        raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={compute!r}: use 'float', or the CPU")
-    if x.numel() == 0 or n == 0 or not ids.numel() or experts == 0:
-        return _nothing(x, ids, bias, shape, experts)
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
-    x, weight, ids = cuda.aligned(x.reshape(-1, k)), cuda.aligned(weight), cuda.aligned(ids.flatten())
-    out = torch.empty((ids.numel(), n), dtype=x.dtype, device=x.device)
-    if bias is not None:
-        bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
-    operands = (x, weight, ids, out, bias)
-    key = (format, experts, n, k, x.dtype, x.device, len(x), len(ids), ids.dtype, None if bias is None else bias.dtype)
-    with cuda.on(x):
-        kept = _kept.get(key)
-        if kept is not None and kept.replay is not None:
-            kept.replay(*(0 if t is None else t.data_ptr() for t in operands))
-        else:
-            _launch(key, kept, operands, Problem("grouped_linear", len(ids), n, k, as_format(format), x.dtype, experts=experts))
-    return out.view(shape)
+def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
+    """Raises UnsupportedError for a compute that GPUs have not."""
+    if compute_of(s.compute) != "float":
+        raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={s.compute!r}: use 'float', or the CPU")
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if (trouble := triton_trouble()) is not None:
+            raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
+        experts, n, k = s.experts, s.n, s.k
+        operands = (cuda.aligned(x), cuda.aligned(weight), cuda.aligned(ids.flatten()), x.new_empty(ids.numel(), n))
+        if bias is not None:
+            bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
+        key = (s.format, experts, n, k, x.dtype, x.device, len(x), ids.numel(), ids.dtype, None if bias is None else bias.dtype)
+        with cuda.on(x):
+            kept = _kept.get(key)
+            if kept is not None and kept.replay is not None:
+                kept.replay(*(0 if t is None else t.data_ptr() for t in (*operands, bias)))
+            else:
+                problem = Problem("grouped_linear", ids.numel(), n, k, as_format(s.format), x.dtype, experts=experts)
+                _launch(key, kept, (*operands, bias), problem)
+        return operands[-1]
+
+    return multiply
 
 
 def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...], problem: Problem) -> None:
@@ -248,8 +245,8 @@ def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *sett
         return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
 
 
-def _fake(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, format: str, experts: int, n: int, k: int, *_: Any) -> Tensor:
-    return x.new_empty(_shape(x, ids, experts, n, k))
+def _fake(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    return x.new_empty(_shape(x, ids, _Settings(*settings)))
 
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -257,7 +254,7 @@ _library.define(
     "grouped_linear(Tensor x, Tensor weight, Tensor expert_ids, Tensor? bias, str format, int experts, int n, int k, str compute, "
     "str activation) -> Tensor"
 )
-for _device, _run in (("CPU", _cpu), ("CUDA", _cuda)):
-    _library.impl("grouped_linear", _run, _device)
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_linear", _grouped, _device)
     _library.impl("grouped_linear", _autograd, f"Autograd{_device}")
 torch.library.register_fake("halfbyte::grouped_linear", _fake, lib=_library)
