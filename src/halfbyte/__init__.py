@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
+    from halfbyte.nn.qat import convert_qat_ as convert_qat_
+    from halfbyte.nn.qat import prepare_qat_ as prepare_qat_
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
     from halfbyte.ops import grouped_linear as grouped_linear
@@ -61,6 +63,7 @@ _HOMES = {
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),

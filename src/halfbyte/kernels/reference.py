@@ -77,7 +77,7 @@ def quantize_activation(x: Tensor, block: int, activation: Activation) -> Quanti
     whole_row = activation in ("row", "row_offset")
     with_offset = activation in ("block_offset", "row_offset")
     parts = [x] if whole_row else [x[:, start:end] for start, end in cuts]
-    done = [_quantize_block(part, with_offset) for part in parts if part.shape[-1]]
+    done = [quantize_block(part, with_offset) for part in parts if part.shape[-1]]
     empty = x.new_zeros(x.shape[0], int(whole_row))
     q = torch.cat([d[0] for d in done], dim=-1) if done else x.to(torch.int8)
     scale = torch.stack([d[1] for d in done], dim=-1) if done else empty
@@ -86,8 +86,8 @@ def quantize_activation(x: Tensor, block: int, activation: Activation) -> Quanti
     return QuantizedActivation(q, scale, offset, torch.stack(sums, dim=-1) if sums else empty[:, :0].int())
 
 
-def _quantize_block(x: Tensor, with_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q [M, B], scale [M] and offset [M] of float32 activations [M, B]."""
+def quantize_block(x: Tensor, with_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q [..., B], scale [...] and offset [...] of blocks of float32 activations [..., B], by the steps of `quantize_activation`."""
     if with_offset:
         lo, hi = torch.aminmax(x, dim=-1)
         offset, reach = (lo + hi) * 0.5, (hi - lo) * 0.5

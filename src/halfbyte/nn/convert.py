@@ -22,6 +22,7 @@ from halfbyte.layouts.convolution import channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
 from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
+from halfbyte.nn.fake_quantized import FakeQuantized
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import QuantModule, check_compute
 from halfbyte.nn.report import Report, Row
@@ -180,8 +181,7 @@ def quantize_(
     """
     config = config if isinstance(config, Config) else Config(config)
     check_calibration(config.method, calibration is not None)
-    if isinstance(model, FLOAT_MODULES):
-        raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
+    check_in_place(model)
     with expanded(model):
         return _quantize_expanded_(model, config, calibration, progress)
 
@@ -200,36 +200,60 @@ def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibrati
         missed = sorted(name for name in formats if f"{name}.weight" not in results)
         notes = [unreached(name) for name in missed]
     method = UNCALIBRATED.get(config.method, config.method)
+
+    def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float | None]:
+        result, weight = results.get(f"{name}.weight"), module.get_parameter("weight")
+        if result is not None and isinstance(result.value, Codes):
+            return result.value, result.error
+        codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
+        return codes, relative_error(weight, codes, kind_of(module))
+
+    put_quantized_(model, {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}, config, codes_of)
+    with torch.no_grad():
+        for name, result in results.items():
+            if isinstance(result.value, Tensor):
+                model.get_parameter(name).copy_(result.value)
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    add_notes(model, notes)
+    for tell in finished:
+        tell(model)
+    return model
+
+
+def put_quantized_(
+    model: nn.Module,
+    formats: Mapping[str, Format],
+    config: Config,
+    codes_of: Callable[[str, nn.Module, Format], tuple[Codes, float | None]],
+) -> None:
+    """Puts the quantized form of each module that `formats` names in its place; `codes_of` says its codes and their error.
+
+    A module that has several names stays one module, and weights that modules share stay shared.
+    """
     by_weight: dict[int, QuantModule] = {}
-    by_module: dict[int, QuantModule] = {}  # a module that has several names stays one module
+    by_module: dict[int, QuantModule] = {}
     replacements: list[tuple[str, QuantModule]] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(fmt := decisions.get(name), Format):
+        if name not in formats:
             continue
         if id(module) not in by_module:
             weight = module.get_parameter("weight")
             if (tied := by_weight.get(id(weight))) is not None:
                 packed, error = tied.packed, tied.error
-            elif (result := results.get(f"{name}.weight")) is not None and isinstance(result.value, Codes):
-                packed, error = pack_weight(module, result.value, weight.device), result.error
             else:
-                codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
-                packed, error = pack_weight(module, codes, weight.device), relative_error(weight, codes, kind_of(module))
+                codes, error = codes_of(name, module, formats[name])
+                packed = pack_weight(module, codes, weight.device)
             made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)
         replacements.append((name, by_module[id(module)]))
     for name, replacement in replacements:
         model.set_submodule(name, replacement)
-    with torch.no_grad():
-        for name, result in results.items():
-            if isinstance(result.value, Tensor):
-                model.get_parameter(name).copy_(result.value)
-    setattr(model, CONFIG_ATTRIBUTE, config)
+
+
+def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
+    """Adds what `report` says of the model below its table."""
     setattr(model, _NOTES, (*getattr(model, _NOTES, ()), *notes))
-    for tell in finished:
-        tell(model)
-    return model
 
 
 def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, Format | str]) -> nn.Module:
@@ -339,6 +363,14 @@ def check_patterns(config: Config, names: Sequence[str]) -> None:
                 raise ArgumentError(f"the {setting} pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
 
 
+def check_in_place(model: nn.Module) -> None:
+    """Raises ArgumentError for a model whose modules cannot be replaced, or are in training for it already."""
+    if isinstance(model, FLOAT_MODULES):
+        raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
+    if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
+        raise ArgumentError(f"{name} is in training for its quantized form already: call convert_qat_ first")
+
+
 def check_calibration(method: str, given: bool) -> None:
     """Raises ArgumentError for a method that needs calibration and has none, or the other way round."""
     if method in CALIBRATED and not given:
@@ -404,6 +436,8 @@ def _override(name: str, config: Config) -> Format | None:
 
 def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
+    if isinstance(module, FakeQuantized):
+        return f"in training for {module.target.format}, which convert_qat_ makes of it"
     weight: Tensor = module.weight
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     reasons = {

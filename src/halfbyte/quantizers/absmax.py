@@ -95,13 +95,17 @@ def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
     """The grid of scales and, for a format with a zero, of lower ends `lo`, float32 [r, nb], as rounded for storage."""
     stored = scale.to(fmt.scale)
-    inverse = _inverse(stored.float())
     if lo is None:
-        return Grid(stored, None, inverse)
+        return grid_of(fmt, stored, None)
     if fmt.zero == "point":
-        return Grid(stored, torch.round(-lo * inverse).clamp(0, fmt.q_max).to(torch.uint8), inverse)
-    offset = lo.to(fmt.scale)
-    return Grid(stored, offset, inverse, offset.float())
+        return grid_of(fmt, stored, torch.round(-lo * _inverse(stored.float())).clamp(0, fmt.q_max).to(torch.uint8))
+    return grid_of(fmt, stored, lo.to(fmt.scale))
+
+
+def grid_of(fmt: Format, scale: Tensor, zero: Tensor | None) -> Grid:
+    """The grid of scales and zeros [r, nb] as they are stored."""
+    start = zero.float() if zero is not None and fmt.zero == "offset" else None
+    return Grid(scale, zero, _inverse(scale.float()), start)
 
 
 def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:

@@ -1,0 +1,158 @@
+"""Modules in training: they hold the float weight and compute with the one that its codes will stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.conv_reference import patches
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter, channels_first, channels_last
+from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.ops.conv import written_moves
+from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
+from halfbyte.ops.images import depthwise
+from halfbyte.quantizers import given
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a module is trained to be.
+
+    name     of the module in its model
+    method   by which codes and scales are chosen at each step, or, where scales are learned, were chosen at the beginning
+    compute, activation   see QuantLinear. With "int8" activations are rounded too
+    """
+
+    name: str
+    format: Format
+    method: str
+    compute: str
+    activation: str
+
+
+class FakeQuantized(nn.Module):
+    """What modules in training share. `weight` is the float weight, which an optimizer changes and a state_dict has under its old name.
+
+    weight_scale   of learned scales alone: a parameter in the shape of the codes' scales, float32
+    weight_zero    the zeros that go with it, which stay as they are; None where the format has none
+    """
+
+    target: Target
+    weight: Tensor
+    weight_scale: nn.Parameter | None
+    weight_zero: Tensor | None
+
+    def ordered(self, weight: Tensor) -> Tensor:
+        """A weight in the order of its codes."""
+        return weight
+
+    def reordered(self, rows: Tensor) -> Tensor:
+        """The inverse of `ordered`."""
+        return rows
+
+    def rounded_rows(self) -> Tensor:
+        """The weight as its codes will have it, in their order; gradients flow to the float weight and to learned scales."""
+        rows, fmt, name = self.ordered(self.weight), self.target.format, f"{self.target.name}.weight"
+        if self.weight_scale is None:
+            return fake_quantize(rows, fmt, self.target.method, name=name)
+        return fake_quantize_given(rows, fmt, self.weight_scale, self.weight_zero, name=name)
+
+    def rounded(self) -> Tensor:
+        """The same, as the module uses it."""
+        return self.reordered(self.rounded_rows())
+
+    def codes(self) -> Codes:
+        """What the weight would be stored as."""
+        name = f"{self.target.name}.weight"
+        if self.weight_scale is None:
+            return quantize_weight(kind_of(self), self.weight, self.target.format, self.target.method, name)
+        return given(self.ordered(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
+
+    def extra_repr(self) -> str:
+        scales = "" if self.weight_scale is None else ", learned scales"
+        return f"{super().extra_repr()}, trained for {self.target.format}{scales}"
+
+
+class FakeQuantLinear(FakeQuantized, nn.Linear):
+    """nn.Linear that computes as QuantLinear will."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fmt, activation = self.target.format, self.target.activation
+        if self.target.compute == "int8":
+            x = fake_quantize_activation(x, fmt.block_size(self.in_features), "row" if activation == "image" else activation)  # type: ignore[arg-type]
+        return functional.linear(x, self.rounded(), self.bias)
+
+
+class FakeQuantEmbedding(FakeQuantized, nn.Embedding):
+    """nn.Embedding that gives the rows that QuantEmbedding will."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.rounded(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+
+
+class _FakeQuantConvolution(FakeQuantized):
+    """What convolutions share; `kernel_size`, `stride` and their like are torch's own."""
+
+    out_channels: int
+    in_channels: int
+    groups: int
+    bias: Tensor | None
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def ordered(self, weight: Tensor) -> Tensor:
+        return channels_last(weight, self.target.format)
+
+    def reordered(self, rows: Tensor) -> Tensor:
+        return channels_first(rows, self.kernel_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes, activation = self._sizes(), self.target.activation
+        if self.target.compute == "int8" and not depthwise(sizes):
+            images = x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
+            one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
+            if activation != "image" or not one_scale:  # as Config says
+                y = self._on_patches(images, sizes, "row" if activation == "image" else activation)
+                return y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
+            x = fake_quantize_images(images).reshape(x.shape)
+        return self._conv_forward(x, self.rounded(), self.bias)  # type: ignore[operator,no-any-return]
+
+    def _sizes(self) -> Filter:
+        height, width = (1, *self.kernel_size)[-2:]
+        return Filter(self.target.format, self.out_channels, self.in_channels // self.groups, (height, width), self.groups)
+
+    def _on_patches(self, images: Tensor, sizes: Filter, activation: str) -> Tensor:
+        """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded for itself, so that all are written out: [groups, B, Ho, Wo, K]."""
+        stride, dilation = ((1, *sizes_)[-2:] for sizes_ in (self.stride, self.dilation))
+        padding = self.padding if isinstance(self.padding, str) else (0, *self.padding)[-2:]
+        window = Window.from_numbers(written_moves(sizes.kernel, stride, padding, dilation))
+        block = sizes.matrix_format.block_size(sizes.k)
+        rows = fake_quantize_activation(patches(images, sizes, window), block, activation)  # type: ignore[arg-type]
+        weight = self.rounded_rows().reshape(sizes.out, sizes.taps, sizes.channels)
+        weight = functional.pad(weight, (0, sizes.padded - sizes.channels)).reshape(sizes.groups, -1, sizes.k)
+        y = torch.einsum("gbhwk,gnk->bgnhw", rows, weight.to(rows.dtype)).flatten(1, 2)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+
+
+class FakeQuantConv1d(_FakeQuantConvolution, nn.Conv1d):
+    """nn.Conv1d that computes as QuantConv1d will."""
+
+
+class FakeQuantConv2d(_FakeQuantConvolution, nn.Conv2d):
+    """nn.Conv2d that computes as QuantConv2d will."""
+
+
+FORMS: dict[str, type[FakeQuantized]] = {
+    "Linear": FakeQuantLinear,
+    "Embedding": FakeQuantEmbedding,
+    "Conv1d": FakeQuantConv1d,
+    "Conv2d": FakeQuantConv2d,
+}

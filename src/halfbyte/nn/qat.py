@@ -1,0 +1,112 @@
+"""Training a model for its quantized weights: `prepare_qat_`, then any training loop, then `convert_qat_`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.nn.convert import (
+    CONFIG_ATTRIBUTE,
+    Config,
+    add_notes,
+    candidates,
+    check_in_place,
+    check_patterns,
+    decide,
+    finished,
+    put_quantized_,
+    relative_error,
+)
+from halfbyte.nn.experts import expanded
+from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target
+from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.quantizers import CALIBRATED, METHODS
+
+SCALES = ("dynamic", "learned")
+
+
+def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str = "dynamic") -> nn.Module:
+    """Makes each module that `quantize_` with this config would replace compute with the weight that it would get, in place; returns
+    `model`.
+
+    The float weights stay, under their names, and are what an optimizer changes; gradients pass the rounding as if it were not there,
+    but for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
+
+    config   as for `quantize_`. With compute="int8" activations are rounded as `activation` says; else they are not. Methods that
+             calibrate, and activations="static", are refused
+    scales   "dynamic": chosen anew from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, which begin
+             as the method chooses them and are trained with the weights (LSQ); zeros stay as they are then
+
+    Batch norms: fold them before (`fold_batch_norms_`). Experts stay in floating point, which `report(model)` notes. Raises ArgumentError
+    or FormatError as `quantize_` does, and then nothing has changed.
+    """
+    config = config if isinstance(config, Config) else Config(config)
+    _check(model, config, scales)
+    with expanded(model):
+        found = candidates(model)
+        check_patterns(config, [candidate.name for candidate in found])
+        formats = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
+        trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and kind_of(module) in FORMS]
+        others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
+    grids: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+    if scales == "learned":
+        for name, module, fmt in trained:
+            weight = module.get_parameter("weight")
+            if id(weight) not in grids:
+                grids[id(weight)] = _first_grid(quantize_weight(kind_of(module), weight, fmt, config.method, f"{name}.weight"))
+    for name, module, fmt in trained:
+        scale, zero = grids.get(id(module.get_parameter("weight")), (None, None))
+        # The same object, so that whatever holds it or its weight (parents, an optimizer, hooks) holds it still.
+        module.__class__ = FORMS[kind_of(module)]
+        assert isinstance(module, FakeQuantized)
+        module.target = Target(name, fmt, config.method, config.compute, config.activation)
+        module.register_parameter("weight_scale", scale)
+        module.register_buffer("weight_zero", zero)
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    add_notes(model, [f"{name} is not trained for {formats[name]}: quantize_ does the rest after convert_qat_" for name in others])
+    return model
+
+
+def convert_qat_(model: nn.Module) -> nn.Module:
+    """Replaces each module that `prepare_qat_` prepared by its quantized form, in place, and returns `model`. The codes are those that it
+    computes with now.
+
+    Raises ArgumentError where there is no such module, or a weight is NaN or infinite; then nothing has changed.
+    """
+    config = getattr(model, CONFIG_ATTRIBUTE, None)
+    formats = {name: m.target.format for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FakeQuantized)}
+    if not isinstance(config, Config) or not formats:
+        raise ArgumentError(
+            f"this {type(model).__name__} was not prepared: call prepare_qat_ first, and convert the module that it was given"
+        )
+
+    def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float]:
+        assert isinstance(module, FakeQuantized)
+        codes = module.codes()
+        return codes, relative_error(module.weight, codes, kind_of(module))
+
+    put_quantized_(model, formats, config, codes_of)
+    for tell in finished:
+        tell(model)
+    return model
+
+
+def _check(model: nn.Module, config: Config, scales: str) -> None:
+    check_in_place(model)
+    if scales not in SCALES:
+        raise ArgumentError(f"scales is one of {', '.join(SCALES)}, got {scales!r}")
+    if config.method in CALIBRATED:
+        raise ArgumentError(f"{config.method} looks at calibration text once, and training at each step: use one of {', '.join(METHODS)}")
+    if config.activations == "static":
+        raise ArgumentError('nothing is trained for activations="static": use "dynamic"')
+
+
+def _first_grid(codes: Codes) -> tuple[nn.Parameter, Tensor | None]:
+    """The scales with which learning begins, and the zeros. A block of zeros would hold the scale 0, which no gradient changes: it gets
+    the mean of the others, with which its codes mean 0 too."""
+    scale = codes.scale.float()
+    usual = scale[scale != 0].abs().mean() if bool((scale != 0).any()) else torch.ones((), device=scale.device)
+    return nn.Parameter(torch.where(scale == 0, usual, scale)), codes.zero

@@ -1,0 +1,191 @@
+"""What quantized layers compute with, in floating point and with gradients: weights and activations that go to codes and back.
+
+    forward    dequantize(quantize(w)), bit for bit what the stored codes stand for
+    backward   that of the identity (the straight-through estimator: Bengio, Léonard, Courville, arXiv:1308.3432, 2013), but 0 for weights
+               that lie more than half a step beyond the ends of their block's grid, where the result does not depend on them
+
+With learned scales (LSQ: Esser et al., Learned Step Size Quantization, arXiv:1902.08153, ICLR 2020) a scale s has the gradient
+
+    ds = 1 / sqrt(B * q_max) * sum over its block of  dw * { (dequantize(q) - w) / s     inside of the grid
+                                                           { q, or q less its point      beyond its ends
+
+for blocks of B weights. The scale is used as it is stored, rounded to its dtype, and its gradient passes that rounding as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.kernels.conv_reference import quantized_images
+from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.reference import quantize_block
+from halfbyte.layouts.cpu_tiles import piece
+from halfbyte.ops import functions
+from halfbyte.quantizers import given
+
+
+def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Tensor:
+    """What `weight` [..., N, K] becomes by `quantize` with this format and method and `dequantize`, in its dtype, with the gradient above.
+
+    Raises what `quantize` does.
+    """
+    rows = weight.reshape(-1, weight.shape[-1])
+    return _fake_quantize(rows, str(as_format(format)), method, name)[0].reshape(weight.shape)  # type: ignore[no-any-return]
+
+
+def fake_quantize_given(weight: Tensor, format: str | Format, scale: Tensor, zero: Tensor | None, *, name: str = "weight") -> Tensor:
+    """The same with scales that learn, and zeros that do not, in the shape `Format.scale_shape`.
+
+    scale  floating point, of either sign
+    zero   points (uint8) or offsets (the scale's dtype); None where the format has none
+    """
+    fmt = as_format(format)
+    rows = weight.reshape(-1, weight.shape[-1])
+    shape = fmt.scale_shape(tuple(rows.shape))
+    points = None if zero is None else zero.reshape(shape)
+    return _fake_quantize_given(rows, scale.reshape(shape), points, str(fmt), name)[0].reshape(weight.shape)  # type: ignore[no-any-return]
+
+
+def fake_quantize_activation(x: Tensor, block: int, activation: Activation) -> Tensor:
+    """Activations [..., K] as "int8" compute reads them, in x's dtype: `kernels/reference.quantize_activation` and back.
+
+    block  elements of a block of the weight along K
+
+    The gradient is that of the identity: no value is clipped.
+    """
+    return _fake_quantize_activation(x, block, activation)  # type: ignore[no-any-return]
+
+
+def fake_quantize_images(x: Tensor) -> Tensor:
+    """Images [B, C, H, W] as convolutions with `activation="image"` read them, in x's dtype, with the gradient of the identity."""
+    return _fake_quantize_images(x)  # type: ignore[no-any-return]
+
+
+# Weights
+
+
+@torch.library.custom_op(
+    "halfbyte::fake_quantize", mutates_args=(), schema="(Tensor rows, str format, str method, str name) -> (Tensor, Tensor)"
+)
+def _fake_quantize(rows: Tensor, format: str, method: str, name: str) -> tuple[Tensor, Tensor]:
+    """The weight [R, K], and which weights lie within their block's grid."""
+    codes = functions.quantize(rows, format, method, name=name)
+    return _dequantized(codes, rows), _inside(rows, codes)
+
+
+@torch.library.custom_op(
+    "halfbyte::fake_quantize_given",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor scale, Tensor? zero, str format, str name) -> (Tensor, Tensor)",
+)
+def _fake_quantize_given(rows: Tensor, scale: Tensor, zero: Tensor | None, format: str, name: str) -> tuple[Tensor, Tensor]:
+    codes = given(rows, as_format(format), scale, zero, name)
+    return _dequantized(codes, rows), _inside(rows, codes)
+
+
+@_fake_quantize.register_fake
+@_fake_quantize_given.register_fake
+def _(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty(rows.shape, dtype=torch.bool)
+
+
+def _dequantized(codes: Codes, like: Tensor) -> Tensor:
+    return functions.dequantize(functions.pack(codes, like.device), like.dtype)
+
+
+def _inside(rows: Tensor, codes: Codes) -> Tensor:
+    """bool [R, K]: no more than half a step beyond the ends of the grid. All of a block whose scale is 0, so that it may grow again."""
+    fmt, scale = codes.format, codes.scale.float()
+    point, offset = _zeros(fmt, codes.zero)
+    ends = [scale * (end - point) + offset for end in (fmt.q_min - 0.5, fmt.q_max + 0.5)]
+    low, high = torch.minimum(*ends).unsqueeze(-1), torch.maximum(*ends).unsqueeze(-1)
+    x = _blocks(rows, fmt)
+    inside = (x >= low) & (x <= high) | (scale == 0).unsqueeze(-1)
+    return inside.reshape(len(rows), -1)[:, : rows.shape[1]].contiguous()
+
+
+def _zeros(fmt: Format, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+    """Points and offsets, 0 where there are none."""
+    if zero is None:
+        return 0.0, 0.0
+    return (zero.float(), 0.0) if fmt.zero == "point" else (0.0, zero.float())
+
+
+def _blocks(rows: Tensor, fmt: Format) -> Tensor:
+    """[R, K] -> [R, blocks, B], a short last block filled up with 0; [1, 1, R * K] where one scale is for all."""
+    if fmt.block == "tensor":
+        return rows.reshape(1, 1, -1)
+    size = fmt.block_size(rows.shape[1])
+    short = -rows.shape[1] % size
+    return (torch.nn.functional.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, size)
+
+
+def _keep_inside(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _weight_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    (inside,) = ctx.saved_tensors
+    return grad * inside, None, None, None
+
+
+def _keep_given(ctx: Any, inputs: Any, output: Any) -> None:
+    rows, scale, zero, ctx.format, _ = inputs
+    ctx.save_for_backward(rows, scale, zero, *output)
+
+
+def _given_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    rows, scale, zero, rounded, inside = ctx.saved_tensors
+    fmt = as_format(ctx.format)
+    stored = scale.to(fmt.scale).float()
+    inverse = torch.where(stored == 0, 0.0, 1 / stored).unsqueeze(-1)
+    _, offset = _zeros(fmt, zero)
+    x, w, g, within = (_blocks(t, fmt) for t in (rows.float(), rounded.float(), grad.float(), inside))
+    beyond = w - (offset.unsqueeze(-1) if isinstance(offset, Tensor) else 0.0)
+    slope = torch.where(within, w - x, beyond) * inverse
+    grad_scale = (g * slope).sum(-1) / math.sqrt(x.shape[-1] * fmt.q_max)
+    return grad * inside, grad_scale.to(scale.dtype), None, None, None
+
+
+_fake_quantize.register_autograd(_weight_gradient, setup_context=_keep_inside)
+_fake_quantize_given.register_autograd(_given_gradient, setup_context=_keep_given)
+
+
+# Activations
+
+
+@torch.library.custom_op("halfbyte::fake_quantize_activation", mutates_args=(), schema="(Tensor x, int block, str activation) -> Tensor")
+def _fake_quantize_activation(x: Tensor, block: int, activation: str) -> Tensor:
+    k = x.shape[-1]
+    size = piece(block, k) if activation in ("block", "block_offset") else max(1, k)
+    flat = x.reshape(-1, k).float()
+    whole = k // size * size
+    # The whole blocks of all rows at once, then the short last ones.
+    parts = [part for part in (flat[:, :whole].reshape(len(flat), -1, size), flat[:, whole:].unsqueeze(1)) if part.numel()]
+    rounded = []
+    for part in parts:
+        q, scale, offset = quantize_block(part, activation.endswith("offset"))
+        rounded.append((q * scale.unsqueeze(-1) + offset.unsqueeze(-1)).flatten(1))
+    return torch.cat([*rounded, flat[:, :0]], dim=1).reshape(x.shape).to(x.dtype)
+
+
+@torch.library.custom_op("halfbyte::fake_quantize_images", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _fake_quantize_images(x: Tensor) -> Tensor:
+    q, scale = quantized_images(x)
+    return (q * scale.view(-1, 1, 1, 1)).to(x.dtype)
+
+
+@_fake_quantize_activation.register_fake
+@_fake_quantize_images.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_fake_quantize_activation.register_autograd(lambda ctx, grad: (grad, None, None))
+_fake_quantize_images.register_autograd(lambda ctx, grad: grad)
