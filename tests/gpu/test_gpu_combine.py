@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfbyte.kernels.gpu import elementwise as on_gpu
+from halfbyte.kernels.problem import Combination
 
 
 def expected(
@@ -25,12 +26,12 @@ def test_combine(dtype: torch.dtype, two: bool, device: torch.device) -> None:
     a = torch.randint(-128, 128, (3, 1111), dtype=torch.int8)
     b = torch.randn(3, 1111) * 10 if two else None
     clamp = (-100.0, 90.0)
-    y = on_gpu.combine(a.to(device), 0.37, -3.5, dtype, b=None if b is None else b.to(device), scale_b=0.21, clamp=clamp)
+    y = on_gpu.combine(a.to(device), Combination(dtype, 0.37, -3.5, 0.21, *clamp), None if b is None else b.to(device))
     real = expected(a, b, (0.37, 0.21), -3.5, clamp)
     assert torch.equal(y.cpu(), real.round().to(dtype) if dtype == torch.int8 else real.to(dtype))
 
 
 def test_nan(device: torch.device) -> None:
     a = torch.tensor([torch.nan, 1.0]).to(device)
-    assert on_gpu.combine(a, 1.0, 0.0, torch.int8, clamp=(-128.0, 127.0)).tolist() == [-128, 1]
-    assert on_gpu.combine(a, 1.0, 0.0, torch.float32, clamp=(0.0, 6.0)).isnan().tolist() == [True, False]
+    assert on_gpu.combine(a, Combination(torch.int8, 1.0, low=-128.0, high=127.0)).tolist() == [-128, 1]
+    assert on_gpu.combine(a, Combination(torch.float32, 1.0, low=0.0, high=6.0)).isnan().tolist() == [True, False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,21 @@ class Window:
                 f"with padding {self.padding}"
             )
         return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1
+
+
+class Combination(NamedTuple):
+    """y = clamp(b * scale_b + (a * scale_a + offset)) of one or two tensors, element by element.
+
+    Each product is added and rounded at once, in float32. `dtype` is the result's: float32, bfloat16, float16, or int8, which is the
+    nearest integer, ties to even. A NaN becomes `low` in int8, and stays elsewhere.
+    """
+
+    dtype: torch.dtype
+    scale_a: float
+    offset: float = 0.0
+    scale_b: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass(frozen=True, eq=False, slots=True)

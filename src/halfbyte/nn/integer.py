@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule
@@ -49,7 +49,7 @@ class Quantize(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.combine(x, 1 / self.scale.step, self.scale.zero, torch.int8, clamp=(LEAST, MOST))
+        return elementwise.combine(x, Combination(torch.int8, 1 / self.scale.step, self.scale.zero, low=LEAST, high=MOST))
 
     def extra_repr(self) -> str:
         return f"step={self.scale.step:.4g}, zero={self.scale.zero}"
@@ -63,7 +63,7 @@ class Dequantize(nn.Module):
         self.scale, self.dtype = scale, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.combine(x, self.scale.step, -self.scale.step * self.scale.zero, self.dtype)
+        return elementwise.combine(x, Combination(self.dtype, self.scale.step, -self.scale.step * self.scale.zero))
 
 
 class Requantize(nn.Module):
@@ -77,7 +77,7 @@ class Requantize(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
         factor = self.factors[1] if b is not None else 0.0
-        return elementwise.combine(a, self.factors[0], self.offset, torch.int8, b=b, scale_b=factor, clamp=self.clamp)
+        return elementwise.combine(a, Combination(torch.int8, self.factors[0], self.offset, factor, *self.clamp), b)
 
 
 class AveragePool(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -16,22 +17,12 @@ _library.define(
 )
 
 
-def combine(
-    a: Tensor,
-    scale_a: float,
-    offset: float,
-    dtype: torch.dtype,
-    *,
-    b: Tensor | None = None,
-    scale_b: float = 0.0,
-    clamp: tuple[float, float] = (-torch.inf, torch.inf),
-) -> Tensor:
-    """clamp(a * scale_a + b * scale_b + offset) in `dtype`, of a's shape; each step rounded once, in float32.
+def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
+    """What `how` says of a and b, float32, bfloat16, float16 or int8 of one shape -> that shape in `how.dtype`.
 
-    a and b are float32, bfloat16, float16 or int8 and have one shape. An int8 result is the nearest integer, ties to even, and
-    a NaN becomes the lower end of the clamp there, which lies in -128 … 127.
+    Raises ArgumentError for other dtypes, shapes that differ, and a clamp that is empty or, for int8, not within -128 … 127.
     """
-    low, high = clamp
+    dtype, scale_a, offset, scale_b, low, high = how
     return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, low, high)  # type: ignore[no-any-return]
 
 
@@ -51,16 +42,17 @@ def _combine(
     a = a if a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last) else a.contiguous()
     if b is not None and b.stride() != a.stride():
         b = torch.empty_like(a, dtype=b.dtype).copy_(b)
+    how = Combination(dtype, scale_a, offset, scale_b, low, high)
     if a.is_cpu:
         from halfbyte.kernels.cpu import elementwise as cpu
 
-        return cpu.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
+        return cpu.combine(a, how, b)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"combine has no way around it: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import elementwise as gpu
 
     with cuda.on(a):
-        return gpu.combine(a, scale_a, offset, dtype, b=b, scale_b=scale_b, clamp=(low, high))
+        return gpu.combine(a, how, b)
 
 
 _library.impl("combine", _combine, "CPU")

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
-from halfbyte.kernels.problem import Activation, Window
+from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter
 
@@ -364,5 +364,5 @@ def _quantize_image(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = max(float(high), -float(low))
     finite = largest < math.inf  # not NaN either
     inverse = 127 / largest if finite and largest else 0.0  # a quotient of float32, rounded to double, is rounded to float32 as if at once
-    q = elementwise.combine(x, inverse if inverse < _OVERFLOWS else 0.0, 0.0, torch.int8, clamp=(-127, 127))
+    q = elementwise.combine(x, Combination(torch.int8, inverse if inverse < _OVERFLOWS else 0.0, low=-127, high=127))
     return q, torch.tensor([largest * _PART if finite else math.nan], dtype=torch.float32)

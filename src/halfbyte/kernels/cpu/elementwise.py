@@ -1,9 +1,6 @@
-"""Sums of one or two tensors with scales, element by element: what int8 networks do between their products.
+"""Sums of one or two tensors with scales, element by element: `problem.Combination`, what int8 networks do between their products.
 
-    y = clamp(fma(b, scale_b, fma(a, scale_a, offset)), low, high)      each step rounded once, in float32
-
-Inputs and output are float32, bfloat16, float16 or int8; an int8 output is y to the nearest integer, ties to even, and a NaN becomes
-`low` there. With codes that stand for scale * (q - zero) this quantizes, dequantizes, changes a scale, and adds two tensors.
+With codes that stand for scale * (q - zero) this quantizes, dequantizes, changes a scale, and adds two tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block((*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"), frozenset({"scales", "offset", "clamp"}))
 _TOGETHER = 4  # vectors in flight
@@ -84,22 +82,13 @@ def _load(isa: ISA, x: Value, i: Value, kind: str, lanes: int) -> Value:
     return isa.to_float(x.load(vector("float" if kind == "f32" else "i16", lanes), i * size, size), kind)
 
 
-def combine(
-    a: Tensor,
-    scale_a: float,
-    offset: float,
-    dtype: torch.dtype,
-    *,
-    b: Tensor | None = None,
-    scale_b: float = 0.0,
-    clamp: tuple[float, float] = (-torch.inf, torch.inf),
-) -> Tensor:
-    """This module's sum of `a` and, where it is there, `b`, of the same shape and strides -> the same shape and strides in `dtype`.
+def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
+    """The sum of `a` and, where it is there, `b`, of the same shape and strides -> the same shape and strides in `how.dtype`.
 
-    The caller has checked: tensors on the CPU without gaps (dense in some order of dimensions), of the dtypes above.
+    The caller has checked: tensors on the CPU without gaps (dense in some order of dimensions), of the dtypes that results may have.
     """
     isa = current()
-    out = torch.empty_like(a, dtype=dtype if isa.half_conversions or dtype != torch.float16 else torch.float32)
+    out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
     spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out.dtype])
     block = ELEMENTWISE.buffer(
         {
@@ -109,13 +98,13 @@ def combine(
             "b": 0 if b is None else b.data_ptr(),
             "out": out.data_ptr(),
             "n": a.numel(),
-            "scales": (scale_a, scale_b),
-            "offset": (offset, 0.0),
-            "clamp": clamp,
+            "scales": (how.scale_a, how.scale_b),
+            "offset": (how.offset, 0.0),
+            "clamp": (how.low, how.high),
         }
     )
     runtime.runner()(ctypes.addressof(block), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))
-    return out.to(dtype)
+    return out.to(how.dtype)
 
 
 @functools.cache

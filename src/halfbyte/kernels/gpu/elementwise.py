@@ -1,9 +1,4 @@
-"""Sums of one or two tensors with scales, element by element: what int8 networks do between their products.
-
-    y = clamp(fma(b, scale_b, fma(a, scale_a, offset)), low, high)      each step rounded once, in float32
-
-as `kernels/cpu/elementwise.py`: an int8 output is y to the nearest integer, ties to even, and a NaN becomes `low` there.
-"""
+"""Sums of one or two tensors with scales, element by element: `problem.Combination`, what int8 networks do between their products."""
 
 from __future__ import annotations
 
@@ -14,24 +9,16 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu.activations import INTERPRETED, MAGIC
 from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.problem import Combination
 
 _BLOCK = 2048
 
 
-def combine(
-    a: Tensor,
-    scale_a: float,
-    offset: float,
-    dtype: torch.dtype,
-    *,
-    b: Tensor | None = None,
-    scale_b: float = 0.0,
-    clamp: tuple[float, float] = (-torch.inf, torch.inf),
-) -> Tensor:
+def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     """The sum of `a` and, where it is there, `b`, of the same shape and strides and without gaps -> the same in `dtype`."""
-    out = torch.empty_like(a, dtype=dtype)
-    n = a.numel()
-    run(_combine, (-(-n // _BLOCK),), a, b, out, n, (scale_a, scale_b, offset), clamp, WIDE=n >= 1 << 31, BLOCK=_BLOCK, num_warps=4)
+    out, n = torch.empty_like(a, dtype=how.dtype), a.numel()
+    factors, bounds = (how.scale_a, how.scale_b, how.offset), (how.low, how.high)
+    run(_combine, (-(-n // _BLOCK),), a, b, out, n, factors, bounds, WIDE=n >= 1 << 31, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
