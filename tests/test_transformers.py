@@ -168,6 +168,13 @@ def test_tied_weights_stay_one(folder: Path, tmp_path: Path) -> None:
     assert {n for n in tensors if "embed" in n} == {f"model.embed_tokens.weight{part}" for part in ("", ".data", ".scale")}
 
 
+def test_a_tied_head_multiplies_as_before(tmp_path: Path) -> None:
+    """What is stored is the embedding, which does not multiply."""
+    quantize_(made := llama(), Config("q4_0", compute="float", activation="row")).save_pretrained(tmp_path)
+    for model in (AutoModelForCausalLM.from_pretrained(tmp_path), halfbyte.load(tmp_path)):
+        assert (model.lm_head.compute, model.lm_head.activation) == (made.lm_head.compute, made.lm_head.activation) == ("float", "row")
+
+
 def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
     with pytest.raises(ArgumentError, match=r"matches no module.*lm_head"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["lm_heads"]))

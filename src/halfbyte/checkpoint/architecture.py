@@ -129,6 +129,8 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
+        elif target not in state and (stack := name.removesuffix(".weight")) in state:  # experts are stored as if they were modules
+            target, pattern = stack, None
         if target not in state or target in renamed:  # the first of two that become the same is taken
             unused.append(name)
         elif pattern is None:

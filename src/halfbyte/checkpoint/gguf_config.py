@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.gguf_names import ARCHITECTURES, BY_MODEL_TYPE
+from halfbyte.checkpoint.gguf_names import Architecture, of_config, of_file
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 
@@ -32,6 +32,7 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping", float, False),
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
+_ALSO = {"num_experts": "num_local_experts"}  # another name that versions of transformers write the same under
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -45,12 +46,9 @@ _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
 def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor]) -> dict[str, Any]:
     """config.json for a file with this metadata and tensors of these names; `read` gives one that is not quantized."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {', '.join(ARCHITECTURES)}")
-    if metadata.get(f"{name}.expert_count"):
-        raise CheckpointError(f"the GGUF file holds a {name} with experts, which halfbyte does not read from GGUF: use its safetensors")
-    config: dict[str, Any] = {"architectures": [ARCHITECTURES[name].model], "model_type": ARCHITECTURES[name].types[0]}
+    architecture = of_file(metadata)
+    name = architecture.name
+    config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
     for key, (mine, kind, needed) in _KEYS.items():
         if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
             config[mine] = value
@@ -64,13 +62,16 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     for key, mine in _TOKENS.items():
         config[mine] = _number(metadata, key, int, needed=False)
     config["tie_word_embeddings"] = "output.weight" not in names
-    if name == "llama":
+    if architecture.model == "LlamaForCausalLM":
         config |= {"attention_bias": "blk.0.attn_q.bias" in names, "mlp_bias": "blk.0.ffn_up.bias" in names}
     if name in ("gemma2", "gemma3"):
         by_width = (name, config["num_hidden_layers"]) in _SCALED_BY_WIDTH
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_width else config["head_dim"]
-    if name in ("qwen2", "qwen3"):
+    if name.startswith("qwen"):
         config.pop("sliding_window", None)
+    if architecture.experts is not None:
+        config |= _experts(architecture, metadata, config["intermediate_size"])
+        config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
     base = _number(metadata, f"{name}.rope.freq_base", float, needed=False) or _ROPE_BASE
     rope = {"rope_theta": base, **_rope_scaling(name, metadata, names, read, base, config["head_dim"])}
     if name == "gemma3":
@@ -82,6 +83,22 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
             config["original_max_position_embeddings"] = original
     config["rope_parameters"] = rope if name == "gemma3" else {"rope_type": "default", **rope}
     return config
+
+
+def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
+    """What a config.json says about experts; `inner` is the file's feed_forward_length."""
+    name, config = architecture.name, dict[str, Any]()
+    for key, mine in (architecture.experts or {}).items():
+        config[mine] = _number(metadata, f"{name}.{key}", int, needed="count" in key)
+    used = max(1, config["num_experts_per_tok"])
+    # Older files have the sizes of experts in the tensors alone.
+    for mine, size in (("moe_intermediate_size", inner // used), ("shared_expert_intermediate_size", inner)):
+        if mine in config and config[mine] is None:
+            config[mine] = size
+    if (scale := _number(metadata, f"{name}.expert_weights_scale", float, needed=False)) not in (None, 0.0, 1.0):
+        raise CheckpointError(f"the GGUF file multiplies the weights of experts by {scale}, which {architecture.model} does not")
+    every = {"decoder_sparse_step": 1, "mlp_only_layers": []} if "moe_intermediate_size" in config else {}
+    return config | every | {"norm_topk_prob": architecture.normed}
 
 
 def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
@@ -139,15 +156,16 @@ def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
 
 def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, Tensor]]:
     """The metadata of a GGUF file for a model that config.json describes, and tensors that go with it."""
-    model_type = config.get("model_type")
-    name = BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
-    if name is None:
-        raise CheckpointError(f"GGUF is written for {', '.join(BY_MODEL_TYPE)}, got model_type {short(model_type)}")
+    architecture = of_config(config)
+    name = architecture.name
+    if reason := _no_place(architecture, config):
+        raise CheckpointError(f"GGUF has no place for a {architecture.model} {reason}")
     out: dict[str, Value] = {"general.architecture": name, "general.quantization_version": 2}
     if isinstance(title := config.get("_name_or_path"), str) and title:
         out["general.name"] = title.rstrip("/").rpartition("/")[2]
-    for key, (theirs, kind, needed) in _KEYS.items():
-        value = config.get(theirs)
+    keys = _KEYS | {key: (theirs, int, True) for key, theirs in (architecture.experts or {}).items()}
+    for key, (theirs, kind, needed) in keys.items():
+        value = config.get(theirs, config.get(_ALSO.get(theirs, theirs)))
         if value is None and needed:
             raise CheckpointError(f"config.json has no {theirs}, which GGUF needs")
         if value is not None:
@@ -163,6 +181,20 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     out |= {f"{name}.rope.freq_base": base, f"{name}.rope.dimension_count": int(head_dim * partial)}
     return out, _scaled(name, out, rope, base, head_dim)
+
+
+def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | None:
+    """What of a model llama.cpp cannot be told, or None."""
+    if architecture.experts is None:
+        return None
+    norms = "norm_topk_prob" in config and bool(config["norm_topk_prob"]) != architecture.normed
+    reasons = {
+        f"with norm_topk_prob {config.get('norm_topk_prob')}": norms,
+        "some of whose layers have no experts": bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1,
+        "that clips queries, keys and values": config.get("clip_qkv") is not None,
+        "whose head is tied to its embedding": architecture.untied and bool(config.get("tie_word_embeddings")),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: float, head_dim: int) -> dict[str, Tensor]:

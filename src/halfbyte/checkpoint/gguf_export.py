@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +12,20 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.gguf_config import to_metadata
-from halfbyte.checkpoint.gguf_model import take_rows
-from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
+from halfbyte.checkpoint.gguf_names import Architecture, of_config, routes
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.opened import Opened, order_name
 from halfbyte.checkpoint.pieces import Piece, dequantized, kept
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import ggml
 from halfbyte.formats.blocks import to_blocks
-from halfbyte.formats.codes import Codes
+from halfbyte.formats.codes import Codes, unpack_nibbles
 from halfbyte.formats.spec import as_format
 from halfbyte.io.gguf import Value, plain_number
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.report import Row
 
+_ROUTES = "llama.cpp routes tokens in float32"
 _BLOCK = 32
 _CHUNK = 1 << 20  # weights that are encoded at a time
 # llama.cpp's enum llama_ftype, by the type that most weights have.
@@ -44,40 +45,37 @@ class Export:
 def plan(model: Opened) -> tuple[Export, list[str]]:
     """What a model becomes in a GGUF file, and what a person should know about it. Nothing is read but scales that are not float16."""
     metadata, tensors = to_metadata(model.config)
-    architecture = ARCHITECTURES[str(metadata["general.architecture"])]
-    key = f"{metadata['general.architecture']}.attention.head_count"
+    architecture = of_config(model.config)
+    key = f"{architecture.name}.attention.head_count"
     heads, kv_heads = int(str(metadata[key])), int(str(metadata[f"{key}_kv"]))
     types: dict[str, tuple[int, tuple[int, ...]]] = {}
     pieces: list[Piece] = []
     elements: Counter[int] = Counter()
     for name, weight in model.weights.items():
-        target = _name(architecture, name)
-        rows = architecture.rows(target, heads, kv_heads, weight.shape[0])
-        kind = choose(weight, order_name(name) in model.plain, partial(model.codes, name))
+        place = _place(architecture, name, weight.shape, heads, kv_heads)
+        kind = _ROUTES if place.routes else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
-            width = ggml.TYPES[number].row_bytes(weight.shape[-1])
-            spec = Spec(torch.uint8, (weight.shape[0], width))
-            pieces.append(kept(model, name, {target: spec}, partial(_encoded, target, kind, rows)))
+            spec = Spec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
+            pieces.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
         else:
-            number = plain_number(weight.dtype)
-            pieces.append(dequantized(model, name, kind, target, None if rows is None else partial(_permuted, rows)))
-        types[target] = number, weight.shape
-        elements[number] += weight.shape[0] * weight.shape[1]
+            spec = Spec(torch.float32 if place.routes else weight.dtype, place.shape)
+            number = plain_number(spec.dtype)
+            pieces.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
+        types |= dict.fromkeys(place.names, (number, place.shape))
+        elements[number] += math.prod(weight.shape)
     orders = {order_name(name) for name in model.weights}
     for name, spec in model.plain.items():
         if name in orders:
             continue
-        target = _name(architecture, name)
-        dtype = torch.float32 if len(spec.shape) < 2 else spec.dtype
-        plus = 1.0 if architecture.plus_one and architecture.is_norm(target) else 0.0
-        rows = architecture.rows(target, heads, kv_heads, spec.shape[0] if spec.shape else 0)
-        types[target] = plain_number(dtype), spec.shape
-        new = Spec(dtype, spec.shape)
-        row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), new.nbytes)
-        pieces.append(Piece({target: new}, partial(_plain, model, name, target, dtype, plus, rows), row))
-        if len(spec.shape) == 2:
-            elements[plain_number(dtype)] += spec.shape[0] * spec.shape[1]
+        place = _place(architecture, name, spec.shape, heads, kv_heads)
+        new = Spec(torch.float32 if len(spec.shape) < 2 or place.routes else spec.dtype, place.shape)
+        plus = 1.0 if architecture.plus_one and architecture.is_norm(place.names[0]) else 0.0
+        types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
+        row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), len(place.names) * new.nbytes)
+        pieces.append(Piece(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus), row))
+        if len(spec.shape) > 1:
+            elements[plain_number(new.dtype)] += math.prod(spec.shape)
     for target, tensor in tensors.items():
         types[target] = plain_number(tensor.dtype), tuple(tensor.shape)
         pieces.append(Piece({target: Spec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
@@ -86,31 +84,54 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
         metadata["general.file_type"] = file_type
     if "token_embd.weight" not in types:
         raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
-    unsure = [name for name in model.tied if architecture.to_gguf(name) != "output.weight"]
+    unsure = [name for name in model.tied if architecture.to_gguf(name) != ("output.weight",)]
     notes = [f"not written, for they are tied: {', '.join(unsure)}"] if unsure else []
     return Export(metadata, types, pieces, types["token_embd.weight"][1][0]), notes
 
 
-def _name(architecture: Architecture, name: str) -> str:
-    target = architecture.to_gguf(name)
-    if target is None:
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a tensor of a model goes in a file.
+
+    names  of the tensors there: one, or those that the rows of each expert are shared out to in equal parts
+    shape  of each
+    rows   which row of the model's is each of the file's; None where they are the same
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    rows: Tensor | None
+
+    @property
+    def routes(self) -> bool:
+        return routes(self.names[0])
+
+    def cut(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensors of the file, of numbers or of blocks."""
+        tensor = tensor if self.rows is None else tensor[self.rows]
+        parts = tensor.chunk(len(self.names), dim=1) if len(self.names) > 1 else (tensor.reshape(*self.shape[:-1], -1),)
+        return dict(zip(self.names, parts, strict=True))
+
+
+def _place(architecture: Architecture, name: str, shape: tuple[int, ...], heads: int, kv_heads: int) -> _Place:
+    names = architecture.to_gguf(name)
+    if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")
-    return target
+    rows = architecture.rows(names[0], heads, kv_heads, shape[0] if shape else 0)
+    if len(names) > 1:
+        shape = (shape[0], shape[1] // len(names), *shape[2:])
+    elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert is a list
+        shape = shape[1:]
+    return _Place(names, shape, rows)
 
 
-def _encoded(target: str, kind: str, rows: Tensor | None, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return {target: blocks(kind, codes if rows is None else take_rows(codes, rows))}
+def _encoded(place: _Place, kind: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
+    return place.cut(blocks(kind, codes))
 
 
-def _permuted(rows: Tensor, tensor: Tensor) -> Tensor:
-    return tensor[rows]
-
-
-def _plain(model: Opened, name: str, target: str, dtype: torch.dtype, plus: float, rows: Tensor | None) -> dict[str, Tensor]:
+def _plain(model: Opened, name: str, place: _Place, dtype: torch.dtype, plus: float) -> dict[str, Tensor]:
     tensor = model.tensor(name)
-    if rows is not None:
-        tensor = tensor[rows]
-    return {target: (tensor.float() + plus if plus else tensor).to(dtype)}
+    return {target: part.to(dtype) for target, part in place.cut(tensor.float() + plus if plus else tensor).items()}
 
 
 def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
@@ -139,12 +160,14 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
 
 
 def blocks(kind: str, codes: Codes) -> Tensor:
-    """The blocks of a weight, uint8 [N, bytes], for the type that `choose` chose."""
-    n, k = codes.shape
+    """The blocks of a weight, uint8 [..., N, bytes], for the type that `choose` chose."""
+    n, k = codes.rows, codes.shape[-1]
     number, block = ggml.NUMBERS[kind], codes.format.block_size(k)
     out = torch.empty(n, ggml.TYPES[number].row_bytes(k), dtype=torch.uint8)
-    scale = codes.scale.expand(n, 1) if codes.format.block == "tensor" else codes.scale
-    zero = codes.zero if codes.zero is None or codes.format.block != "tensor" else codes.zero.expand(n, 1)
+    data, *numbers = (codes.data.reshape(n, -1), codes.scale, codes.zero)
+    single = codes.format.block == "tensor"
+    scale, zero = (None if t is None else t.expand(n, 1) if single else t.reshape(n, -1) for t in numbers)
+    assert scale is not None
     step = max(1, _CHUNK // max(1, k))
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
@@ -153,10 +176,9 @@ def blocks(kind: str, codes: Codes) -> Tensor:
         shape = (scales.shape[0], k)
         if kind == "q5_0":
             assert points is not None
-            unsigned = Codes(codes.format, shape, codes.data[part], scale[part], zero[part] if zero is not None else None)
-            values = unsigned.values() - points.repeat_interleave(_BLOCK, dim=1)
+            values = unpack_nibbles(data[part], k).to(torch.int16) - points.repeat_interleave(_BLOCK, dim=1)
             out[part] = ggml.encode_q5_0(Codes.from_values(as_format("int8_g32"), values, scales))
         else:
             offsets = None if points is None else points.half()
-            out[part] = to_blocks(Codes(as_format(kind), shape, codes.data[part], scales, offsets))
-    return out
+            out[part] = to_blocks(Codes(as_format(kind), shape, data[part], scales, offsets))
+    return out.reshape(*codes.shape[:-1], -1)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfbyte.errors import CheckpointError
 
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -29,29 +33,54 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_SPARSE = {name: module for name, module in _LAYER.items() if name not in _MLP} | {"ffn_gate_inp": "mlp.gate"}
+# Stacks of experts [E, N, K]: transformers' -> llama.cpp's, whose rows follow each other there.
+_STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
+_FUSED_STACK = {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}  # of newer files
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# The Mixtrals of llama.cpp before 2024, one tensor for each expert, and what safetensors call them.
+_ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+_ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
+_EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.\w+)(?:\.weight)?")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's.
+    """One of llama.cpp's, or what of it one class of transformers reads.
 
-    model     the class in transformers that reads it
+    name      llama.cpp's
+    model     the class in transformers
     types     the model_types of transformers that are written as it
     layer     llama.cpp's names in a layer -> transformers'
     permuted  whether rows of Q and K are in llama.cpp's order, each head's two halves interleaved
     plus_one  whether the weights of norms are stored plus one
+    experts   of a mixture of experts: the key of the metadata, after the architecture's name -> key of config.json
+    normed    of a mixture of experts: whether the weights of a token's experts are made to sum to 1, which no file says
+    untied    whether llama.cpp wants a head of its own
     """
 
+    name: str
     model: str
     types: tuple[str, ...]
     layer: Mapping[str, str]
     permuted: bool = False
     plus_one: bool = False
+    experts: Mapping[str, str] | None = None
+    normed: bool = False
+    untied: bool = False
 
     def to_transformers(self, name: str) -> str | None:
-        """transformers' name of a tensor of a file, None where it has none."""
+        """transformers' name of a tensor of a file, None where it has none. Of stacks of experts see `stack`."""
+        if self.experts and (one := _ONE_EXPERT.fullmatch(name)):
+            return f"model.layers.{int(one[1])}.mlp.experts.{int(one[3])}.{_ONE_EXPERT_PARTS[one[2]]}.weight"
         head, _, end = name.rpartition(".")
         if head in _ENDS and end in ("weight", "bias"):
             return f"{_ENDS[head]}.{end}"
@@ -59,15 +88,27 @@ class Architecture:
         inner = found and self.layer.get(found[2])
         return f"model.layers.{int(found[1])}.{inner}.{found[3]}" if found and inner else None
 
-    def to_gguf(self, name: str) -> str | None:
-        """The inverse."""
+    def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """For a stack of experts of a file: transformers' name, and the names of the stacks that it consists of, rows below rows."""
+        found = _IN_LAYER.fullmatch(name)
+        if not self.experts or found is None or found[3] != "weight":
+            return None
+        for inner, parts in (*_STACKS.items(), *((inner, (mine,)) for mine, inner in _FUSED_STACK.items())):
+            if found[2] in parts:
+                return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
+        return None
+
+    def to_gguf(self, name: str) -> tuple[str, ...]:
+        """The inverse of both: none, one, or the stacks that a stack is cut into."""
+        if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)):
+            return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[2], ()))
         head, _, end = name.rpartition(".")
         ends = {theirs: mine for mine, theirs in _ENDS.items()}
         if head in ends:
-            return f"{ends[head]}.{end}"
+            return (f"{ends[head]}.{end}",)
         found = _IN_MODULES.fullmatch(name)
         inner = found and {theirs: mine for mine, theirs in self.layer.items()}.get(found[2])
-        return f"blk.{found[1]}.{inner}.{found[3]}" if found and inner else None
+        return (f"blk.{found[1]}.{inner}.{found[3]}",) if found and inner else ()
 
     def rows(self, name: str, heads: int, kv_heads: int, rows: int) -> Tensor | None:
         """For a tensor by llama.cpp's name: which row of transformers' is each of its rows; None where they are the same."""
@@ -84,13 +125,53 @@ class Architecture:
         return name.endswith("norm.weight")
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", ("llama", "mistral"), _LAYER, permuted=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", ("qwen2",), _LAYER),
-    "qwen3": Architecture("Qwen3ForCausalLM", ("qwen3",), _LAYER),
-    "phi3": Architecture("Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}),
-    "gemma": Architecture("GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", ("gemma3_text",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
-}
-BY_MODEL_TYPE = {model_type: name for name, architecture in ARCHITECTURES.items() for model_type in architecture.types}
+def routes(name: str) -> bool:
+    """Whether a tensor, by llama.cpp's name, decides which experts a token goes to: llama.cpp keeps these in float32."""
+    return "ffn_gate_inp" in name
+
+
+_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN = {**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, permuted=True),
+    Architecture(
+        "llama", "MixtralForCausalLM", ("mixtral",), _SPARSE, permuted=True, normed=True,
+        experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    ),
+    Architecture("qwen2", "Qwen2ForCausalLM", ("qwen2",), _LAYER),
+    Architecture(
+        "qwen2moe", "Qwen2MoeForCausalLM", ("qwen2_moe",), {**_SPARSE, **_SHARED}, untied=True,
+        experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    Architecture("qwen3", "Qwen3ForCausalLM", ("qwen3",), _LAYER),
+    Architecture("qwen3moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), _SPARSE, experts=_QWEN, normed=True),
+    Architecture("olmoe", "OlmoeForCausalLM", ("olmoe",), _SPARSE, experts=_COUNTS, untied=True),
+    Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}),
+    Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
+    Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
+    Architecture("gemma3", "Gemma3ForCausalLM", ("gemma3_text",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
+)  # fmt: skip
+
+
+def of_file(metadata: Mapping[str, Any]) -> Architecture:
+    """That of a file with this metadata; raises CheckpointError for one that is not known."""
+    name = metadata.get("general.architecture")
+    sparse = bool(metadata.get(f"{name}.expert_count"))
+    found = [a for a in ARCHITECTURES if a.name == name]
+    if not found:
+        known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
+        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}")
+    fits = [a for a in found if (a.experts is not None) == sparse]
+    if not fits:
+        what = "with experts" if sparse else "without experts"
+        raise CheckpointError(f"the GGUF file holds a {name} {what}, which halfbyte does not read from GGUF: use its safetensors")
+    return fits[0]
+
+
+def of_config(config: Mapping[str, Any]) -> Architecture:
+    """That of a file for the model of a config.json; raises CheckpointError where GGUF is not written for it."""
+    model_type = config.get("model_type")
+    by_type = {model_type: architecture for architecture in ARCHITECTURES for model_type in architecture.types}
+    if not isinstance(model_type, str) or model_type not in by_type:
+        raise CheckpointError(f"GGUF is written for {', '.join(by_type)}, got model_type {short(model_type)}")
+    return by_type[model_type]

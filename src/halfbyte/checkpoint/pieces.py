@@ -40,25 +40,29 @@ def kept(model: Opened, name: str, specs: Mapping[str, Spec], write: Callable[[C
 
 
 def dequantized(
-    model: Opened, name: str, reason: str, target: str | None = None, finish: Callable[[Tensor], Tensor] | None = None
+    model: Opened,
+    name: str,
+    reason: str,
+    specs: Mapping[str, Spec] | None = None,
+    cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Piece:
-    """A weight that is written in floating point, under the name `target`, after it went through `finish`."""
+    """A weight that is written in floating point: as it is, or as what `cut` makes of it, whose dtypes are alike."""
     weight = model.weights[name]
     convolves = weight.kind in CONVOLUTIONS
     if convolves and not weight.kernel:
         raise CheckpointError(f"{model.path} does not say the sizes of the kernel of {name}: save the model with this version first")
-    if weight.kind == "Experts":  # in floating point they are parameters, no modules
-        target = target or name.removesuffix(".weight")
-    spec = Spec(weight.dtype, weight.float_shape)
+    # In floating point experts are parameters, no modules.
+    specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: Spec(weight.dtype, weight.float_shape)}
+    dtype = next(iter(specs.values())).dtype
 
     def make() -> Mapping[str, Tensor]:
-        tensor = floats(model.codes(name), weight.dtype, order_of(model, name))
+        tensor = floats(model.codes(name), dtype, order_of(model, name))
         if convolves:
             tensor = channels_first(tensor, weight.kernel).contiguous()
-        return {target or name: finish(tensor) if finish else tensor}
+        return cut(tensor) if cut else dict.fromkeys(specs, tensor)
 
-    why = f"{weight.format}, dequantized: {reason}"
-    return Piece({target or name: spec}, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], spec.nbytes))
+    why, after = f"{weight.format}, dequantized: {reason}", sum(spec.nbytes for spec in specs.values())
+    return Piece(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], after))
 
 
 def plain(model: Opened, name: str) -> Piece:

@@ -87,7 +87,8 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     experts = expand_(model)
     found = candidates(model, without_data=True)
-    sources: dict[str, Sequence[str]] = {c.name: (weights[name],) for c in found if (name := f"{c.name}.weight") in weights}
+    # Stacks of experts that are whole in the files have the name of the parameter.
+    sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
     sources |= {target: step.sources for step in steps if step.stacks for target in step.targets}
     decisions = choose(found, sources)
     collapse_(model, experts, lambda name: isinstance(decisions.get(name), Format))

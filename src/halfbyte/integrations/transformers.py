@@ -289,7 +289,12 @@ class HalfbyteQuantizer(HfQuantizer):
         """The quantized modules, without those of which transformers knows that they share another's weight."""
         quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
         shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
-        return {name: Module.of(module) for name, module in quantized.items() if name not in shared}
+        found = {name: Module.of(module) for name, module in quantized.items() if name not in shared}
+        for name in shared:  # a head knows how to multiply, the embedding whose weight it shares does not
+            if isinstance(module := quantized[name], QuantLinear):
+                owner = self._tied[name]
+                found[owner] = replace(found[owner], compute=module.compute, activation=module.activation)
+        return found
 
     def adopt(self, model: Any) -> None:
         """Makes a model that was quantized by other means one that `save_pretrained` saves."""
