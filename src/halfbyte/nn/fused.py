@@ -17,7 +17,7 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.modules import PART, QuantLinear, QuantModule
 
 # Children of one module that transformers calls one after the other with one and the same tensor.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,7 +34,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> lis
     for prefix, parent in list(model.named_modules()):
         for names in siblings:
             parts = [getattr(parent, name, None) for name in names]
-            linears = [p for p in parts if type(p) is QuantLinear and not p._forward_hooks and not p._forward_pre_hooks]
+            linears = [
+                p for p in parts if type(p) is QuantLinear and not (p._forward_hooks or p._forward_pre_hooks or "forward" in vars(p))
+            ]
             if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:
                 group = _Group.of(linears)
                 for i, (name, linear) in enumerate(zip(names, linears, strict=True)):
@@ -109,6 +111,7 @@ class FusedLinear(QuantLinear):
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
         super().__init__(_part(group, index), linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
         self._group, self._index = group, index
+        setattr(self, PART, getattr(linear, PART, None))
         self.train(linear.training)
 
     def codes(self) -> Codes:

@@ -25,6 +25,8 @@ from halfbyte.ops.conv import pack_conv
 AnyPacked = Packed | PackedConv
 COMPUTES = ("auto", "int8", "float")
 ACTIVATIONS = ("block", "row", "block_offset", "row_offset", "image")
+# The attribute by which a module says what of its weight it has, where that is spread over processes (see parallel.py).
+PART = "_halfbyte_part"
 
 
 class WeightView(Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfbyte.formats.spec import Format
@@ -98,9 +98,9 @@ class Report:
     def __str__(self) -> str:
         lines = []
         if self.quantized:
-            lines += _table([("name", "kind", "shape", "format", "bits", "error", "before", "after"), *map(_cells, self.quantized)], left=4)
+            lines += table([("name", "kind", "shape", "format", "bits", "error", "before", "after"), *map(_cells, self.quantized)], left=4)
         if self.kept:
-            lines += ["", "kept as they are", *_table(list(self._kept_cells()), left=5)]
+            lines += ["", "kept as they are", *table(list(self._kept_cells()), left=5)]
         before, after = self.bytes_before, self.bytes_after
         ratio = ""
         if before and after:
@@ -139,7 +139,7 @@ def _shape_text(row: Row) -> str:
     return "×".join(map(str, row.shape))
 
 
-def _table(lines: list[tuple[str, ...]], left: int) -> list[str]:
+def table(lines: Sequence[tuple[str, ...]], left: int) -> list[str]:
     """Lines with aligned columns, of which the first `left` are flush left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [

@@ -1,0 +1,337 @@
+"""A model whose weights are spread over processes, which compute each layer together (tensor parallelism), on torch.distributed.
+
+    mesh = torch.distributed.init_device_mesh("cuda", (2,))
+    halfbyte.parallelize_(model, mesh)
+
+Every process runs the same program. A layer of which rows are cut gives a part of its outputs, one of which columns are cut a sum over
+a part of its inputs; `parallel_plan.py` says which is which. Sums over parts of the inputs come out of the kernels in the dtype of the
+activations. Two of them are added in that, which rounds once; more are added in float32 and rounded once. With p_r the part of process
+r, u the unit roundoff of the activations (2^-8 of bfloat16, 2^-11 of float16, 2^-24 of float32, where the sums round too), what is added to
+the error of a sum on one device is at most
+
+    u (|y| + sum of |p_r|)         + (n - 1) 2^-24 (sum of |p_r|)    for n processes
+
+All processes get the same bits, so that they choose the same tokens and experts. What only moves numbers (parts put together, rows of an
+embedding) is exact. The collectives are torch's functional ones, which torch.compile knows and CUDA graphs record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.sharding import Ranges, take
+from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules import PART, AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan
+from halfbyte.nn.report import size_text, table
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_REPORT = "_halfbyte_parallel_report"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that share a model.
+
+    group  torch's name of them
+    """
+
+    group: str
+    rank: int
+    count: int
+    device: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Processes:
+        """Those of a mesh of one dimension, or of its dimension "tp". Raises ArgumentError for another."""
+        if mesh.ndim != 1:
+            if "tp" not in (mesh.mesh_dim_names or ()):
+                raise ArgumentError(
+                    f'a model is spread over a mesh of one dimension, or over the one called "tp", got {mesh.ndim} dimensions '
+                    f"{mesh.mesh_dim_names}: pass mesh[name]"
+                )
+            mesh = mesh["tp"]
+        return cls(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), mesh.device_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a module knows of the rest of its weight.
+
+    size   of the whole weight along the dimension that is cut
+    bias   whether the whole module has a bias; of columns only the first process adds it
+    """
+
+    cut: Cut
+    processes: Processes
+    size: int
+    bias: bool = False
+
+    @property
+    def mine(self) -> Ranges:
+        return self.cut.parts[self.processes.rank]
+
+
+def part_of(module: nn.Module) -> Part | None:
+    """What a module is a part of; None where it is whole."""
+    found = getattr(module, PART, None)
+    return found if isinstance(found, Part) else None
+
+
+def is_parallel(model: nn.Module) -> bool:
+    return any(part_of(module) is not None for module in model.modules())
+
+
+def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, exact: bool = False) -> nn.Module:
+    """Leaves of each weight of `model` that a plan cuts the part of this process, in place, and returns `model`.
+
+    Every process of `mesh` calls it with the same model, and then computes with the same inputs. Weights may be quantized or in floating
+    point; `load(folder, mesh=mesh)` does the same without ever having a whole model in memory.
+
+    mesh  torch's DeviceMesh of one dimension, or with one called "tp"
+    plan  pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel_plan.py`. Without
+          one the model's own, which models of transformers bring
+    exact  cut rows only: nothing is added across processes, each output is computed as it is on one device, and more is sent
+
+    What was cut how, and what not, `parallel_report(model)` tells. The model is frozen: gradients do not cross processes. Raises
+    ArgumentError for a mesh or plan that does not fit, UnsupportedError for a style that is not known, and then nothing has changed.
+    """
+    processes = Processes.of(mesh)
+    if any(isinstance(module, FusedLinear) for module in model.modules()):
+        raise ArgumentError("the model computes some layers together: call parallelize_ first, then fuse_")
+    if is_parallel(model):
+        raise ArgumentError("the model is spread over processes already: load it anew")
+    made = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    before = bytes_of_holders(model)
+    moved: dict[int, AnyPacked] = {}
+    done: set[int] = set()
+    parts = {}
+    for name, cut in made.cuts.items():
+        module = modules[name]
+        parts[name] = Part(cut, processes, _size(module, cut), getattr(module, "bias", None) is not None)
+        if id(module) not in done and name in before:
+            shrink_(module, parts[name], moved)
+            done.add(id(module))
+    attach_(model, made, parts, before)
+    return model
+
+
+def shrink_(module: nn.Module, part: Part, moved: dict[int, AnyPacked] | None = None) -> None:
+    """Leaves a module the part of its weight and bias that is this process's.
+
+    moved  packed weights that have been cut, by the id of what they were: those that share one share its part
+    """
+    cut, mine = part.cut, part.mine
+    any_module: Any = module
+    if isinstance(module, QuantModule):
+        moved = {} if moved is None else moved
+        key = id(module.packed.data)
+        if key not in moved:
+            moved[key] = ops.pack(take(module.codes(), cut.dim, mine), module.packed.device)
+        module._set_packed(moved[key])
+    elif (weight := any_module._parameters.get("weight")) is not None:
+        any_module.weight = nn.Parameter(narrowed(weight, cut.dim, mine), requires_grad=False)
+    if part.bias:
+        if cut.along == "outputs":
+            any_module.bias = nn.Parameter(narrowed(any_module.bias, 0, mine), requires_grad=False)
+        elif part.processes.rank > 0:
+            any_module.bias = None
+    n, k = any_module.weight.shape[-2:]
+    if isinstance(module, nn.Linear | QuantLinear):
+        module.out_features, module.in_features = n, k
+    elif isinstance(module, nn.Embedding | QuantEmbedding):
+        module.num_embeddings = n
+    if isinstance(module, QuantModule):
+        module.refresh()
+
+
+def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int]) -> None:
+    """Lets modules that have been shrunk speak with those of other processes.
+
+    before  bytes of each module that holds a weight, when it was whole
+    """
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    for name, part in parts.items():
+        module = modules[name]
+        setattr(module, PART, part)
+        if part.cut.before or part.cut.after:
+            module.forward = partial(_forward, module)
+    rank = next((part.processes.rank for part in parts.values()), 0)
+    for name, groups in plan.groups.items():
+        if hasattr(modules[name], "num_key_value_groups"):
+            modules[name].num_key_value_groups = groups[rank]
+    if hasattr(any_model := modules[""], "_get_static_cache_init_shape"):
+        any_model._get_static_cache_init_shape = _as_they_come
+    model.requires_grad_(False)
+    setattr(model, _REPORT, _report(model, plan, parts, before))
+
+
+def _as_they_come() -> None:
+    """The heads and their size for which transformers makes a static cache beforehand: none, so that it is made for those that come."""
+
+
+def narrowed(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Some runs of a tensor along a dimension, one after the other, in memory of their own."""
+    return torch.cat([tensor.detach().narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+# What happens when such a module is called
+
+
+def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
+    """The module's own forward, between what its cut asks for before and after."""
+    part = part_of(module)
+    assert part is not None
+    cut, processes = part.cut, part.processes
+    if cut.before == "look up":
+        return _look_up(module, part, x)
+    if cut.before == "gather":
+        x = _gather(x, cut.sizes, processes)
+    elif cut.before == "split":
+        x = torch.cat([x[..., a:b] for a, b in part.mine], -1) if len(part.mine) > 1 else x[..., part.mine[0][0] : part.mine[0][1]]
+    y: Tensor = type(module).forward(module, x, *others)
+    if cut.after == "reduce":
+        return _reduce(y, processes)
+    if cut.after == "gather":
+        return _gather(y, [sum(stop - start for start, stop in runs) for runs in cut.parts], processes)
+    return y
+
+
+def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
+    """Rows of a vocabulary: each process gives those that it has, and zeros for the others."""
+    ((start, stop),) = part.mine
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        least, most = (int(bound) for bound in torch.aminmax(ids))
+        if least < 0 or most >= part.size:  # in every process, so that none waits for another
+            raise ArgumentError(f"embedding ids lie in 0 … {part.size - 1}, got {least} … {most}")
+    mine = (ids >= start) & (ids < stop)
+    rows: Tensor = type(module).forward(module, (ids - start).clamp(0, stop - start - 1))
+    rows = rows.masked_fill(~mine.unsqueeze(-1), 0.0)
+    return _reduce(rows.masked_fill(((ids < 0) | (ids >= part.size)).unsqueeze(-1), torch.nan), part.processes)
+
+
+def _reduce(x: Tensor, processes: Processes) -> Tensor:
+    """The sum of what the processes have, the same bits in each."""
+    _check_frozen(x)
+    wide = processes.count > 2 and x.dtype in _HALVES
+    total: Tensor = torch.ops._c10d_functional.all_reduce.default((x.float() if wide else x).contiguous(), "sum", processes.group)
+    total = torch.ops._c10d_functional.wait_tensor.default(total)
+    return total.to(x.dtype)
+
+
+def _gather(x: Tensor, sizes: Sequence[int], processes: Processes) -> Tensor:
+    """What the processes have, x [..., sizes[rank]], put together: [..., sum of sizes]."""
+    _check_frozen(x)
+    most = max(sizes)
+    padded = (x if x.shape[-1] == most else functional.pad(x, (0, most - x.shape[-1]))).contiguous()
+    together: Tensor = torch.ops._c10d_functional.all_gather_into_tensor.default(padded, processes.count, processes.group)
+    together = torch.ops._c10d_functional.wait_tensor.default(together)
+    parts = together.view(processes.count, *padded.shape)
+    return torch.cat([parts[rank][..., :size] for rank, size in enumerate(sizes)], -1)
+
+
+def _check_frozen(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise UnsupportedError("gradients do not cross processes: call the model under torch.no_grad()")
+
+
+# What became of a model
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRow:
+    """One module that holds a weight.
+
+    how    what of it this process has: "outputs 0 … 255 of 512", "inputs …", "whole"
+    why    what there is to say about that
+    before, after   bytes of the module, whole and here
+    """
+
+    name: str
+    how: str
+    why: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelReport:
+    """What this process has of each weight. `str()` is a table, one line for all layers that are cut alike."""
+
+    rows: tuple[ParallelRow, ...]
+    rank: int
+    count: int
+
+    def to_json(self) -> dict[str, object]:
+        rows = [{key: getattr(row, key) for key in ("name", "how", "why", "before", "after")} for row in self.rows]
+        return {"rank": self.rank, "count": self.count, "rows": rows}
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, ...], list[ParallelRow]] = {}
+        for row in self.rows:
+            general = ".".join("*" if piece.isdigit() else piece for piece in row.name.split("."))
+            alike.setdefault((general, row.how, row.why), []).append(row)
+        lines = [("weight", "", "here", "", "whole", "here")]
+        for (name, how, why), rows in alike.items():
+            sizes = size_text(sum(row.before for row in rows)), size_text(sum(row.after for row in rows))
+            lines.append((name, f"{len(rows)} times" if len(rows) > 1 else "", how, why, *sizes))
+        before, after = (size_text(sum(getattr(row, key) for row in self.rows)) for key in ("before", "after"))
+        return "\n".join([*table(lines, left=4), "", f"process {self.rank} of {self.count}: {after} of {before}"])
+
+
+def parallel_report(model: nn.Module) -> ParallelReport:
+    """What this process has of a model that is spread over several. Raises ArgumentError for one that is not."""
+    found = getattr(model, _REPORT, None)
+    if not isinstance(found, ParallelReport):
+        raise ArgumentError("the model is not spread over processes: use parallelize_, or load it with mesh=")
+    return found
+
+
+def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int]) -> ParallelReport:
+    rows, seen = [], set()
+    rank, count = next(((part.processes.rank, part.processes.count) for part in parts.values()), (0, 1))
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module.packed_data if isinstance(module, QuantModule) else module._parameters.get("weight")
+        if name in plan.cuts and name in before:
+            cut, size = plan.cuts[name], parts[name].size
+            runs = " and ".join(f"{start} … {stop - 1}" for start, stop in cut.parts[rank])
+            how, why = f"{cut.along} {runs} of {size}", cut.why
+        elif name in plan.kept:
+            how, why = "whole", plan.kept[name]
+        elif any(True for _ in module.parameters(recurse=False)):
+            how, why = "whole", "only Linear, Embedding and quantized experts are cut"
+        else:
+            continue
+        after, whole = _nbytes(module), before.get(name, _nbytes(module))
+        tied = weight is not None and id(weight) in seen
+        seen.add(id(weight))
+        rows.append(ParallelRow(name, how, "shares its weight" if tied else why, 0 if tied else whole, 0 if tied else after))
+    return ParallelReport(tuple(rows), rank, count)
+
+
+def bytes_of_holders(model: nn.Module) -> dict[str, int]:
+    """Of each module that holds a weight, by name."""
+    return {name: _nbytes(model.get_submodule(name)) for name in holders(model)}
+
+
+def _size(module: Any, cut: Cut) -> int:
+    return int(module.weight.shape[cut.dim]) if hasattr(module, "weight") else 0
+
+
+def _nbytes(module: nn.Module) -> int:
+    """Of a module's own parameters and packed weight."""
+    packed = module.packed.nbytes if isinstance(module, QuantModule) else 0
+    return packed + sum(parameter.nbytes for parameter in module.parameters(recurse=False))
