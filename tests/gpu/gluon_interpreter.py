@@ -1,0 +1,554 @@
+"""Runs Gluon kernels for Hopper on the CPU, which Triton's interpreter does not: values only, no layouts.
+
+What a kernel says is executed as Python on torch tensors, each warp-specialized partition in a thread of its own. What is asynchronous
+on the GPU is late here: a wgmma reads shared memory and registers only when it is waited for, so that buffers given back too early, waits
+that are missing and barriers that nobody arrives at are seen as wrong numbers, as errors or as a timeout. Pointers and boxes of TMA are
+checked against the tensors that they belong to. Inline PTX is interpreted.
+
+    with interpreted(gemm_hopper):
+        gemm_hopper.launch(problem, config, x, *views, out, epilogue)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as real
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from halfbyte.kernels.gpu import launch
+
+SECONDS = 30.0  # that a barrier is waited for at most
+_TORCH = {
+    real.int8: torch.int8, real.uint8: torch.uint8, real.int16: torch.int16, real.int32: torch.int32, real.int64: torch.int64,
+    real.int1: torch.bool, real.float16: torch.float16, real.bfloat16: torch.bfloat16, real.float32: torch.float32,
+}  # fmt: skip
+_GLUON = {dtype: name for name, dtype in _TORCH.items()}
+_here = threading.local()
+_failed = threading.Event()  # a partition of the kernel that runs
+
+
+class Value:
+    """A tensor in registers, or a scalar."""
+
+    def __init__(self, t: Tensor) -> None:
+        self._t: Tensor | None = t
+
+    @property
+    def t(self) -> Tensor:
+        assert self._t is not None, "a product is read that was not waited for"
+        return self._t
+
+    @property
+    def dtype(self) -> Any:
+        return _GLUON[self.t.dtype]
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.t.shape)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None, shape=self.shape)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.t.view(_TORCH[dtype]))
+        if dtype.is_int() and not self.dtype.is_int():
+            return Value(self.t.trunc().to(_TORCH[dtype]))
+        return Value(self.t.to(_TORCH[dtype]))
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.t.reshape([int(size) for size in shape]))
+
+    def permute(self, order: list[int]) -> Value:
+        return Value(self.t.permute(order))
+
+    def broadcast_to(self, shape: list[int]) -> Value:
+        return Value(self.t.broadcast_to(shape))
+
+    def split(self) -> tuple[Value, Value]:
+        return Value(self.t[..., 0]), Value(self.t[..., 1])
+
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.t[at])
+
+    def __index__(self) -> int:
+        return int(self.t)
+
+    def __bool__(self) -> bool:
+        return bool(self.t)
+
+    def __neg__(self) -> Value:
+        return Value(-self.t)
+
+
+def _raw(value: Any) -> Any:
+    value = getattr(value, "value", value)  # of a constexpr
+    return value.t if isinstance(value, Value) else value
+
+
+def _operator(name: str, work: Any) -> None:
+    def forward(self: Value, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Pointer) else Value(work(self.t, _raw(other)))
+
+    def backward(self: Value, other: Any) -> Value:
+        return Value(work(torch.as_tensor(_raw(other), dtype=self.t.dtype if not isinstance(_raw(other), float) else None), self.t))
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", backward)
+
+
+def _divided(a: Tensor, b: Any) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+for _name, _work in {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "floordiv": _divided, "mod": torch.fmod,
+    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+}.items():  # fmt: skip
+    _operator(_name, _work)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _operator(_name, getattr(torch, _name))
+
+
+class Pointer:
+    """Places in a tensor's memory, counted in its elements."""
+
+    def __init__(self, memory: Tensor, at: Tensor) -> None:
+        self.memory, self.at = memory, at
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=_GLUON[self.memory.dtype])
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.at + _raw(other))
+
+    def places(self, mask: Any, like: Any = None) -> tuple[Tensor, Tensor]:
+        mask = torch.as_tensor(True if mask is None else _raw(mask))
+        at, mask = torch.broadcast_tensors(self.at, mask) if like is None else torch.broadcast_tensors(self.at, mask, like)[:2]
+        used = at[mask]
+        wrong = used.numel() and (int(used.min()) < 0 or int(used.max()) >= self.memory.numel())
+        assert not wrong, f"places {int(used.min())} to {int(used.max())} of {self.memory.numel()} elements"
+        return at, mask
+
+
+class Descriptor:
+    """Of TMA."""
+
+    def __init__(self, of: Any) -> None:
+        self.base, self.block_shape, self.layout, self.dtype = of.base, of.block_shape, of.layout, _GLUON[of.base.dtype]
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, t: Tensor | None) -> None:
+        self._t = t
+
+    @property
+    def t(self) -> Tensor:
+        assert self._t is not None, "what lies outside of shared memory is read"
+        return self._t
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.t[int(i)] if 0 <= int(i) < self.t.shape[0] else None)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        if self._t is None:
+            return self
+        assert start + length <= self.t.shape[dim]
+        return Shared(self.t.narrow(dim, start, length))
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.t.permute(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.t.view(_TORCH[dtype]).view([int(size) for size in shape]))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.t.clone())
+
+    def store(self, value: Value) -> None:
+        self.t.copy_(value.t)
+
+
+class Barrier:
+    """A phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.phase = self.left = self.bytes = 0
+
+    def index(self, i: int) -> Barrier:
+        return self
+
+    def step(self, arrivals: int, nbytes: int) -> None:
+        with self.changed:
+            assert arrivals <= self.left, "more arrive than are expected"
+            self.left, self.bytes = self.left - arrivals, self.bytes + nbytes
+            if self.left == 0 and self.bytes == 0:
+                self.phase, self.left = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            for _ in range(int(10 * SECONDS)):
+                if self.changed.wait_for(lambda: self.phase & 1 != parity, 0.1):
+                    return
+                assert not _failed.is_set(), "another partition failed"
+        raise AssertionError("a barrier is waited for that nobody completes")
+
+
+class _Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        assert 0 <= int(i) < len(self.all)
+        return self.all[int(i)]
+
+
+class Mbarrier:
+    MBarrierLayout = staticmethod(lambda: "barriers")
+
+    @staticmethod
+    def init(bar: Barrier, count: int) -> None:
+        bar.count = bar.left = count
+
+    @staticmethod
+    def expect(bar: Barrier, nbytes: Any) -> None:
+        bar.step(1, int(nbytes))
+
+    @staticmethod
+    def arrive(bar: Barrier, count: int) -> None:
+        bar.step(count, 0)
+
+    @staticmethod
+    def wait(bar: Barrier, phase: Any) -> None:
+        bar.wait(int(phase))
+
+
+class Tma:
+    @staticmethod
+    def async_copy_global_to_shared(source: Descriptor, at: list[Any], bar: Barrier, to: Shared) -> None:
+        """What lies outside of the tensor is 0."""
+        assert list(to.t.shape) == list(source.block_shape), f"a box of {source.block_shape} into {list(to.t.shape)}"
+        first = [int(i) for i in at]
+        box = torch.zeros_like(to.t)
+        inside = [(max(i, 0), min(i + size, whole)) for i, size, whole in zip(first, to.t.shape, source.base.shape, strict=True)]
+        if all(a < b for a, b in inside):
+            there = source.base[tuple(slice(a, b) for a, b in inside)]
+            box[tuple(slice(a - i, b - i) for (a, b), i in zip(inside, first, strict=True))] = there
+        to.t.copy_(box)
+        bar.step(0, -box.numel() * box.element_size())
+
+
+# wgmma
+
+
+class _Product(Value):
+    def __init__(self, a: Any, b: Shared, before: Value | None) -> None:
+        self.operands: Any = a, b, before
+        self._t = None
+
+    def finish(self) -> None:
+        a, b, before = self.operands
+        assert before is None or before._t is not None
+        wide = torch.int32 if b.t.dtype == torch.int8 else torch.float64
+        a = a.t.to(wide)
+        self._t = (a.double() @ b.t.double()).to(torch.int32 if wide == torch.int32 else torch.float32)
+        if before is not None:
+            self._t = self._t + before.t
+
+
+def _warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    assert a.t.dtype == b.t.dtype, f"{a.t.dtype} times {b.t.dtype}"
+    assert a.t.shape[1] == b.t.shape[0], f"{a.t.shape} times {b.t.shape}"
+    product = _Product(a, b, acc if use_acc else None)
+    _here.products.append(product)
+    if not is_async:
+        _warpgroup_mma_wait(0, [])
+    return product
+
+
+def _warpgroup_mma_wait(left: int, deps: list[Any]) -> Any:
+    while len(_here.products) > left:
+        _here.products.pop(0).finish()
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+# PTX
+
+
+def _ptx(text: str, inputs: list[Tensor], outputs: int) -> list[Tensor]:
+    """int64 tensors of 32 bits in, so many out."""
+    registers: dict[str, Tensor] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+
+    def value(word: str) -> Any:
+        return registers[word] if word in registers else torch.tensor(int(word, 0))
+
+    for line in re.sub(r"//.*|[{}]", "", text).split(";"):
+        op, *words = line.replace(",", " ").split() or [""]
+        if not op or op == ".reg":
+            continue
+        to, args = words[0], [value(word) for word in words[1:]]
+        if op == "mov.b32":
+            found = args[0] + 0 * inputs[0]
+        elif op in ("and.b32", "xor.b32", "or.b32"):
+            found = {"and": torch.bitwise_and, "xor": torch.bitwise_xor, "or": torch.bitwise_or}[op[:-4]](*args)
+        elif op in ("shr.b32", "shr.u32"):
+            found = args[0] >> args[1]
+        elif op == "shl.b32":
+            found = args[0] << args[1] & 0xFFFFFFFF
+        elif op == "lop3.b32":
+            found = _lop3(*args)
+        elif op == "prmt.b32":
+            found = _prmt(*args)
+        elif op.startswith("fma.rn."):
+            found = _halves(functools.partial(_fma, dtype=torch.bfloat16 if "bf16" in op else torch.float16), args)
+        else:
+            raise NotImplementedError(line)
+        registers[to] = found
+    return [registers.get(f"${i}", inputs[0]) for i in range(outputs)]
+
+
+def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+    found = a * 0 + b * 0 + c * 0
+    for i in range(8):
+        if int(table) >> i & 1:
+            terms = [operand if i >> place & 1 else operand ^ 0xFFFFFFFF for operand, place in ((a, 2), (b, 1), (c, 0))]
+            found = found | terms[0] & terms[1] & terms[2]
+    return found
+
+
+def _prmt(a: Tensor, b: Tensor, order: Tensor) -> Tensor:
+    found = a * 0 + b * 0
+    for i in range(4):
+        nibble = int(order) >> 4 * i & 15
+        byte = (b if nibble & 4 else a) >> 8 * (nibble & 3) & 255
+        found = found | (torch.where(byte > 127, 255, 0) if nibble & 8 else byte) << 8 * i
+    return found
+
+
+def _halves(work: Any, args: list[Tensor]) -> Tensor:
+    parts = [work([arg >> shift & 0xFFFF for arg in args]) for shift in (0, 16)]
+    return parts[0] | parts[1] << 16
+
+
+def _fma(args: list[Tensor], dtype: torch.dtype) -> Tensor:
+    a, b, c = ((arg ^ 0x8000).sub(0x8000).to(torch.int16).view(dtype).double() for arg in args)
+    return (a * b + c).to(dtype).view(torch.int16).long() & 0xFFFF
+
+
+def _inline_asm(text: Any, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Any:
+    shape = torch.broadcast_shapes(*(arg.t.shape for arg in args))
+    words = [_registers(arg.t.broadcast_to(shape), pack) for arg in args]
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    text, outputs = getattr(text, "value", text), constraints.count("=")
+    if outputs == 1 and constraints.endswith(",0"):  # the output is the input's register
+        return args[0]
+    found = _ptx(text, [word for of_arg in words for word in of_arg], outputs)
+    values, each = [], outputs // len(dtypes)
+    for i, kind in enumerate(dtypes):
+        bits = torch.stack(found[i * each : (i + 1) * each], -1)
+        bits = torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).contiguous()
+        values.append(Value(bits.view(_TORCH[kind]).reshape(shape)))
+    return tuple(values) if isinstance(dtype, tuple) else values[0]
+
+
+def _registers(t: Tensor, pack: int) -> list[Tensor]:
+    """Elements `pack` by `pack` in 32-bit registers."""
+    bits = t.contiguous().reshape(-1, pack).view(torch.int32)
+    return [bits[:, i].long() & 0xFFFFFFFF for i in range(bits.shape[1])]
+
+
+# The language
+
+
+def _minimum(a: Any, b: Any, **_: Any) -> Value:
+    a, b = torch.as_tensor(_raw(a)), torch.as_tensor(_raw(b))
+    return Value(torch.minimum(a, b.to(a.dtype) if b.dim() == 0 else b))
+
+
+def _maximum(a: Any, b: Any, **_: Any) -> Value:
+    a, b = torch.as_tensor(_raw(a)), torch.as_tensor(_raw(b))
+    return Value(torch.maximum(a, b.to(a.dtype) if b.dim() == 0 else b))
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Value:
+    at, mask = pointer.places(mask)
+    return Value(torch.where(mask, pointer.memory[torch.where(mask, at, 0)], torch.tensor(other or 0, dtype=pointer.memory.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
+    value = torch.as_tensor(_raw(value))
+    at, mask = pointer.places(mask, value)
+    pointer.memory[at[mask]] = value.broadcast_to(at.shape)[mask].to(pointer.memory.dtype)
+
+
+_atomics = threading.Lock()
+
+
+def _atomic_add(pointer: Pointer, value: int, **_: Any) -> Value:
+    with _atomics:
+        at, _mask = pointer.places(None)
+        before = pointer.memory[at].clone()
+        pointer.memory[at] += value
+    return Value(before)
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return _Barriers(shape[0])
+    nbytes = torch.empty(0, dtype=_TORCH[dtype]).element_size()
+    for size in shape:
+        nbytes *= size
+    return Shared(torch.randint(-128, 127, (nbytes,), dtype=torch.int8).view(_TORCH[dtype]).view([int(size) for size in shape]))
+
+
+def _warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
+    errors: list[BaseException] = []
+    program = _here.program
+    _failed.clear()
+
+    def work(function: Any, args: tuple[Any, ...]) -> None:
+        _here.program, _here.products = program, []
+        try:
+            function(*args)
+            assert not _here.products, "products are not waited for"
+        except BaseException as error:
+            errors.append(error)
+            _failed.set()
+
+    threads = [threading.Thread(target=work, args=part, daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _scalar(value: int) -> Value:
+    return Value(torch.tensor(value, dtype=torch.int32))
+
+
+def _range(*bounds: Any) -> Iterator[Value]:
+    return map(_scalar, range(*(int(bound) for bound in bounds)))
+
+
+class _Language(types.SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real if hasattr(real, name) else triton.language, name)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Value:
+    return Value(torch.where(torch.as_tensor(_raw(condition)), _raw(a), _raw(b)))
+
+
+_LANGUAGE = _Language(
+    program_id=lambda axis: _scalar(_here.program[0]),
+    num_programs=lambda axis: _scalar(_here.program[1]),
+    static_range=range,
+    arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
+    zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=_TORCH[dtype])),
+    full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, _raw(value), dtype=_TORCH[dtype])),
+    zeros_like=lambda like: Value(torch.zeros_like(like.t)),
+    full_like=lambda like, value: Value(torch.full_like(like.t, value)),
+    expand_dims=lambda value, axis: Value(value.t.unsqueeze(axis)),
+    convert_layout=lambda value, layout, assert_trivial=False: value,
+    join=lambda a, b: Value(torch.stack((a.t, b.t), -1)),
+    split=lambda value: value.split(),
+    cdiv=lambda a, b: (a + (b - 1)) // b,
+    fma=lambda a, b, c: Value((a.t.double() * b.t.double() + c.t.double()).float()),
+    max=lambda value, axis: Value(value.t.amax(axis)),
+    where=_where,
+    minimum=_minimum,
+    maximum=_maximum,
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    thread_barrier=lambda: None,
+    inline_asm_elementwise=_inline_asm,
+    allocate_shared_memory=_allocate,
+    warp_specialize=_warp_specialize,
+)
+_NAMES: dict[str, Any] = {
+    "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": Mbarrier, "tma": Tma, "warpgroup_mma": _warpgroup_mma,
+    "warpgroup_mma_wait": _warpgroup_mma_wait, "fence_async_shared": lambda: None, "gdc_wait": lambda: None,
+    "gdc_launch_dependents": lambda: None, "range": _range,
+}  # fmt: skip
+
+
+class _Globals(dict[str, Any]):
+    """A module's names, its kernels' functions as Python."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__(names)
+        self.update({name: value for name, value in _NAMES.items() if name in names or name == "range"})
+        for name, value in names.items():
+            if isinstance(value, JITFunction | InterpretedFunction):
+                self[name] = _python(value, self if value.fn.__globals__ is names else None)
+            elif isinstance(value, real.constexpr):
+                self[name] = value.value
+
+
+def _python(kernel: Any, names: _Globals | None = None) -> Any:
+    function = kernel.fn
+    return types.FunctionType(
+        function.__code__, _Globals(function.__globals__) if names is None else names, function.__name__, function.__defaults__
+    )
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        flat = value.as_strided((value.numel(),), (1,))  # contiguous
+        return Pointer(flat, torch.tensor(0))
+    if isinstance(value, tuple):
+        return tuple(_argument(part) for part in value)
+    if type(value).__name__ == "TensorDescriptor":
+        return Descriptor(value)
+    if isinstance(value, bool | str) or value is None or dataclasses.is_dataclass(value):
+        return value
+    return Value(torch.tensor(value, dtype=torch.int32 if isinstance(value, int) else torch.float32))
+
+
+def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """As `launch.run`: Gluon kernels here, others as they are run there."""
+    if not isinstance(kernel, JITFunction) or not kernel.is_gluon():
+        return launch.run(kernel, grid, *args, **options)
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    function, converted = _python(kernel), [_argument(arg) for arg in args]
+    for program in range(grid[0]):
+        _here.program = program, grid[0]
+        function(*converted, **constants)
+    return None
+
+
+@contextlib.contextmanager
+def interpreted(*modules: Any) -> Iterator[None]:
+    """Gluon kernels that these files launch run here meanwhile."""
+    places = [(module, name) for module in modules for name in ("launcher", "run") if hasattr(module, name)]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        there = getattr(module, name)
+        setattr(module, name, run if name == "run" else types.SimpleNamespace(**{**vars(there), "run": run}))
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)

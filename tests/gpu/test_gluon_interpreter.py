@@ -1,0 +1,168 @@
+"""Hopper's kernels without a GPU, in an interpreter of our own: numbers, barriers, and places in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gluon_interpreter
+import numpy as np
+import pytest
+import torch
+import triton
+from float_support import check_linear
+from gluon_interpreter import interpreted
+from samples import random_codes
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from halfbyte.formats import as_format
+from halfbyte.kernels import conv_reference, reference
+from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch
+from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
+from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.machine import GPUS
+
+GPU = GPUS["sm_90"]
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the kernels themselves run here")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile", "programs"),
+    [
+        ("int4_g128", torch.bfloat16, (64, 64, 3), 3),
+        ("q4_0", torch.float16, (64, 128, 2), 2),
+        ("int4_g64_zp", torch.bfloat16, (128, 64, 2), 1),
+        ("int4_g128_offset", torch.float16, (64, 64, 4), 5),
+    ],
+)
+def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], programs: int) -> None:
+    """More tiles than programs or the other way round, so that tiles are shared and sums meet."""
+    config = gemm_hopper.Config(*tile, 8, programs)
+    problem = Problem("linear", 70, 140, 640, as_format(name), dtype)
+    with interpreted(gemm_hopper):
+        check_linear(gemm_hopper, config, problem, CPU, interpreted=False, weight_rounded=True, epilogue=programs > 1)
+
+
+@pytest.mark.parametrize(("name", "activation"), [("int4_channel", "row"), ("int4_g128", "row"), ("q8_0", "block")])
+def test_gemm_int8_hopper(name: str, activation: Activation) -> None:
+    codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(70, 450).to(torch.bfloat16), torch.randn(140)
+    problem = Problem("linear", 70, 140, 450, codes.format, x.dtype, "int8", activation)
+    views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
+    config = replace(gemm_int8_hopper.configs(problem, GPU)[0], programs=2)
+    out = torch.full((70, 140), torch.nan, dtype=x.dtype)
+    with interpreted(gemm_int8_hopper):
+        gemm_int8_hopper.launch(problem, config, x, *views, out, Epilogue(bias, None, -1.0, 6.0))
+    expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
+    assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
+
+
+@pytest.mark.parametrize(("name", "pixels"), [("int4_g32", 128), ("int8_channel", 256)])
+def test_conv_hopper(name: str, pixels: int) -> None:
+    window = Window((1, 1), (1, 1, 0, 2))
+    codes = random_codes(as_format(name), (80, 9, 64) if name != "int8_channel" else (80, 9 * 64))
+    sizes = convolution.filter_of(codes, (3, 3), 1)
+    problem = Convolution(sizes, window, 2, (6, 9), torch.float16)
+    x, bias = torch.randn(2, 64, 6, 9).half(), torch.randn(80)
+    config = next(config for config in conv_hopper.configs(problem, GPU) if config.pixels == pixels)
+    out = torch.full((problem.m, 80), torch.nan, dtype=x.dtype)
+    with interpreted(conv_hopper):
+        memory = x.permute(0, 2, 3, 1).contiguous()
+        conv_hopper.launch(problem, replace(config, programs=2), memory, convolution.pack_gpu(codes, sizes).data, out, Epilogue(bias))
+    y = out.view(2, *problem.out, 80).permute(0, 3, 1, 2)
+    expected = conv_reference.conv2d(x, codes, (3, 3), window, bias, 1)
+    size = conv_reference.conv2d(x.abs(), codes, (3, 3), window, None, 1).abs()
+    error = 2 * conv_reference.error_bound(x, codes, (3, 3), window, bias, 1)
+    assert reference.agrees(y, expected, error + 2.0**-9 * (size.amax() + error)).all()
+
+
+# What it is for: a ring with mistakes.
+
+
+@gluon.jit
+def _fetch(xd, xs, full, empty, STEPS: gl.constexpr):
+    for step in range(STEPS):
+        stage = step % 2
+        mbarrier.wait(empty.index(stage), ((step // 2) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 64 * 64 * 2)
+        tma.async_copy_global_to_shared(xd, [0, step * 64], full.index(stage), xs.index(stage))
+
+
+@gluon.jit
+def _multiply(xs, full, empty, out, STEPS: gl.constexpr, MISTAKE: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    acc = gl.zeros([64, 64], gl.float32, layout=MMA)
+    for step in range(STEPS):
+        stage = step % 2
+        mbarrier.wait(full.index(stage), (step // 2) & 1)
+        acc = warpgroup_mma(xs.index(stage), xs.index(stage).permute([1, 0]), acc, is_async=True)
+        if MISTAKE != "not finished":
+            acc = warpgroup_mma_wait(1 if MISTAKE == "too early" else 0, deps=[acc])
+        if MISTAKE != "no arrival":
+            mbarrier.arrive(empty.index(stage), count=2 if MISTAKE == "too many" else 1)
+    if MISTAKE == "too early":
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, MMA))
+    gl.store(out + gl.expand_dims(row, 1) * (65 if MISTAKE == "outside" else 64) + gl.expand_dims(column, 0), acc)
+
+
+@gluon.jit
+def _square(xd, out, STEPS: gl.constexpr, MISTAKE: gl.constexpr):
+    xs = gl.allocate_shared_memory(xd.dtype, [2, 64, 64], xd.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    gl.warp_specialize([(_multiply, (xs, full, empty, out, STEPS, MISTAKE)), (_fetch, (xd, xs, full, empty, STEPS))], [1], [40])
+
+
+class _File:
+    """What stands for a kernel's file."""
+
+    run = staticmethod(launch.run)
+
+
+def _squared(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, out = torch.randn(64, 512).half(), torch.full((64, 64), torch.nan)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    file: Any = _File
+    with interpreted(file):
+        file.run(_square, (1,), TensorDescriptor.from_tensor(x, [64, 64], layout), out, STEPS=8, MISTAKE=mistake)
+    return out.double(), x.double() @ x.double().T
+
+
+def test_a_ring_of_buffers_works() -> None:
+    assert torch.allclose(*_squared(""), rtol=1e-5, atol=1e-4)
+
+
+def test_a_buffer_given_back_too_early_is_seen() -> None:
+    assert not torch.allclose(*_squared("too early"), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("not finished", "not waited for"),
+        ("too many", "more arrive"),
+        ("no arrival", "nobody completes"),
+        ("outside", "places 0 to 4158 of 4096"),
+    ],
+)
+def test_what_cannot_be_is_said(mistake: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_interpreter, "SECONDS", 1.0)
+    with pytest.raises(AssertionError, match=said):
+        _squared(mistake)
