@@ -48,23 +48,24 @@ def linear(
         check_linear(x, weight, format, n, k, activation, low, high)
     if bias is not None:
         check_bias(bias, n, _CPU)
-        bias = bias if bias.dtype == torch.float32 and bias.is_contiguous() else bias.to(torch.float32).contiguous()
+        if bias.dtype != torch.float32 or not bias.is_contiguous():
+            bias = bias.to(torch.float32).contiguous()
     if residual is not None:
         check_residual(residual, x, (*shape[:-1], n))
+        residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         for term in (bias, residual):
             empty = empty if term is None else empty.add_(term)
         return empty.clamp_(low, high)
-    flat = x if len(shape) == 2 else x.reshape(-1, k)
-    if not flat.is_contiguous() and flat.stride(1) != 1:
-        flat = flat.contiguous()
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
-    if residual is not None:
-        residual = residual.reshape(-1, n).contiguous()
-    out: Tensor = kernel(flat, weight.data_ptr(), bias, low, high, residual)
-    return out if len(shape) == 2 else out.view((*shape[:-1], n))
+    if not x.is_contiguous():
+        x = x.reshape(-1, k)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        return kernel(x, weight.data_ptr(), bias, low, high, residual).view((*shape[:-1], n))  # type: ignore[no-any-return]
+    return kernel(x, weight.data_ptr(), bias, low, high, residual)  # type: ignore[no-any-return]
 
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str) -> Any:

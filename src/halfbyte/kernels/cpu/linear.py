@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import threading
 from dataclasses import replace
 from typing import NamedTuple
@@ -129,9 +130,13 @@ class LinearKernel:
         return LinearKernel(*self._of, isa=self.isa.matrix, zeroed=self._zeroed)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]; `weights` is the address of the packed bytes. `residual` [M, N] is added before the clamp."""
-        m = x.shape[0]
-        out = torch.empty(m, self.geometry.n, dtype=self.out_dtype)
+        """x [..., K], or [M, K] with contiguous rows -> [..., N]; `weights` is the address of the packed bytes.
+
+        `residual` [..., N] is added before the clamp.
+        """
+        *lead, k = x.shape
+        m = math.prod(lead)
+        out = torch.empty(*lead, self.geometry.n, dtype=self.out_dtype)
         apart = 0
         if residual is not None:
             residual = residual.to(self.out_dtype)
@@ -139,8 +144,9 @@ class LinearKernel:
         if m <= ROWS_A_PASS:
             self._pass(x, m, weights, bias, low, high, out, apart)
         else:
-            for rows, part in zip(x.split(ROWS_A_PASS), out.split(ROWS_A_PASS), strict=True):
-                self._pass(rows, len(rows), weights, bias, low, high, part, apart)
+            rows = x if len(lead) == 1 else x.view(m, k)
+            for some, part in zip(rows.split(ROWS_A_PASS), out.view(m, -1).split(ROWS_A_PASS), strict=True):
+                self._pass(some, len(some), weights, bias, low, high, part, apart)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
