@@ -7,6 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from os.path import isfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from halfbyte.checkpoint.foreign import read_folder, settings_of
 from halfbyte.checkpoint.gguf_model import open_gguf
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, read_manifest
 from halfbyte.checkpoint.opened import Opened, open_entries, order_name
+from halfbyte.checkpoint.parts import Sharing, device_of, in_parts
 from halfbyte.checkpoint.quantization_config import SETTINGS
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.sharding import Ranges, stored_runs, take
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import checksum
@@ -29,9 +32,13 @@ from halfbyte.nn.convert import candidates, finished, own_tensors
 from halfbyte.nn.experts import expanded
 from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
+from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def open_model(path: str | PathLike[str], *, floats: bool = False) -> Opened:
@@ -84,13 +91,33 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
     def tensor(name: str) -> Tensor:
         return read(name, manifest.plain[name])
 
+    def codes_part(name: str, dim: int, ranges: Ranges) -> Codes:
+        weight = manifest.weights[name]
+        runs = stored_runs(weight.format, weight.shape, dim, ranges)
+        if runs is None:  # within a byte
+            return take(codes(name), dim, ranges)
+        shape = list(weight.shape)
+        shape[dim] = sum(stop - start for start, stop in ranges)
+        tensors = {}
+        for part, crc32 in weight.crc32.items():
+            full, mine = f"{name}.{part}", runs[part]
+            tensors[part] = read(full, crc32) if mine is None else reader.read_part(full, dim, mine)
+        try:
+            made = Codes.from_tensors(weight.format, tuple(shape), tensors)
+            made.check_values()
+        except FormatError as e:
+            raise CheckpointError(f"{folder}: {name}: {e}") from e
+        return made
+
     plain = {name: reader.spec(name) for name in manifest.plain}
     sizes = {name: weight.stored_bytes for name, weight in manifest.weights.items()} | {name: spec.nbytes for name, spec in plain.items()}
 
     def report() -> Report:
         return _report(opened)
 
-    opened = Opened(folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes, manifest.static)
+    opened = Opened(
+        folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes, manifest.static, codes_part, reader.read_part
+    )
     return opened
 
 
@@ -126,30 +153,46 @@ def _report(checkpoint: Opened) -> Report:
     return Report(tuple(rows))
 
 
-def load(dir: str | PathLike[str], device: torch.device | str = "cpu", model: nn.Module | None = None) -> nn.Module:
+def load(
+    dir: str | PathLike[str],
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    plan: Mapping[str, str] | None = None,
+    exact: bool = False,
+) -> nn.Module:
     """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, or what AWQ, GPTQ or compressed-tensors made of a
     model of transformers, or a GGUF file, with the codes and scales that are there.
 
+    device  "cpu" unless told otherwise; with a mesh, this process's device of its kind
     model   a module of the right architecture, in floating point (on the meta device, if you like) or quantized: it is filled
             in place and returned. Without one, config.json names an architecture of transformers, which is built, and is
             returned in evaluation mode.
+    mesh    torch's DeviceMesh: each of its processes reads and has its part of the weights (see `parallelize_`, whose arguments `plan`
+            and `exact` are). A `model` that was passed is filled first and spread then
 
     Parameters and buffers that are not quantized take the dtypes of the checkpoint. At no time is there more in memory than
     the model and one tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape;
     a `model` that was passed has not changed then.
     """
-    return fill(open_model(dir), device, model)
+    if mesh is None and (plan is not None or exact):
+        raise ArgumentError("plan and exact say how processes share a model: pass the mesh of the processes, load(dir, mesh=mesh)")
+    sharing = None if mesh is None else Sharing(mesh, plan, exact)
+    return fill(open_model(dir), device_of(mesh, device), model, sharing)
 
 
-def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None) -> nn.Module:
+def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None, sharing: Sharing | None = None) -> nn.Module:
     """`load` of a model that has been opened."""
+    if sharing is not None and (model is not None or opened.static is not None):
+        return parallelize_(fill(opened, device, model), sharing.mesh, sharing.plan, exact=sharing.exact)
     if opened.static is not None:
         return _on_codes(opened, opened.static, device, model)
     if model is None:
         model = skeleton(opened.config, _dtype(opened), opened.shapes())
         load_generation_config(model, opened.path)
     with expanded(model, lambda name: f"{name}.weight" in opened.weights):
-        return _filled(opened, device, model)
+        return _filled(opened, device, model, sharing)
 
 
 def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:
@@ -169,8 +212,11 @@ def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, mo
     return model
 
 
-def _filled(opened: Opened, device: torch.device | str, model: nn.Module) -> nn.Module:
+def _filled(opened: Opened, device: torch.device | str, model: nn.Module, sharing: Sharing | None = None) -> nn.Module:
     owners = _fit(opened, model)
+    finish = None
+    if sharing is not None:
+        opened, finish = in_parts(opened, owners, model, sharing)
     packed = {owner: pack_weight(module, opened.codes(owner), device) for owner, module in _holders(opened, owners, model).items()}
     plain = {name: opened.tensor(name).to(device) for name in opened.plain}
     _fill(model, owners, packed, plain, opened.weights)
@@ -179,6 +225,8 @@ def _filled(opened: Opened, device: torch.device | str, model: nn.Module) -> nn.
             setattr(module, name, buffer.to(device))
         if isinstance(module, QuantModule):
             module.refresh()
+    if finish is not None:
+        finish(model)
     for tell in finished:
         tell(model)
     return model

@@ -16,6 +16,7 @@ from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
@@ -36,6 +37,7 @@ class Opened:
     report   what of the files became what, and why
     nbytes   of each weight and plain tensor in the files
     static   of a network on int8 codes: what it is made from, beside the float network
+    codes_part, tensor_part   read some runs along a dimension and no more than these, where the files allow it
     """
 
     path: Path
@@ -48,6 +50,16 @@ class Opened:
     report: Callable[[], Report]
     nbytes: Mapping[str, int] = field(default_factory=dict)
     static: Calibrated | None = None
+    codes_part: Callable[[str, int, Ranges], Codes] | None = None
+    tensor_part: Callable[[str, int, Ranges], Tensor] | None = None
+
+    def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
+        """Some runs of a weight along one of its dimensions, one after the other."""
+        return take(self.codes(name), dim, ranges) if self.codes_part is None else self.codes_part(name, dim, ranges)
+
+    def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:
+        """The same of a plain tensor."""
+        return narrowed(self.tensor(name), dim, ranges) if self.tensor_part is None else self.tensor_part(name, dim, ranges)
 
     def names(self) -> Iterator[tuple[str, str]]:
         """(name, the name that it is stored under) of everything, ties included."""

@@ -54,6 +54,11 @@ def unshard(parts: Sequence[Codes], dim: int) -> Codes:
     return merge(first.format, shape, dim, [((end - size, end),) for size, end in zip(sizes, ends, strict=True)], parts)
 
 
+def narrowed(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Some runs of any tensor along a dimension, one after the other, in memory of their own."""
+    return torch.cat([tensor.detach().narrow(dim, start, stop - start) for start, stop in ranges or ((0, 0),)], dim)
+
+
 def input_unit(fmt: Format) -> int:
     """The number of inputs, counted from the first, after which a row of codes may be cut."""
     return fmt.block if isinstance(fmt.block, int) else 1
@@ -72,7 +77,7 @@ def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
     for part, tensor in codes.tensors().items():
         nibbles = part == "data" and inputs and codes.format.bits == 4
         slices = _slices(codes.format, part, inputs, ranges)
-        taken = tensor.clone() if slices is None else _taken(unpack_nibbles(tensor, k) if nibbles else tensor, axis, slices)
+        taken = tensor.clone() if slices is None else narrowed(unpack_nibbles(tensor, k) if nibbles else tensor, axis, slices)
         tensors[part] = pack_nibbles(taken) if nibbles else taken
     return Codes.from_tensors(codes.format, shape, tensors)
 
@@ -153,7 +158,3 @@ def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | No
     if not isinstance(fmt.block, int):
         return None
     return tuple((start // fmt.block, -(-stop // fmt.block)) for start, stop in ranges)
-
-
-def _taken(tensor: Tensor, axis: int, ranges: Ranges) -> Tensor:
-    return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in ranges] or [tensor.narrow(axis, 0, 0)], axis)

@@ -50,6 +50,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the same as the safetensors package's
 _CHUNK = 4 << 20  # elements that are converted at a time
+_RUN = 1 << 16  # bytes: shorter ones are not worth a read of their own
 SHARD_BYTES = 5_000_000_000
 
 
@@ -178,6 +179,35 @@ class Reader:
                         raw = torch.empty(piece.shape, dtype=spec.dtype)
                         fill(file, raw, place.path)
                         piece.copy_(raw)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
+        return out
+
+    def read_part(self, name: str, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Some runs (first, one past the last) of a tensor along a dimension, one after the other. Holds them and a few MB.
+
+        Long runs are read alone; for short ones the tensor is read piece by piece and the rest of it dropped.
+        """
+        place = self.places[name]
+        shape, axis = place.spec.shape, dim % len(place.spec.shape)
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        out = torch.empty((*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :]), dtype=place.spec.dtype)
+        rows, width, size = out.view(outer, -1) if out.numel() else out.view(0, 0), shape[axis] * inner, place.spec.dtype.itemsize
+        try:
+            with open(place.path, "rb", buffering=0) as file:
+                if all((stop - start) * inner * size >= _RUN for start, stop in ranges):
+                    for i, row in enumerate(rows):
+                        at = 0
+                        for start, stop in ranges:
+                            file.seek(place.offset + (i * width + start * inner) * size)
+                            fill(file, row[at : at + (stop - start) * inner], place.path)
+                            at += (stop - start) * inner
+                    return out
+                file.seek(place.offset)
+                for some in rows.split(max(1, _CHUNK // max(1, width * size))) if out.numel() else ():
+                    raw = torch.empty((len(some), width), dtype=place.spec.dtype)
+                    fill(file, raw, place.path)
+                    torch.cat([raw[:, start * inner : stop * inner] for start, stop in ranges], 1, out=some)
         except OSError as e:
             raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
         return out

@@ -28,9 +28,9 @@ from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.formats.sharding import Ranges, take
+from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import PART, AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan
 from halfbyte.nn.report import size_text, table
 
@@ -116,7 +116,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
     made = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
     modules = dict(model.named_modules(remove_duplicate=False))
     before = bytes_of_holders(model)
-    moved: dict[int, AnyPacked] = {}
+    moved: dict[int, Any] = {}
     done: set[int] = set()
     parts = {}
     for name, cut in made.cuts.items():
@@ -129,21 +129,22 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
     return model
 
 
-def shrink_(module: nn.Module, part: Part, moved: dict[int, AnyPacked] | None = None) -> None:
+def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
     """Leaves a module the part of its weight and bias that is this process's.
 
-    moved  packed weights that have been cut, by the id of what they were: those that share one share its part
+    moved  weights that have been cut, by the id of what they were: modules that share one share its part
     """
     cut, mine = part.cut, part.mine
     any_module: Any = module
+    weight: Any = module.packed.data if isinstance(module, QuantModule) else any_module.weight
     if isinstance(module, QuantModule):
-        moved = {} if moved is None else moved
-        key = id(module.packed.data)
-        if key not in moved:
-            moved[key] = ops.pack(take(module.codes(), cut.dim, mine), module.packed.device)
-        module._set_packed(moved[key])
-    elif (weight := any_module._parameters.get("weight")) is not None:
-        any_module.weight = nn.Parameter(narrowed(weight, cut.dim, mine), requires_grad=False)
+        if id(weight) not in moved:
+            moved[id(weight)] = ops.pack(take(module.codes(), cut.dim, mine), module.packed.device)
+        module._set_packed(moved[id(weight)])
+    else:
+        if id(weight) not in moved:
+            moved[id(weight)] = nn.Parameter(narrowed(weight, cut.dim, mine), requires_grad=False)
+        any_module.weight = moved[id(weight)]
     if part.bias:
         if cut.along == "outputs":
             any_module.bias = nn.Parameter(narrowed(any_module.bias, 0, mine), requires_grad=False)
@@ -181,11 +182,6 @@ def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 
 def _as_they_come() -> None:
     """The heads and their size for which transformers makes a static cache beforehand: none, so that it is made for those that come."""
-
-
-def narrowed(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Some runs of a tensor along a dimension, one after the other, in memory of their own."""
-    return torch.cat([tensor.detach().narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 # What happens when such a module is called

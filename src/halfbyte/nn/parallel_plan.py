@@ -130,6 +130,8 @@ def make_plan(
     Raises ArgumentError for a pattern that matches nothing and for a model without a plan, UnsupportedError for a style that is none of
     STYLES.
     """
+    if count == 1:
+        return Plan(kept=dict.fromkeys(found, "there is one process"))
     planner = _Planner(model, found, _styles(model, patterns), count, device, exact)
     return planner.plan()
 
