@@ -19,9 +19,10 @@ from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats import Codes, as_format
-from halfbyte.nn.calibrate import Calibration, _Runs, calibrate, calibration_tokens, decoder_layers
+from halfbyte.nn.calibrate import Calibration, calibrate, calibration_tokens
 from halfbyte.nn.convert import Config, quantize_, report
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.runs import Runs, decoder_layers
 from halfbyte.quantizers.gptq import GPTQ
 
 SIZES: dict[str, Any] = {
@@ -77,7 +78,7 @@ def test_layers_one_by_one_compute_what_the_model_computes(kind: str) -> None:
     model = language_model(kind)
     _, layers = decoder_layers(model)
     with torch.no_grad():
-        runs = _Runs(model, layers, Calibration(tokens(), batch=4))
+        runs = Runs(model, layers, tokens(), batch=4)
         seen: list[Tensor] = []
         hook = layers[-1].register_forward_hook(
             lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
@@ -123,6 +124,7 @@ def test_each_layer_sees_the_inputs_that_quantized_layers_before_it_give(kind: s
                 nonlocal moments
                 rows = args[0].reshape(-1, args[0].shape[-1])
                 moments = rows.T @ rows
+                moments.diagonal().add_(rows.shape[1] / len(rows) * moments.diagonal().mean())  # drawn towards the identity
 
             handle = twin.get_submodule(name).register_forward_pre_hook(hook)
             with torch.no_grad():

@@ -120,7 +120,7 @@ def _calibrated(
     formats = {
         name.removesuffix(".weight"): weight.format
         for name, weight in plan.weights.items()
-        if name in plan.linears and weight.kind == "Linear" and name not in tied
+        if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
     }
     written = set()
     layers = Materializer(plan, reader)
@@ -131,6 +131,7 @@ def _calibrated(
         else:
             writer.write(result.name, result.value)
         written.add(result.name)
+        notes += result.notes
     notes += [unreached(name) for name in formats if f"{name}.weight" not in written]
     return written
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.plan import Plan
 from halfbyte.errors import CheckpointError
 from halfbyte.io.safetensors import Reader
-from halfbyte.nn.calibrate import decoder_layers
 from halfbyte.nn.convert import own_tensors
+from halfbyte.nn.runs import decoder_layers
 
 
 class Materializer:

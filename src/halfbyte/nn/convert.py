@@ -104,11 +104,11 @@ class Config:
         progress: Progress | None = None,
         **settings: Any,
     ) -> Config:
-        """A Config with a format for each Linear of a language model, so that all together take at most `bits` a weight.
+        """A Config with a format for each Linear and stack of experts of a language model, so that all take at most `bits` a weight.
 
         bits      scales and zeros included; embeddings, and a head that is tied to one, are not counted
         formats   to choose from
-        progress  called with (linear layers measured, all of them, name)
+        progress  called with (layers measured, all of them, name)
         settings  other fields of the Config: method, skip, embedding, compute, activation
 
         How much a layer suffers is measured: the divergence (Kullback-Leibler) of the model's predictions when that layer alone has
@@ -122,17 +122,18 @@ class Config:
                 f"{len(choices)} formats and the settings {', '.join(settings) or 'none'}"
             )
         plain = cls(str(choices[0]), **settings)
-        found = candidates(model)
-        check_patterns(plain, [candidate.name for candidate in found])
-        decisions = decide(found, plain)
-        names = list(_calibrated_names(model, decisions))
-        if not names:
-            raise ArgumentError(f"{type(model).__name__} has no Linear to choose a format for that no skip pattern keeps")
-        weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
-        sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
-        losses = measure_losses(model, weights, choices, _as_calibration(calibration), progress)
-        budget = int(bits * sum(weight.numel() for weight in weights.values()) / 8)
-        chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
+        with expanded(model):
+            found = candidates(model)
+            check_patterns(plain, [candidate.name for candidate in found])
+            decisions = decide(found, plain)
+            names = list(_calibrated_names(model, decisions))
+            if not names:
+                raise ArgumentError(f"{type(model).__name__} has no Linear or experts to choose a format for that no skip pattern keeps")
+            weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
+            sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
+            losses = measure_losses(model, weights, choices, _as_calibration(calibration), progress)
+            budget = int(bits * sum(weight.numel() for weight in weights.values()) / 8)
+            chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
         most = max(range(len(choices)), key=list(chosen.values()).count)
         overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}
         return cls(str(choices[most]), overrides=overrides, **settings)
@@ -198,7 +199,7 @@ def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibrati
         formats = _calibrated_names(model, decisions)
         results = {r.name: r for r in calibrate(model, formats, config.method, _as_calibration(calibration), progress=progress)}
         missed = sorted(name for name in formats if f"{name}.weight" not in results)
-        notes = [unreached(name) for name in missed]
+        notes = [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
     method = UNCALIBRATED.get(config.method, config.method)
 
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float | None]:
@@ -403,12 +404,12 @@ def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
 
 
 def _calibrated_names(model: nn.Module, decisions: Mapping[str, Format | str]) -> dict[str, Format]:
-    """The Linears that are to be quantized and share their weight with no other module, with their formats."""
+    """The Linears and experts that are to be quantized and share their weight with no other module, with their formats."""
     owners: dict[int, set[int]] = defaultdict(set)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | StackedExperts)}
     for module in modules.values():
         owners[id(module.weight)].add(id(module))
-    alone = {name for name, m in modules.items() if isinstance(m, nn.Linear) and len(owners[id(m.weight)]) == 1}
+    alone = {name for name, m in modules.items() if not isinstance(m, nn.Embedding) and len(owners[id(m.weight)]) == 1}
     return {name: fmt for name, fmt in decisions.items() if name in alone and isinstance(fmt, Format)}
 
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,6 +123,12 @@ def stacks(module: Any) -> tuple[str, ...]:
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):  # what transformers gives all of its experts
         return ()
     return ("gate_up_proj" if module.has_gate else "up_proj", _DOWN)
+
+
+def stack_before(name: str, names: Iterable[str]) -> str | None:
+    """For the name of a stack of second products ("….down_proj"): that of the first ones of the same experts, if it is among `names`."""
+    prefix, _, own = name.rpartition(".")
+    return next((n for n in names if own == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 
 
 def why_not(module: Any) -> str | None:

@@ -23,17 +23,19 @@ _TOLERANCE = 1e-3  # relative, of outputs in float32; a wrong fold by factors of
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fold:
-    """One way to divide the input of the linear layers `consumers`, which read the same tensor of K channels.
+    """One way to divide the input of `consumers`, linear layers and stacks of experts that read the same tensor of K channels.
 
     producer  the module that divides
     kind      "norm": y = n * w + b;  "shifted": y = n * (1 + w) + b;  "linear": its last C rows
     channel   int64 [K] in [0, C): which output of the producer each channel comes from
+    followers  routers that read the tensor too, whose weights [E, K] are multiplied in floating point
     """
 
     producer: str
     kind: Literal["norm", "shifted", "linear"]
     channel: Tensor
     consumers: tuple[str, ...]
+    followers: tuple[str, ...] = ()
 
     def apply(self, block: nn.Module, scale: Tensor, dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, dict[str, Tensor]]:
         """Divides in `block`, a module in float32, and multiplies the weights of the consumers.
@@ -68,6 +70,10 @@ class Fold:
             bias.data.copy_(changed[key])
         for name in self.consumers:
             block.get_submodule(name).get_parameter("weight").data.mul_(scale)
+        for name in self.followers:
+            key, weight = f"{name}.weight", block.get_submodule(name).get_parameter("weight")
+            changed[key] = (weight.data * scale).to(dtypes[key])
+            weight.data.copy_(changed[key])
         return scale, changed
 
 
@@ -76,7 +82,7 @@ def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Modul
     """The folds of a decoder layer, in the order in which it runs; at most one for each tensor that its linear layers read.
 
     block    the layer, in float32
-    targets  the linear layers that are going to be quantized: no others are scaled or divide
+    targets  the linear layers and stacks of experts that are going to be quantized: no others are scaled or divide, but for routers
     run      runs a copy of the layer on some input
     """
     trace = _Trace(block)
@@ -93,8 +99,8 @@ def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Modul
                 output = run(trial)
             linears = {name for name, module in block.named_modules() if isinstance(module, nn.Linear)}
             others = linears & trace.outputs.keys() - {fold.producer}
-            if _same(output, reference) and all(
-                _same(again.outputs[name], trace.outputs[name]) for name in others if name in trace.outputs
+            if same_outputs(output, reference) and all(
+                same_outputs(again.outputs[name], trace.outputs[name]) for name in others if name in trace.outputs
             ):
                 folds.append(fold)
                 break
@@ -119,8 +125,10 @@ class _Trace:
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                self.inputs[name], self.outputs[name] = args[0], output
+            if args and isinstance(args[0], Tensor):
+                self.inputs[name] = args[0]
+                if isinstance(output, Tensor):
+                    self.outputs[name] = output
 
         return hook
 
@@ -135,19 +143,33 @@ class _Trace:
 
 def _candidates(block: nn.Module, trace: _Trace, targets: Sequence[str], consumers: tuple[str, ...], x: Tensor) -> Iterator[Fold]:
     k = x.shape[-1]
+    followers = tuple(name for name, other in trace.inputs.items() if _is_view(x, other) and _routes(block.get_submodule(name), k))
     for name, output in trace.outputs.items():
         weight = block.get_submodule(name)._parameters.get("weight")
-        if output is x and weight is not None and tuple(weight.shape) == (k,):
+        if _is_view(x, output) and weight is not None and tuple(weight.shape) == (k,):
             for kind in ("norm", "shifted"):
-                yield Fold(name, kind, torch.arange(k, device=x.device), consumers)
+                yield Fold(name, kind, torch.arange(k, device=x.device), consumers, followers)
+    if not isinstance(block.get_submodule(consumers[0]), nn.Linear):  # of experts see calibrate_experts.py
+        return
     parent = consumers[0].rpartition(".")[0]
     before = list(trace.inputs)[: list(trace.inputs).index(consumers[0])]
     for name in reversed(before):
-        if name in targets and name.rpartition(".")[0] == parent:
+        if name in targets and name.rpartition(".")[0] == parent and isinstance(block.get_submodule(name), nn.Linear):
             out = len(block.get_submodule(name).get_parameter("weight"))
             for channel in _channels(block.get_submodule(parent), k):
                 if int(channel.max()) < out:
                     yield Fold(name, "linear", channel.to(x.device), consumers)
+
+
+def _is_view(x: Tensor, other: Tensor) -> bool:
+    """Whether both are the same rows, as [batch, tokens, K] or [rows, K]."""
+    return x is other or (x.data_ptr() == other.data_ptr() and x.numel() == other.numel() and x.shape[-1] == other.shape[-1])
+
+
+def _routes(module: nn.Module, k: int) -> bool:
+    """Whether a module is a router: a matrix of its own, which is never quantized."""
+    weight = module._parameters.get("weight")
+    return not isinstance(module, nn.Linear | nn.Embedding) and weight is not None and weight.dim() == 2 and weight.shape[1] == k
 
 
 def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
@@ -158,5 +180,6 @@ def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
         yield torch.arange(k // groups).reshape(-1, 1, head).expand(-1, groups, -1).flatten()
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_outputs(a: Tensor, b: Tensor) -> bool:
+    """Whether a layer computes the same, but for the rounding of float32."""
     return a.shape == b.shape and float((a - b).norm()) <= _TOLERANCE * float(b.norm())

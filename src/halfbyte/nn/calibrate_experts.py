@@ -1,0 +1,117 @@
+"""The stacks of experts of a decoder layer, each expert quantized for the tokens that are sent to it.
+
+Moments are those of linear layers (runs.py), of each expert's own inputs. No more of them are held at a time than take the memory of the
+layer itself; where that is not enough for all experts the layer runs again for the next ones. An expert that too few tokens reach is
+quantized by `mse` without them, and named.
+
+AWQ: an expert's first product ends with the rows that its second one reads channel by channel (up, below gate), so that these are divided
+by the scale of the second one's inputs. That this leaves the outputs of the layer as they are is tried, as in folding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.nn.experts import stack_before
+from halfbyte.nn.folding import same_outputs
+from halfbyte.nn.runs import Moments, Runs
+from halfbyte.quantizers.awq import AWQ, search_scale
+from halfbyte.quantizers.mse import mse
+
+FEW = 32  # tokens: fewer say next to nothing about the inputs of an expert
+
+CodesOf = Callable[[str, Tensor, Moments | None], Codes]  # name of the stack, weight [N, K] of an expert, moments of its inputs
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stack:
+    """A stack of experts that is done: its name within the layer, its codes [E, N, K] on the CPU; `error` and `notes` as of a Result."""
+
+    name: str
+    codes: Codes
+    error: float
+    notes: tuple[str, ...]
+
+
+@torch.no_grad()
+def quantize_experts(
+    runs: Runs, i: int, block: nn.Module, formats: Mapping[str, Format], codes_of: CodesOf, options: AWQ | None
+) -> list[Stack]:
+    """Quantizes the stacks of experts in `formats` of `block`, a float32 copy of decoder layer i, and puts in what the codes stand for.
+
+    options  of AWQ, where it is to scale the inputs of second products
+    """
+    done = []
+    # Second products first, for the weights of the first ones may be divided.
+    for name in sorted(formats, key=lambda name: stack_before(name, formats) is None):
+        weight, fmt = block.get_submodule(name).get_parameter("weight"), formats[name]
+        before = stack_before(name, formats)
+        up = None if before is None or options is None else block.get_submodule(before).get_parameter("weight")
+        if up is not None and not _divides(runs, i, block, up, weight):
+            up = None
+        if fmt.block == "tensor":
+            codes = mse(weight, fmt, name).to("cpu")
+            notes: tuple[str, ...] = ("one scale for all experts: mse without calibration is used",)
+        else:
+            codes, notes = _each(runs, i, block, name, fmt, codes_of, up, options)
+        norm = float(weight.norm())
+        error = float((codes.dequantize().to(weight.device) - weight).norm()) / norm if norm else 0.0
+        done.append(Stack(name, codes, error, notes))
+    for stack in done:  # now that nothing is measured any more
+        weight = block.get_submodule(stack.name).get_parameter("weight")
+        weight.data = stack.codes.dequantize().to(weight.device)
+    return done
+
+
+def _each(
+    runs: Runs, i: int, block: nn.Module, name: str, fmt: Format, codes_of: CodesOf, up: Tensor | None, options: AWQ | None
+) -> tuple[Codes, tuple[str, ...]]:
+    """The codes of a stack, expert by expert; `up` is the stack whose last rows AWQ divides."""
+    weight = block.get_submodule(name).get_parameter("weight")
+    experts, _, k = weight.shape
+    step = max(1, _floats(block) // (k * k))
+    codes: list[Codes] = []
+    few: list[str] = []
+    for first in range(0, experts, step):
+        some = range(first, min(experts, first + step))
+        for e, moments in zip(some, runs.measure_experts(i, block, name, some), strict=True):
+            if moments.count < FEW:
+                few.append(f"{e} ({moments.count})" if moments.count else str(e))
+                codes.append(codes_of(name, weight[e], None).to("cpu"))
+                continue
+            if up is not None and options is not None:
+                scale = search_scale([(weight[e], fmt)], moments.expected(), moments.first / moments.count, options)
+                _divide(up[e : e + 1], weight[e : e + 1], scale.unsqueeze(0))
+                moments.divide(scale)
+            codes.append(codes_of(name, weight[e], moments).to("cpu"))
+    tensors = {part: torch.stack([each.tensors()[part] for each in codes]) for part in codes[0].tensors()}
+    notes = (f"few calibration tokens reach experts {', '.join(few)}: mse without calibration is used",) if few else ()
+    return Codes.from_tensors(fmt, tuple(weight.shape), tensors), notes
+
+
+def _floats(block: nn.Module) -> int:
+    return sum(p.numel() for p in block.parameters())
+
+
+def _divide(up: Tensor, down: Tensor, scale: Tensor) -> None:
+    """Divides the last rows of `up` [E, N, H] by a scale [E, K], and multiplies the columns of `down` [E, N', K] by it."""
+    up.data[:, -scale.shape[1] :] /= scale.unsqueeze(-1)
+    down.data *= scale.unsqueeze(1)
+
+
+def _divides(runs: Runs, i: int, block: nn.Module, up: Tensor, down: Tensor) -> bool:
+    """Whether the layer's outputs stay the same when the one is divided and the other multiplied."""
+    generator = torch.Generator().manual_seed(0)
+    # Powers of two: nothing is rounded, so that dividing by them again restores the weights exactly.
+    scale = torch.randint(-1, 2, (down.shape[0], down.shape[2]), generator=generator).float().exp2().to(down.device)
+    before = runs.forward(i, block, 0)
+    _divide(up, down, scale)
+    after = runs.forward(i, block, 0)
+    _divide(up, down, 1 / scale)
+    return same_outputs(after, before)
