@@ -51,6 +51,18 @@ def test_the_same_numbers(config: Config, bias: bool) -> None:
     assert torch.equal(together.bfloat16()(x.bfloat16()), alone.bfloat16()(x.bfloat16()))
 
 
+@torch.inference_mode()
+def test_transformers_names_them_in_two_ways() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    alone = quantize_(BertModel(BertConfig(vocab_size=50, **sizes)).eval(), "q4_0")
+    together = copy.deepcopy(alone)
+    assert fuse_(together) == ["encoder.layer.0.attention.self.query+key+value"]
+    ids = torch.randint(0, 50, (2, 7))
+    assert torch.equal(together(ids).last_hidden_state, alone(ids).last_hidden_state)
+
+
 def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
     alone, together = pair(Config("q4_0"))
     assert report(together).to_json() == report(alone).to_json()

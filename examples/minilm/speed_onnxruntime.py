@@ -1,14 +1,17 @@
 """The demo's model at 8 and 4 bits beside ONNX Runtime's int8 model of it: milliseconds for a batch.
 
     pip install '.[demo]' onnx onnxruntime
-    python examples/minilm/speed_onnxruntime.py          two minutes
+    python examples/minilm/speed_onnxruntime.py          some minutes
+    python examples/minilm/speed_onnxruntime.py --rounds 2 --contenders 'halfbyte q4_0 compiled' 'ONNX Runtime int8'
 
-ONNX Runtime runs what its own `quantize_dynamic` (int8 weights a channel) makes of torch's export. Each contender has a process of its
-own, since their threads would spin against each other; the processes take turns, and medians are over all rounds.
+ONNX Runtime runs what its own `quantize_dynamic` (int8 weights a channel) makes of torch's export. "compiled" is torch.compile of the
+same model. Each contender has a process of its own, since their threads would spin against each other; the processes take turns, and
+medians are over all rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -26,10 +29,15 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import halfbyte as hb
+from halfbyte.nn.fused import fuse_
 
 SHAPES = ((1, 69), (32, 73))  # sentences, tokens of each
-ROUNDS, SECONDS = 3, 2.0
-CONTENDERS = ("torch fp32", "halfbyte q8_0", "halfbyte int8_channel", "halfbyte q4_0", "ONNX Runtime fp32", "ONNX Runtime int8")
+SECONDS = 2.0
+FORMATS = ("q8_0", "int8_channel", "q4_0")
+CONTENDERS = (
+    *(f"{name}{way}" for name in ("torch fp32", *(f"halfbyte {fmt}" for fmt in FORMATS)) for way in ("", " compiled")),
+    *("ONNX Runtime fp32", "ONNX Runtime int8"),
+)
 
 
 def float_model(attention: str = "sdpa") -> nn.Module:
@@ -59,7 +67,7 @@ def export(folder: Path) -> None:
 
 def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
     """token ids [batch, tokens] -> the last hidden state."""
-    runtime, _, kind = name.rpartition(" ")
+    runtime, _, kind = name.removesuffix(" compiled").rpartition(" ")
     if runtime == "ONNX Runtime":
         import onnxruntime
 
@@ -71,6 +79,9 @@ def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
     model = float_model()
     if runtime == "halfbyte":
         hb.quantize_(model, hb.Config(kind))
+        fuse_(model)
+    if name.endswith(" compiled"):
+        model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
     return lambda ids: model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
@@ -93,18 +104,33 @@ def work(name: str, folder: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where ONNX Runtime's models are kept from run to run (default: nowhere)")
+    parser.add_argument("--worker", metavar="CONTENDER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     logging.disable_progress_bar()
-    if len(sys.argv) == 3:
-        work(sys.argv[1], Path(sys.argv[2]))
+    if args.worker:
+        work(args.worker, args.folder)
         return
-    found: dict[str, list[list[float]]] = {name: [[] for _ in SHAPES] for name in CONTENDERS}
+    if args.folder is not None:
+        compare(args.contenders, args.rounds, args.folder)
+        return
     with tempfile.TemporaryDirectory(prefix="halfbyte-onnx-") as folder:
-        export(Path(folder))
-        for _ in range(ROUNDS):
-            for name in CONTENDERS:
-                done = subprocess.run([sys.executable, __file__, name, folder], stdout=subprocess.PIPE, text=True, check=True)
-                for all_times, new in zip(found[name], json.loads(done.stdout.splitlines()[-1]), strict=True):
-                    all_times += new
+        compare(args.contenders, args.rounds, Path(folder))
+
+
+def compare(contenders: list[str], rounds: int, folder: Path) -> None:
+    if not (folder / "int8.onnx").exists() and any(name.startswith("ONNX") for name in contenders):
+        export(folder)
+    found: dict[str, list[list[float]]] = {name: [[] for _ in SHAPES] for name in contenders}
+    for _ in range(rounds):
+        for name in contenders:
+            command = [sys.executable, __file__, "--worker", name, "--folder", str(folder)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            for all_times, new in zip(found[name], json.loads(done.stdout.splitlines()[-1]), strict=True):
+                all_times += new
     print("| | " + " | ".join(f"batch {batch} of {tokens} tokens, ms" for batch, tokens in SHAPES) + " |")
     print("| --- " * (1 + len(SHAPES)) + "|")
     for name, times in found.items():

@@ -20,7 +20,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import PART, QuantLinear, QuantModule
 
 # Children of one module that transformers calls one after the other with one and the same tensor.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
