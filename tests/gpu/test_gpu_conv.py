@@ -12,7 +12,8 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper, conv_image
+from halfbyte.kernels.gpu.conv_tile import Config, Convolution
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -60,10 +61,10 @@ def test_weights_come_back(shape: str, format: str) -> None:
         assert torch.equal(tensor, again.tensors()[name]), name
 
 
-def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: conv.Config | None = None) -> None:
+def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: Config | None = None) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(name, channels, groups, outputs, kernel)
-    problem = conv.Convolution(sizes, window, batch, (height, width), dtype)
+    problem = Convolution(sizes, window, batch, (height, width), dtype)
     assert conv.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, dtype)
     bias = torch.randn(outputs)
@@ -137,7 +138,7 @@ def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -
 def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = conv.Convolution(sizes, window, batch, (height, width), torch.int8)
+    problem = Convolution(sizes, window, batch, (height, width), torch.int8)
     x, bias = image(batch, channels * groups, height, width, torch.int8), torch.randn(outputs)
     out_scale = 0.02 * float(codes.scale.max()) * 128 * sizes.k**0.5 / 16
     scales = 0.02, in_zero, out_scale, 3
@@ -154,17 +155,18 @@ def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu,
 @pytest.mark.parametrize("format", ["int4_g32", "q8_0"])
 @pytest.mark.parametrize("split", [1, 3])
 def test_written_and_split(format: str, split: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
-    config = conv.Config(64, 32, 32, 2, 4, split, True, not interpreted)
+    config = Config(64, 32, 32, 2, 4, split, True, not interpreted)
     check(format, "3x3 same", torch.float16, gpu, device, config)
     record = 128 if format == "int4_g32" else 32
-    check(format, "3x3 same", torch.float16, gpu, device, conv.Config(64, 32, record, 2, 4, split, False, not interpreted))
+    check(format, "3x3 same", torch.float16, gpu, device, Config(64, 32, record, 2, 4, split, False, not interpreted))
 
 
-@pytest.mark.parametrize("activation", ["block", "row"])
+@pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset"])
 @pytest.mark.parametrize(
     ("format", "shape"),
     [
         ("int8_channel", "3x3 same"),
+        ("int8_channel_offset", "stem"),
         ("int4_g32", "odd channels, stride, dilation"),
         ("q8_0", "groups"),
         ("int8_g20_zp", "odd channels, stride, dilation"),
@@ -175,14 +177,15 @@ def test_written_and_split(format: str, split: int, gpu: Gpu, device: torch.devi
 def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = conv.Convolution(sizes, window, batch, (height, width), torch.float16)
-    assert conv_dynamic.supports(problem, activation, gpu) is None  # type: ignore[arg-type]
+    problem = Convolution(sizes, window, batch, (height, width), torch.float16)
+    assert conv_dynamic.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, torch.float16)
+    x = x * 2 + 3 if "offset" in activation else x
     x[0, 0, 0, 0] = torch.nan
     bias = torch.randn(outputs)
     out = torch.full((problem.m, outputs), 7.0, dtype=torch.float16, device=device)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)
-    config = conv_dynamic.configs(problem, gpu)[0]
+    config = conv_dynamic.configs(problem, gpu, activation)[0]  # type: ignore[arg-type]
     memory = cuda_conv.with_channels(in_memory(x, device), sizes, 0)
     conv_dynamic.launch(problem, activation, config, memory, weight, out, Epilogue(bias.to(device)))  # type: ignore[arg-type]
     y = out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)
@@ -192,12 +195,45 @@ def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: tor
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [
+        ("int8_channel", "3x3 same"),
+        ("int8_channel", "odd channels, stride, dilation"),
+        ("int8_tensor", "groups"),
+        ("int8_channel", "stem"),
+        ("int4_channel", "one tap"),
+    ],
+)
+def test_images_that_are_quantized_once(format: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device) -> None:
+    batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
+    codes, sizes = codes_of(format, channels, groups, outputs, kernel)
+    problem = Convolution(sizes, window, 4 * batch, (height, width), dtype)
+    assert conv_image.supports(problem, gpu) is None
+    x = image(4 * batch, channels * groups, height, width, dtype) * torch.tensor([1.0, 0.0, 30.0, 1.0] * batch).view(-1, 1, 1, 1).to(dtype)
+    x[0, 0, 0, 0], x[2, -1, -1, -1] = torch.inf, -100
+    bias, residual = torch.randn(outputs), torch.randn(problem.m, outputs).to(dtype)
+    weight = convolution.pack_gpu(codes, sizes).data.to(device)
+    memory = cuda_conv.with_channels(in_memory(x, device), sizes, 0)
+    expected, error = conv_reference.conv2d_of_images(x, codes, kernel, window, bias, groups)
+    more = residual.view(4 * batch, *problem.out, outputs).permute(0, 3, 1, 2).double()
+    expected, error = expected + more, error + 2.0**-23 * (expected + more).abs()
+    best = conv_image.configs(problem, gpu)[0]
+    for config in (best, replace(best, split=2)):
+        out = torch.full((problem.m, outputs), 7.0, dtype=dtype, device=device)
+        conv_image.launch(problem, config, memory, weight, out, Epilogue(bias.to(device), residual.to(device), -1.5, 250.0))
+        y = out.cpu().view(4 * batch, *problem.out, outputs).permute(0, 3, 1, 2)
+        wrong = ~reference.agrees(y, expected.clamp(-1.5, 250), error)
+        assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 5)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
 def test_depthwise(dtype: torch.dtype, kernel: tuple[int, int], device: torch.device) -> None:
     window, channels, in_zero = Window((2, 1), (1, 0, 2, 1), (1, 2)), 70, -9
     codes, sizes = codes_of("int8_channel", 1, channels, channels, kernel)
-    problem = conv.Convolution(sizes, window, 2, (7, 9), dtype)
+    problem = Convolution(sizes, window, 2, (7, 9), dtype)
     x, bias = image(2, channels, 7, 9, dtype), torch.randn(channels)
     out = torch.full((problem.m, channels), 99, dtype=dtype, device=device)
     taps = codes.values().to(torch.int32) if dtype == torch.int8 else codes.dequantize(torch.float32)
@@ -230,7 +266,7 @@ def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, i
         pytest.skip("it is made of Hopper's instructions")
     batch, height, width, channels, outputs, kernel, window = HOPPER[case]
     codes, sizes = codes_of("int8_channel" if dtype == torch.int8 else "int4_g32", channels, 1, outputs, kernel)
-    problem = conv.Convolution(sizes, window, batch, (height, width), dtype)
+    problem = Convolution(sizes, window, batch, (height, width), dtype)
     assert conv_hopper.supports(problem, gpu) is None
     x, bias = image(batch, channels, height, width, dtype), torch.randn(outputs)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)

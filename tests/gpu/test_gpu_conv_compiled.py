@@ -7,8 +7,9 @@ import torch
 from aot import Binary, Job, compile_all
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper
-from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper, conv_image
+from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.problem import Activation, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
@@ -24,6 +25,10 @@ CASES = {
     "float, 4 bits": ("launch", "float16", "int4_g32", 128, 128, 28),
     "dynamic": ("launch_dynamic", "float16", "int8_channel", 128, 128, 28),
     "dynamic, blocks": ("launch_dynamic", "float16", "int4_g32", 128, 128, 28),
+    "offsets of rows": ("launch_row_offset", "float16", "int8_channel", 128, 128, 28),
+    "offsets of blocks": ("launch_block_offset", "float16", "int4_g32", 128, 128, 28),
+    "images": ("launch_image", "float16", "int8_channel", 128, 128, 28),
+    "float32": ("launch", "float32", "int8_channel", 128, 128, 28),
     "depthwise": ("launch_depthwise", "float16", "int8_channel", 1, 128, 28),
 }
 HOPPER = {
@@ -33,12 +38,12 @@ HOPPER = {
 }
 
 
-def _problem(dtype: str, format: str, channels: int, outputs: int, size: int) -> conv.Convolution:
+def _problem(dtype: str, format: str, channels: int, outputs: int, size: int) -> Convolution:
     sizes = Filter(as_format(format), outputs, channels, (3, 3), outputs if channels == 1 else 1)
-    return conv.Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), 8, (size, size), getattr(torch, dtype))
+    return Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), 8, (size, size), getattr(torch, dtype))
 
 
-def _tensors(problem: conv.Convolution) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tensors(problem: Convolution) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weight, table and out, without memory."""
     sizes = problem.sizes
     channels = convolution.padded_for_gpu(sizes).channels if sizes.groups == 1 else sizes.out
@@ -62,10 +67,24 @@ def launch(gpu: Gpu, **case: int) -> None:
         conv.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 
 
-def launch_dynamic(gpu: Gpu, **case: int) -> None:
+def launch_dynamic(gpu: Gpu, activation: Activation = "block", **case: int) -> None:
     problem = _problem(**case)  # type: ignore[arg-type]
     x, weight, _, out = _tensors(problem)
-    conv_dynamic.launch(problem, "block", conv_dynamic.configs(problem, gpu)[0], x, weight, out, Epilogue())
+    conv_dynamic.launch(problem, activation, conv_dynamic.configs(problem, gpu, activation)[0], x, weight, out, Epilogue())
+
+
+def launch_row_offset(gpu: Gpu, **case: int) -> None:
+    launch_dynamic(gpu, "row_offset", **case)
+
+
+def launch_block_offset(gpu: Gpu, **case: int) -> None:
+    launch_dynamic(gpu, "block_offset", **case)
+
+
+def launch_image(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    x, weight, table, out = _tensors(problem)
+    conv_image.launch(problem, conv_image.configs(problem, gpu)[0], x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 
 
 def launch_depthwise(gpu: Gpu, **case: int) -> None:
@@ -90,6 +109,7 @@ NAMES = [
     *(("sm_90", f"Hopper {case}") for case in HOPPER),
     *((arch, case) for arch in ARCHES for case in ("int8", "float, 4 bits")),
     ("sm_80", "dynamic, blocks"),
+    *((arch, case) for arch in ("sm_80", "gfx942") for case in ("offsets of rows", "offsets of blocks", "images", "float32")),
 ]
 
 

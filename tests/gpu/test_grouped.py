@@ -12,7 +12,7 @@ from samples import random_codes
 import halfbyte as hb
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, skinny
+from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, skinny_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import experts, gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -51,7 +51,7 @@ def run(
     assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8))
     known = (ids >= 0) & (ids < count)
     assert found[0][~known].isnan().all()
-    rounded = skinny.mode(replace(problem, op="linear")) != "sums" and dtype != F
+    rounded = skinny_tile.mode(replace(problem, op="linear")) != "sums" and dtype != F
     for row in known.nonzero().flatten().tolist():
         matrix, inputs = experts.matrix_of(codes, int(ids[row])), x[row // share : row // share + 1]
         one = None if biases is None else biases[ids[row]]

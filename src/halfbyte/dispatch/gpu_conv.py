@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.gpu import conv, conv_hopper, conv_library
-from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.machine import Gpu
 
 _LEAST_LIBRARY = 4096  # patches from which on to write a weight out for cuDNN pays

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
@@ -23,6 +22,7 @@ from halfbyte.ops.images import (
     channels_last,
     check_codes,
     check_conv2d,
+    check_one_scale,
     depthwise,
     from_numbers,
     nothing,
@@ -120,7 +120,7 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, wanted, current()).taken.inner
     by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
     if by_image:
-        _check_one_scale(sizes)
+        check_one_scale(sizes)
     kernel: Any = None
     if 0 not in shape and x.numel():
         if depthwise(sizes):
@@ -128,16 +128,6 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
         else:
             kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
     return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel)
-
-
-def _check_one_scale(sizes: Filter) -> None:
-    fmt = sizes.format
-    if fmt.zero != "none" or isinstance(fmt.block, int):
-        raise UnsupportedError(
-            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
-        )
-    if sizes.k > cpu_tiles.LONGEST_BLOCK:
-        raise UnsupportedError(f"activation='image' takes patches of at most {cpu_tiles.LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
 
 
 def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:

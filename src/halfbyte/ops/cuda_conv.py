@@ -17,18 +17,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.problem import Activation, Epilogue, Window
+from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda
-from halfbyte.ops.checks import ACTIVATIONS, TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
+from halfbyte.ops.checks import TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
 from halfbyte.ops.images import (
+    ACTIVATIONS,
     Shape,
     canonical_nbytes,
     channels_last,
     check_codes,
     check_conv2d,
+    check_one_scale,
     depthwise,
     from_numbers,
     nothing,
@@ -114,32 +116,39 @@ def conv2d(
 ) -> Tensor:
     check_floats(x, "conv2d takes images")
     check_activation(activation, ACTIVATIONS)
-    wanted, plan = compute_of(compute), _fitting(x, weight, format, numbers, moves)
+    plan = _fitting(x, weight, format, numbers, moves)
+    # What asks for a scale of the image asks for integers; depthwise convolutions are always computed in floating point.
+    wanted = compute_of("int8" if activation == "image" and compute == "auto" else compute)
+    integers = wanted == "int8" and plan.way != "depthwise"
+    by_image = integers and activation == "image"
+    if by_image:
+        check_one_scale(plan.sizes)
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
         return nothing(x, bias, residual, plan.shape, low, high)
     bias = None if bias is None else cuda.aligned(bias.float())
     residual = None if residual is None else _rows(residual)
-    if plan.way == "linear":
+    if plan.way == "linear" and not by_image:
         rows, fmt = _pixels(x, plan, 0), str(plan.sizes.matrix_format)
-        n, k = plan.sizes.out, plan.sizes.k
-        return _image(cuda.linear(rows, weight, bias, residual, fmt, n, k, compute, activation, low, high), plan)
-    if triton_trouble() is not None:
+        n, k, scaling = plan.sizes.out, plan.sizes.k, "row" if activation == "image" else activation
+        return _image(cuda.linear(rows, weight, bias, residual, fmt, n, k, wanted, scaling, low, high), plan)
+    if (trouble := triton_trouble()) is not None:
+        if integers:
+            raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
         return _plain(x, weight, bias, residual, plan, low, high)
     key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, bias is None, residual is None)
     with cuda.on(x):
-        return _image(_multiply(key, x, weight, plan, Epilogue(bias, residual, low, high), wanted, activation), plan)  # type: ignore[arg-type]
+        return _image(_multiply(key, x, weight, plan, Epilogue(bias, residual, low, high), wanted, activation), plan)
 
 
-def _multiply(
-    key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epilogue: Epilogue, compute: str, activation: Activation
-) -> Tensor:
+def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> Tensor:
     """[M, Co]"""
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_library
+    from halfbyte.kernels.gpu import conv_depthwise, conv_dynamic, conv_image, conv_library
+    from halfbyte.kernels.gpu.conv_tile import Convolution
 
     here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
-    problem = conv.Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
     out = x.new_empty(problem.m, plan.sizes.out)
     if plan.way == "depthwise":
         image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
@@ -147,10 +156,11 @@ def _multiply(
         return out
     image, packed = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
     if compute == "int8":
-        if (reason := conv_dynamic.supports(problem, activation, here)) is not None:
+        kernel: Any = conv_image if activation == "image" else conv_dynamic
+        if (reason := kernel.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
-        config = conv_dynamic.configs(problem, here)[0]
-        run = partial(conv_dynamic.launch, problem, activation, config, image, packed, out, epilogue)
+        how = () if kernel is conv_image else (activation,)
+        run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
     else:
         choice = choose_gpu_conv(problem, here)
         if choice.config is None:
@@ -203,9 +213,10 @@ def qconv2d(
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qconv2d has no way around it: {trouble}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu import conv, conv_depthwise
+    from halfbyte.kernels.gpu import conv_depthwise
+    from halfbyte.kernels.gpu.conv_tile import Convolution
 
-    problem = conv.Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
     out, clamp = x.new_empty(problem.m, plan.sizes.out), (low, high)
     key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, in_zero, clamp)
     with cuda.on(x):

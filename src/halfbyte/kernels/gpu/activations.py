@@ -32,13 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.cpu_tiles import piece
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
-MAGIC_BITS = tl.constexpr(0x4B400000)
 ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
 _LONGEST_TILE = 32768  # elements that one program holds in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
@@ -87,10 +85,10 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
-        at, found = _round_up(self.m * self.k_padded), []
+        at, found = round_up(self.m * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             found.append(at)
-            at += _round_up(4 * count * self.columns)
+            at += round_up(4 * count * self.columns)
         return found[0], found[1], found[2], at
 
     @cached_property
@@ -109,7 +107,8 @@ class Quantized:
     offset: Tensor | None
 
 
-def _round_up(n: int) -> int:
+def round_up(n: int) -> int:
+    """Bytes, to where a part of the memory may begin."""
     return -(-n // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -262,16 +261,6 @@ def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr)
 
 
 @triton.jit
-def round_product(x, y):
-    """The integer nearest to the exact product of two float32, ties to even, as int32; right where it lies within 2^22."""
-    if INTERPRETED:  # whose fma rounds twice
-        exact = x.to(tl.float64) * y.to(tl.float64)
-        return ((exact + 6755399441055744.0) - 6755399441055744.0).to(tl.int32)
-    else:
-        return tl.fma(x, y, tl.full(x.shape, MAGIC, tl.float32)).to(tl.int32, bitcast=True) - MAGIC_BITS
-
-
-@triton.jit
 def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
     """Some elements of some granules: values float32 [len(granule), len(column)], and which of them exist."""
     start = granule * G
@@ -294,10 +283,10 @@ def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _codes(v, real, good, middle, inverse, WITH_OFFSET: tl.constexpr):
+def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
     if WITH_OFFSET:
         v = v - middle[:, None]
-    v = tl.where(real & good[:, None], v, 0.0)
+    v = tl.where(real & (step < float("inf"))[:, None], v, 0.0)  # a step of NaN is no less
     c = round_product(v, tl.broadcast_to(inverse[:, None], v.shape))
     return tl.minimum(tl.maximum(c, -127), 127)
 
@@ -340,12 +329,7 @@ def _quantize(
     else:
         middle = tl.zeros_like(most).to(tl.float32)
         reach = most.to(tl.float32, bitcast=True)
-    step = reach * 0.007874015718698502  # the float32 nearest to 1/127
-    inverse = tl.div_rn(tl.full(reach.shape, 127.0, tl.float32), reach)
-    good = (most < 0x7F800000) & (step < float("inf")) & (tl.abs(middle) < float("inf"))
-    step = tl.where(good, step, float("nan"))
-    middle = tl.where(good, middle, 0.0)
-    inverse = tl.where(good & (inverse < float("inf")), inverse, 0.0)
+    step, inverse, middle = scale_of(reach, middle, most < 0x7F800000)
     if SINGLE:
         tl.store(scale + g * columns + row, step, mask=g < end)
         if WITH_OFFSET:
@@ -361,8 +345,8 @@ def _quantize(
         if CHUNKS > 1:
             v0, real0 = _read(x, gc, end, k, block, padded, column0, G)
             v1, real1 = _read(x, gc, end, k, block, padded, column1, G)
-        c0 = _codes(v0, real0, good, middle, inverse, WITH_OFFSET)
-        c1 = _codes(v1, real1, good, middle, inverse, WITH_OFFSET)
+        c0 = _codes(v0, real0, step, middle, inverse, WITH_OFFSET)
+        c1 = _codes(v1, real1, step, middle, inverse, WITH_OFFSET)
         part = tl.sum(c0 + c1, axis=1)
         total += part
         if not WHOLE:

@@ -9,6 +9,7 @@ one tap its place is a number, otherwise a vector. Yᵀ = W · Xᵀ, so that wei
     float    x float16, bfloat16 or float32; weights are made in x's type (for float32: in float32). What lies outside of the image is 0
     int8     x int8, `table` of `ops.cuda_conv`: exact sums, requantized as `qlinear.py` has it. Outside of the image lies in_zero, which
              is read from the table, so that no correction is needed
+    image    x int8 of images that have a scale each (`conv_image.py`), y floating point: exact sums, times both scales. Outside is 0
 
 Arithmetic: one scale a channel: the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
 weight is rounded to x's type (the scale, then the product or the fused multiply-add). K may be split over programs: the last to arrive
@@ -17,8 +18,6 @@ adds up in order, so that results do not vary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -26,138 +25,25 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import decode, dequantize
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.gemm_int8 import requantized
-from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantized
+from halfbyte.kernels.gpu.conv_tile import (
+    Config,
+    Convolution,
+    finish,
+    of_y,
+    padded_channels,
+    patches,
+    places,
+    rows_and_patches,
+    static_of,
+    weight_at,
+    words_of,
+)
+from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
-from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LARGEST = 1 << 31
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """What is asked for: a weight, a window, and images [batch, channels, height, width] of `dtype`."""
-
-    sizes: Filter
-    window: Window
-    batch: int
-    image: tuple[int, int]
-    dtype: torch.dtype
-
-    @property
-    def out(self) -> tuple[int, int]:
-        return self.window.out_size(self.image, self.sizes.kernel)
-
-    @property
-    def m(self) -> int:
-        return self.batch * self.out[0] * self.out[1]
-
-    @property
-    def n(self) -> int:
-        """Outputs of one group."""
-        return self.sizes.out // self.sizes.groups
-
-
-@dataclass(frozen=True)
-class Config:
-    """block_n rows of the weight by block_m patches a program, `step` of K at a time; K split over `split` programs. `written`: the weight
-    is written out in x's type first, in memory that later calls use again. `ptx`: inline PTX.
-    `chosen`: where a patch leaves the image its address is chosen, elsewhere what was read (Triton's passes for AMD know no such address).
-    """
-
-    block_n: int
-    block_m: int
-    step: int
-    stages: int
-    warps: int
-    split: int = 1
-    written: bool = False
-    ptx: bool = True
-    chosen: bool = True
-
-
-@dataclass(frozen=True)
-class Static:
-    """What the kernel is compiled for.
-
-    whole     one scale a channel
-    channels, block, padded   of a tap: with all padding; elements of a block without and with its padding (channels: no blocks)
-    real      channels that x has are fewer, or blocks are padded: their number is looked at
-    bounded   patches may reach beyond the image
-    fill      they then read the table's last row
-    mode      "int8", "sums", "weights": see the text of this file; "exact": weights in float32, where x or the scale has its range
-    """
-
-    config: Config
-    bits: int
-    zero: str
-    mode: str
-    taps: int
-    kernel_w: int
-    whole: bool
-    channels: int
-    block: int
-    padded: int
-    real: bool
-    bounded: bool
-    fill: bool
-    clamp: bool
-
-    @property
-    def block_n(self) -> int:
-        return self.config.block_n
-
-    @property
-    def block_m(self) -> int:
-        return self.config.block_m
-
-    @property
-    def step(self) -> int:
-        """Of x: 4 bits of the integer way are multiplied plane by plane."""
-        return 32 if self.mode in ("int8", "dynamic") and self.bits == 4 else self.config.step
-
-    @property
-    def record(self) -> int:
-        """Of the weight."""
-        return 128 if self.bits == 4 else self.config.step
-
-    @property
-    def apart(self) -> int:
-        """Distance of records: words, bytes, or elements."""
-        return 2048 if self.bits == 4 else self.record
-
-    @property
-    def stages(self) -> int:
-        return self.config.stages
-
-    @property
-    def split(self) -> bool:
-        return self.config.split > 1
-
-    @property
-    def ptx(self) -> bool:
-        return self.config.ptx
-
-    @property
-    def chosen(self) -> bool:
-        return self.config.chosen
-
-    @property
-    def bitwise(self) -> bool:
-        """Where patches reach beyond the image is looked up."""
-        return self.bounded and self.taps < 32
-
-    @property
-    def scaled(self) -> bool:
-        """Weights are, before they are multiplied."""
-        return self.mode in ("weights", "exact")
-
-    @property
-    def groups(self) -> int:
-        """Blocks that a step of the weight touches."""
-        return max(1, self.record // self.padded)
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
@@ -208,14 +94,6 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(block_n, block_m, step, stages, warps, split, False, ptx, gpu.backend == "cuda"),)
 
 
-def padded_channels(sizes: Filter) -> int:
-    """Of a tap, with all padding."""
-    geo, padded = convolution.gpu_geometry(sizes), convolution.padded_for_gpu(sizes)
-    if not isinstance(sizes.format.block, int):
-        return padded.channels
-    return padded.padded // geo.block * geo.padded
-
-
 def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> str:
     if geo.block_rows == 1 and geo.format.zero != "offset":
         return "sums"
@@ -234,50 +112,58 @@ def launch_integer(
     _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero)
 
 
-def _start(
-    problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None, in_zero: int
+def launch_images(
+    problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
 ) -> None:
-    sizes, window, geo = problem.sizes, problem.window, convolution.gpu_geometry(problem.sizes)
-    n, integer = problem.n, table is not None
-    of_x = x.shape[3] // sizes.groups  # may be padded already
-    tiles = -(-n // config.block_n) * -(-problem.m // config.block_m)
-    count = tiles * sizes.groups
-    partials = 4 * config.split * count * config.block_n * config.block_m if config.split > 1 else 0
+    """x int8 [B, H, W, C] of images with the scales float32 [B] -> floating point out, with `beside(problem, config)` bytes of memory."""
+    _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
+
+
+def beside(problem: Convolution, config: Config) -> int:
+    """Bytes that the product needs besides its operands: for the sums of programs that share K."""
+    return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
+
+
+def _tiles(problem: Convolution, config: Config) -> int:
+    """Of one group."""
+    return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
+
+
+def _start(
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    table: Tensor | None,
+    in_zero: int,
+    memory: Tensor | None = None,
+) -> None:
+    """table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
+    sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
+    n, integer = problem.n, x.dtype == torch.int8
+    tiles = _tiles(problem, config)
     written = sizes.groups * n * geo.k * x.element_size() if config.written else 0
-    memory = launcher.workspace(out.device, written + partials) if written + partials else None
+    if memory is None and written + beside(problem, config):
+        memory = launcher.workspace(out.device, written + beside(problem, config))
     if config.written and memory is not None:
-        channels = block = padded = geo.k // sizes.taps
         rows = memory[:written].view(x.dtype).view(sizes.groups, n, geo.k)
         for group in range(sizes.groups):
             dequantize.write(gpu_tiles.views(weight[group * geo.nbytes :][: geo.nbytes], geo), geo, rows[group])
         operands: tuple[Tensor, Tensor | None, Tensor | None] = rows, None, None
-        bits, mode, zero, whole, places = 16, "written", "none", True, (n, geo.k, n * geo.k * x.element_size())
+        mode, packed = "written", (n, geo.k, n * geo.k * x.element_size())
     else:
-        channels, whole, bits, zero = padded_channels(sizes), geo.block_rows == 1, geo.format.bits, geo.format.zero
-        block, padded = (channels, channels) if whole else (geo.block, geo.padded)
         operands = gpu_tiles.views(weight[: geo.nbytes], geo)
-        mode, places = "int8" if integer else _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
-    record = 128 if bits == 4 else config.step
-    static = Static(
-        config=replace(config, split=min(2, config.split)),
-        bits=bits,
-        zero=zero,
-        mode=mode,
-        taps=sizes.taps,
-        kernel_w=sizes.kernel[1],
-        whole=whole,
-        channels=channels,
-        block=block,
-        padded=padded,
-        real=of_x != channels or block != padded,
-        bounded=any(window.padding) or sizes.taps * channels % record != 0,
-        fill=integer and in_zero != 0,
-        clamp=epilogue.clamps,
-    )
+        mode, packed = _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
+        if integer:
+            mode = "int8" if out.dtype == torch.int8 else "image"
+    static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps)
     scratch: tuple[Tensor, Tensor] | None = None
-    if memory is not None and partials:
-        scratch = memory[written:].view(torch.int32 if integer else torch.float32), launcher.locks(out.device, count)
-    top, _, left, _ = window.padding
+    if memory is not None and config.split > 1:
+        sums = memory[written:].view(torch.int32 if integer else torch.float32)
+        scratch = sums, launcher.locks(out.device, tiles * sizes.groups)
+    image, window = places(problem, x)
     launcher.run(
         _conv,
         (tiles, config.split, sizes.groups),
@@ -289,11 +175,11 @@ def _start(
         scratch,
         problem.m,
         n,
-        (*places, -(-sizes.taps * channels // record)),
-        (*problem.image, *problem.out, x.shape[3], of_x),
-        (*window.stride, top, left, *window.dilation),
+        (*packed, -(-sizes.taps * static.channels // static.record)),
+        image,
+        window,
         (epilogue.low, epilogue.high),
-        (0, 0) if table is None else (table.stride(1), table.stride(0)),
+        (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
         static,
         num_warps=config.warps,
     )
@@ -303,85 +189,10 @@ def _start(
 
 
 @triton.jit
-def reach(y0, x0, height, width, window, S: tl.constexpr):
-    """Which taps of each patch lie inside of the image, as bits: [block_m]."""
-    TAPS: tl.constexpr = S.taps
-    bits = tl.zeros_like(y0)
-    for tap in tl.static_range(TAPS):
-        iy = y0 + tap // S.kernel_w * window[4]
-        ix = x0 + tap % S.kernel_w * window[5]
-        bits |= ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)).to(tl.int32) << tap
-    return bits
-
-
-@triton.jit
-def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
-    """Columns step * STEP … of the patches, [STEP, block_m]."""
-    height, width, _ho, _wo, pixel, channels = image
-    i = tl.arange(0, STEP)
-    if S.channels % STEP == 0:  # inside one tap
-        PIECES: tl.constexpr = S.channels // STEP
-        tap = step // PIECES
-        p = step % PIECES * STEP + i
-        ky = tap // S.kernel_w * window[4]
-        kx = tap % S.kernel_w * window[5]
-        at = ((y0 * width + x0) * pixel)[None, :] + (ky * width + kx) * pixel
-        if S.bitwise:
-            inside = (reached >> tap & 1 != 0)[None, :]  # none of those taps that there are not
-        else:
-            iy = y0 + ky
-            if S.taps * S.channels % S.record != 0:
-                iy = tl.where(tap < S.taps, iy, -1)
-            ix = x0 + kx
-            inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[None, :]
-        real = p >= 0
-    else:
-        k = step * STEP + i
-        tap = k // S.channels
-        p = k % S.channels
-        iy = y0[None, :] + (tap // S.kernel_w * window[4])[:, None]
-        ix = x0[None, :] + (tap % S.kernel_w * window[5])[:, None]
-        real = tap < S.taps
-        inside = (iy >= 0) & (iy < height) & (ix >= 0) & (ix < width) & real[:, None]
-        at = (iy * width + ix) * pixel
-    c = p
-    if S.block != S.padded:
-        within = p % S.padded
-        c = p // S.padded * S.block + within
-        real = real & (within < S.block)
-    pointers = x + (at + c[:, None])
-    if S.real:
-        real = real & (c < channels)
-        if S.fill and S.chosen:
-            pointers = tl.where(inside, pointers, fill + i[:, None])
-            return tl.load(pointers, mask=real[:, None] | (inside ^ True), other=0)
-        elif S.fill:
-            return tl.where(inside, tl.load(pointers, mask=inside & real[:, None], other=0), tl.load(fill))
-        else:
-            return tl.load(pointers, mask=inside & real[:, None], other=0)
-    elif S.bounded:
-        if S.fill and S.chosen:
-            return tl.load(tl.where(inside, pointers, fill + i[:, None]))
-        elif S.fill:
-            return tl.where(inside, tl.load(pointers, mask=inside, other=0), tl.load(fill))
-        else:
-            return tl.load(pointers, mask=inside, other=0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
 def _tails(values, t, rn, n_padded, S: tl.constexpr):
     """Scales (or zeros) of step t: [block_n, groups]."""
     at = (t * S.record // S.padded + tl.arange(0, S.groups))[None, :]
     return tl.load(values + at * n_padded + rn[:, None])
-
-
-@triton.jit
-def words_of(codes, S: tl.constexpr):
-    """Words of a record [block_n / 64, 2048] -> [block_n, 32], in the order of K."""
-    words = tl.reshape(codes, (S.block_n // 64, 2, 4, 8, 4, 2, 2, 2))  # panel, kt, nt, row, k4, khalf, rowhalf, k
-    return tl.reshape(tl.permute(words, (0, 2, 6, 3, 1, 5, 4, 7)), (S.block_n, 32))
 
 
 @triton.jit
@@ -448,38 +259,15 @@ def _spread(values, S: tl.constexpr):
         return tl.reshape(wide, (S.block_n, S.record // 32))[:, :, None]
 
 
-@triton.jit
-def _dot(w, x, acc):
-    if INTERPRETED:  # which multiplies bfloat16 wrongly
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-    elif x.dtype == tl.float32:
-        return tl.dot(w, x, acc, input_precision="ieee")
-    else:
-        return tl.dot(w, x, acc)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
-    n_padded, k_padded, group_bytes, steps = packed
-    height, width, ho, wo, pixel, channels = image
+    n_padded, _k_padded, _group_bytes, steps = packed
+    height, width, _ho, _wo, pixel, channels = image
     group = tl.program_id(2)
-    tiles_n = tl.cdiv(N, BN)
-    pn = tl.program_id(0) % tiles_n
-    pm = tl.program_id(0) // tiles_n
-    rn = pn * BN + tl.arange(0, BN)
-    rm = pm * BM + tl.arange(0, BM)
-    rni = tl.minimum(rn, n_padded - 1)
-    # What lies outside is computed from the last patch's data and not written.
-    m = tl.minimum(rm, M - 1)
-    b = m // (ho * wo)
-    y0 = m // wo % ho * window[0] - window[2]
-    x0 = m % wo * window[1] - window[3]
-    reached = y0
-    if S.bitwise:
-        reached = reach(y0, x0, height, width, window, S)
-    xp = x + b.to(tl.int64)[None, :] * (height * width * pixel) + group * channels
+    pn, rn, rni, rm, b, y0, x0, reached = rows_and_patches(M, N, n_padded, image, window, S)
+    xp = x + b[None, :] * (height * width * pixel) + group * channels
     fill = x
     if S.fill:
         fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))
@@ -488,19 +276,8 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         share = tl.cdiv(steps, tl.num_programs(1))
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, steps)
-    codes = (weight[0].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[0].dtype)
-    scale = codes
-    if S.mode != "written":
-        scale = (weight[1].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[1].dtype)
-    zero = scale
-    if S.zero != "none":
-        zero = (weight[2].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[2].dtype)
-    if S.bits == 4:
-        panel = tl.minimum(pn * (BN // 64) + tl.arange(0, BN // 64), n_padded // 64 - 1).to(tl.int64)[:, None] * (k_padded // 128)
-        wp = codes + panel * 2048 + tl.arange(0, 2048)[None, :]
-    else:
-        wp = codes + rni[:, None].to(tl.int64) * k_padded + tl.arange(0, S.record)[None, :]
-    if S.mode == "int8":
+    wp, scale, zero = weight_at(weight, group, pn, rni, packed, S)
+    if S.integer:
         acc = tl.zeros([BN, BM], tl.int32)
         for t in tl.range(first, end, num_stages=S.stages):
             w = tl.load(wp + t * S.apart)
@@ -530,52 +307,28 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
             w = tl.load(wp + t * S.apart)
             xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
             if S.mode == "written":
-                acc = _dot(w, xs, acc)
+                acc = dot(w, xs, acc)
             elif x.dtype.element_ty == tl.float32 or S.mode == "exact":
-                acc = _dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
+                acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
             else:
-                acc = _dot(_weights(w, s, z, xs.dtype, S), xs, acc)
+                acc = dot(_weights(w, s, z, xs.dtype, S), xs, acc)
             s = s_next
             z = z_next
     if S.split:
         tile = group * tl.num_programs(0) + tl.program_id(0)
         place = scratch[0] + tile.to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         apart = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * (BN * BM)
-        tl.store(place + tl.program_id(1) * apart, acc)
-        tl.debug_barrier()  # what this block wrote comes before its arrival
-        before = tl.atomic_add(scratch[1] + tile, 1, sem="acq_rel")
-        if before != tl.num_programs(1) - 1:
+        if leave(acc, place, apart, scratch[1] + tile) != tl.num_programs(1) - 1:
             return
-        acc = tl.zeros_like(acc)
-        for i in range(tl.num_programs(1)):
-            acc += tl.load(place + i * apart, cache_modifier=".cg")
+        acc = collect(acc, place, apart)
         tl.store(scratch[1] + tile, 0)
     if S.mode == "int8":
         y = requantized(acc, table + group * rows[1], tl.minimum(rn, N - 1), rows[0], bounds[0], bounds[1], 8)
-        at, mask = _places(rn, rm, M, N, group)
+        at, mask = of_y(rn, rm, M, N, group)
         tl.store(out + at, y, mask=mask)
     else:
         if S.mode == "sums":
             acc *= tl.load(scale + rni).to(tl.float32)[:, None]
+        elif S.mode == "image":
+            acc = acc.to(tl.float32) * (tl.load(scale + rni).to(tl.float32)[:, None] * tl.load(table + b)[None, :])
         finish(acc, out, added, rn, rm, M, N, group, bounds, S)
-
-
-@triton.jit
-def _places(rn, rm, M, N, group):
-    """Of outputs rn of a group and patches rm in y [M, Co], and which of them there are."""
-    at = rm[None, :].to(tl.int64) * (N * tl.num_programs(2)) + (group * N + rn)[:, None]
-    return at, (rn < N)[:, None] & (rm < M)[None, :]
-
-
-@triton.jit
-def finish(total, out, added, rn, rm, M, N, group, bounds, S: tl.constexpr):
-    """y = clamp(total + bias + residual) of a tile [len(rn), len(rm)] into out [M, Co]."""
-    at, mask = _places(rn, rm, M, N, group)
-    if added[0] is not None:
-        total += tl.load(added[0] + group * N + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    if added[1] is not None:
-        total += tl.load(added[1] + at, mask=mask, other=0.0).to(tl.float32)
-    if S.clamp:
-        total = tl.maximum(total, bounds[0], propagate_nan=tl.PropagateNan.ALL)
-        total = tl.minimum(total, bounds[1], propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

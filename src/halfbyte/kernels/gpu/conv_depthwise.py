@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.conv import Convolution
-from halfbyte.kernels.gpu.gemm_int8 import requantized
+from halfbyte.kernels.gpu.arithmetic import clamped, requantized
+from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue
 
@@ -94,6 +94,5 @@ def _depthwise(
         if added[1] is not None:
             acc += tl.load(added[1] + at, mask=real, other=0.0).to(tl.float32)
         if CLAMP:
-            acc = tl.maximum(acc, bounds[0], propagate_nan=tl.PropagateNan.ALL)
-            acc = tl.minimum(acc, bounds[1], propagate_nan=tl.PropagateNan.ALL)
+            acc = clamped(acc, bounds[0], bounds[1])
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)

@@ -22,14 +22,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.conv import supports as supports_any
+from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
-_MAGIC = gl.constexpr(12582912.0)
 _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 
 
@@ -321,7 +321,7 @@ def _write_codes(acc, table, out, N, at, image, window, bounds, row, S: gl.const
     multiplier = gl.expand_dims(gl.load(table + row + rn), 1)
     constant = gl.expand_dims(gl.load(table + rn), 1)
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
-    total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + _MAGIC
+    total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
     codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
     rn, m, mask = _places(at, N, image, S, OUT)
     gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), codes, mask=mask)

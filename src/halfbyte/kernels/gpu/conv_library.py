@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import dequantize
-from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.kernels.gpu.arithmetic import clamped
+from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.launch import run, workspace
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
@@ -75,6 +76,5 @@ def _finish(out, added, size, N, bounds, CLAMP: tl.constexpr, BLOCK: tl.constexp
     if added[1] is not None:
         total += tl.load(added[1] + i, mask=i < size, other=0.0).to(tl.float32)
     if CLAMP:
-        total = tl.maximum(total, bounds[0], propagate_nan=tl.PropagateNan.ALL)
-        total = tl.minimum(total, bounds[1], propagate_nan=tl.PropagateNan.ALL)
+        total = clamped(total, bounds[0], bounds[1])
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)

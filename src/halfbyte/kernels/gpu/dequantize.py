@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.activations import INTERPRETED, ZEROS
+from halfbyte.kernels.gpu.activations import ZEROS
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.activations import INTERPRETED, MAGIC
+from halfbyte.kernels.gpu.arithmetic import MAGIC, clamped, fma
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Combination
 
@@ -28,23 +28,12 @@ def _combine(a, b, out, n, scales, bounds, WIDE: tl.constexpr, BLOCK: tl.constex
     if WIDE:
         first = first.to(tl.int64)
     i = first * BLOCK + tl.arange(0, BLOCK)
-    total = _fma(tl.load(a + i, mask=i < n, other=0).to(tl.float32), scales[0], scales[2])
+    total = fma(tl.load(a + i, mask=i < n, other=0).to(tl.float32), scales[0], scales[2])
     if b is not None:
-        total = _fma(tl.load(b + i, mask=i < n, other=0).to(tl.float32), scales[1], total)
+        total = fma(tl.load(b + i, mask=i < n, other=0).to(tl.float32), scales[1], total)
     if out.dtype.element_ty == tl.int8:
         total = tl.where(total >= bounds[0], tl.minimum(total, bounds[1]), bounds[0])
         y = ((total + MAGIC) - MAGIC).to(tl.int8)
     else:
-        total = tl.maximum(total, bounds[0], propagate_nan=tl.PropagateNan.ALL)
-        y = tl.minimum(total, bounds[1], propagate_nan=tl.PropagateNan.ALL).to(out.dtype.element_ty)
+        y = clamped(total, bounds[0], bounds[1]).to(out.dtype.element_ty)
     tl.store(out + i, y, mask=i < n)
-
-
-@triton.jit
-def _fma(x, factor, addend):
-    factor = tl.full(x.shape, 0.0, tl.float32) + factor
-    addend = tl.full(x.shape, 0.0, tl.float32) + addend
-    if INTERPRETED:  # whose fma rounds twice
-        return (x.to(tl.float64) * factor.to(tl.float64) + addend.to(tl.float64)).to(tl.float32)
-    else:
-        return tl.fma(x, factor, addend)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.gpu.arithmetic import clamped
+
 
 @triton.jit
 def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.constexpr, mask):
@@ -18,8 +20,7 @@ def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.co
         at = rm[None, :].to(tl.int64) * N + rn[:, None]
         total += tl.load(added[1] + at, mask=mask, other=0.0).to(tl.float32)
     if CLAMP:
-        total = tl.maximum(total, low, propagate_nan=tl.PropagateNan.ALL)
-        total = tl.minimum(total, high, propagate_nan=tl.PropagateNan.ALL)
+        total = clamped(total, low, high)
     return total.to(dtype)
 
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -185,11 +186,8 @@ def _segment(at, end, whole, start, sizes, S: gl.constexpr):
     tile = record // sizes[3] + whole * gl.where(inside, gl.program_id(0), gl.num_programs(0))
     first = record % sizes[3]
     count = gl.minimum(sizes[3] - first, end - at)
-    tiles_m = gl.cdiv(sizes[0], S.block_m)
-    width = S.group * gl.cdiv(sizes[1], 2 * ROWS)
-    first_m = tile // width * S.group
-    size = gl.minimum(tiles_m - first_m, S.group)
-    return tile, first_m + tile % width % size, tile % width // size, first, count
+    pm, pn = in_groups(tile, gl.cdiv(sizes[0], S.block_m), gl.cdiv(sizes[1], 2 * ROWS), S.group)
+    return tile, pm, pn, first, count
 
 
 @gluon.jit

@@ -28,16 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import MAGIC, MAGIC_BITS, ZEROS, Quantized
+from halfbyte.kernels.gpu.activations import ZEROS, Quantized, round_up
+from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
-
-
-def _round_up(n: int) -> int:
-    return -(-n // 256) * 256
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def _tiles(problem: Problem, config: Config) -> int:
 
 def _weight_sums_bytes(problem: Problem) -> int:
     plan, geo = activations.plan(problem), gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    return _round_up(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
+    return round_up(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
 
 
 def beside(problem: Problem, config: Config) -> int:
@@ -181,11 +178,11 @@ def multiply(
 launch = activations.first(multiply, beside)
 
 
-_HALVES = tl.constexpr(
+HALVES = tl.constexpr(
     "{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}"
 )
 # The registers of a lane: khalf 0 of rowhalf 0 and 1, khalf 1 of both. Out: planes 0 to 3 of rowhalf 0 and 1 each.
-_PLANES = tl.constexpr(
+PLANES = tl.constexpr(
     "{.reg .b32 e, o, t;"
     + "".join(
         f"prmt.b32 e, ${8 + half}, ${10 + half}, 0x6420; prmt.b32 o, ${8 + half}, ${10 + half}, 0x7531;"
@@ -204,7 +201,7 @@ def halves(codes, BN: tl.constexpr, RECORDS: tl.constexpr, ASM: tl.constexpr):
     b = tl.permute(b, (0, 3, 7, 4, 1, 2, 6, 5, 8))
     b = tl.reshape(b, (BN, 64 * RECORDS))
     if ASM:
-        return tl.inline_asm_elementwise(_HALVES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
     else:
         u = b.to(tl.int32)
         return ((u << 4 ^ 0x80) & 0xF0).to(tl.int8), ((u ^ 0x80) & 0xF0).to(tl.int8)
@@ -215,7 +212,7 @@ def planes(words, BN: tl.constexpr, ASM: tl.constexpr):
     """Words [BN / 64, 2048] of a record -> 16 * (u - 8) of k = 0 … 31, 32 … 63, 64 … 95 and 96 … 127, int8 [BN, 32] each."""
     if ASM:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=8
+            PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=8
         )
     else:
         w = tl.permute(tl.reshape(words, (BN * 4, 2, 2, 2)), (0, 2, 1, 3))  # khalf, rowhalf, k -> rowhalf, khalf, k
@@ -268,18 +265,6 @@ def at_end(v, sa, oa, ws, BITS: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl
         if WITH_OFFSET:
             v += ws[:, None] * oa[None, :]
     return v
-
-
-@triton.jit
-def requantized(acc, table, rn, row, low, high, BITS: tl.constexpr):
-    """int8 clamp(rne(multiplier * (acc + start) + constant)): the rows of the table are constant, multiplier and start (its bits)."""
-    total = acc >> 4 if BITS == 4 else acc
-    total += tl.load(table + 2 * row + rn).to(tl.int32, bitcast=True)[:, None]
-    constant = tl.broadcast_to(tl.load(table + rn)[:, None], total.shape)
-    multiplier = tl.broadcast_to(tl.load(table + row + rn)[:, None], total.shape)
-    y = tl.fma(total.to(tl.float32), multiplier, constant)
-    y = tl.minimum(tl.maximum(y, low), high)
-    return ((y + MAGIC) - MAGIC).to(tl.int8)
 
 
 @triton.jit
@@ -416,14 +401,9 @@ def _gemm(
         # Results of a program that has nothing to add are zeros.
         place = tl.program_id(0).to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         apart = tl.num_programs(0).to(tl.int64) * (BN * BM)
-        tl.store(partials + place + tl.program_id(1) * apart, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(locks + tl.program_id(0), 1, sem="acq_rel")
-        if before != tl.num_programs(1) - 1:
+        if leave(acc, partials + place, apart, locks + tl.program_id(0)) != tl.num_programs(1) - 1:
             return
-        acc = tl.zeros_like(acc)
-        for i in range(tl.num_programs(1)):
-            acc += tl.load(partials + place + i * apart, cache_modifier=".cg")
+        acc = collect(acc, partials + place, apart)
         tl.store(locks + tl.program_id(0), 0)
     if table is not None:
         y = requantized(acc, table, tl.minimum(rn, N - 1), table_row, low, high, BITS)

@@ -30,17 +30,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
+from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, in_groups
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _LEAST_M = 65  # fewer rows do not fill a tile: gemm_int8.py reads the weight as fast, with more programs
-_MAGIC = gl.constexpr(12582912.0)
-_MAGIC_BITS = gl.constexpr(0x4B400000)
-_HALVES = gl.constexpr(gemm_int8._HALVES.value)
-_PLANES = gl.constexpr(gemm_int8._PLANES.value)
 
 
 @dataclass(frozen=True)
@@ -143,22 +141,11 @@ launch = activations.first(multiply, beside)
 
 
 @gluon.jit
-def _tile(tile, M, N, BM: gl.constexpr, GROUP: gl.constexpr):
-    """Tiles in an order in which GROUP tiles along M follow each other for each tile along N."""
-    tiles_n = gl.cdiv(N, 128)
-    tiles_m = gl.cdiv(M, BM)
-    width = GROUP * tiles_n
-    first = (tile // width) * GROUP
-    size = gl.minimum(tiles_m - first, GROUP)
-    return first + (tile % width) % size, (tile % width) // size
-
-
-@gluon.jit
 def _produce(xd, wd, xs, ws, full, empty, M, N, R, BITS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     tiles = gl.cdiv(N, 128) * gl.cdiv(M, BM)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = _tile(tile, M, N, BM, GROUP)
+        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 128), GROUP)
         for r in range(R):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -182,7 +169,7 @@ def _halves(ws, HALF: gl.constexpr, OPERAND: gl.constexpr):
     b = ws.slice(HALF * 32, 32, dim=0).load(LANES)
     b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
     b = gl.convert_layout(b, OPERAND, assert_trivial=True)
-    return gl.inline_asm_elementwise(_HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -191,7 +178,7 @@ def _planes(ws, HALF: gl.constexpr, OPERAND: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     words = ws.slice(HALF * 32, 32, dim=0).load(LANES)
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
-        _PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8
+        PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8
     )
     return _operand(p0, OPERAND), _operand(p1, OPERAND), _operand(p2, OPERAND), _operand(p3, OPERAND)
 
@@ -209,9 +196,9 @@ def _fold(total, p, w, x, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.conste
     s = w[0].to(gl.float32)
     if ZERO == 0 and w[0].dtype == gl.float16:
         # 1.5 * 2^23 times a scale of 11 bits is exact (and no overflow), and so is the subtraction in front of the rounding.
-        v = gl.fma(v, gl.expand_dims(s, 1), gl.expand_dims(s * -_MAGIC, 1))
+        v = gl.fma(v, gl.expand_dims(s, 1), gl.expand_dims(s * -MAGIC, 1))
     else:
-        v -= _MAGIC
+        v -= MAGIC
         v = _scaled(v, s, w[1], x[1], BITS, ZERO)
     if ROW:
         return total + v
@@ -371,10 +358,10 @@ def _consume(
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     tiles = gl.cdiv(N, 128) * gl.cdiv(M, BM)
-    start = gl.full([64, COLUMNS], 0 if WHOLE else _MAGIC_BITS, gl.int32, layout=MMA)
+    start = gl.full([64, COLUMNS], 0 if WHOLE else MAGIC_BITS, gl.int32, layout=MMA)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = _tile(tile, M, N, BM, GROUP)
+        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 128), GROUP)
         first_n = pn * 128 + W % 2 * 64
         first_m = pm * BM + W // 2 * COLUMNS
         to = (out, bias, residual, low, high, M, N)

@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu import skinny
+from halfbyte.kernels.gpu import skinny, skinny_tile
+from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -36,7 +37,7 @@ _CHUNK = 1024  # ids that are looked at together
 class Config:
     """How one tile is computed, and whether pairs are sorted first."""
 
-    tile: skinny.Config
+    tile: skinny_tile.Config
     sort: bool
 
 
@@ -64,11 +65,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny.Config]:
+def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_tile.Config]:
     """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
     alike = replace(problem, op="linear", m=columns, n=problem.n * count, experts=1)
     found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
-    many = -(-problem.n // (8 * skinny.BAND)) * count >= 2 * gpu.sms
+    many = -(-problem.n // (8 * skinny_tile.BAND)) * count >= 2 * gpu.sms
     return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
 
 
@@ -79,7 +80,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per = skinny.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
+    static, per = skinny_tile.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
     table = sorted_by_expert(ids, experts, columns) if config.sort else None
     blocks = pairs if table is None else len(table[1])
     options = {"launch_pdl": True} if config.tile.pdl else {}
@@ -170,12 +171,7 @@ def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, st
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    # As in `skinny`: eight tiles of rows follow each other for each part of a weight, which is then found in the cache again.
-    width = 8 * tl.cdiv(N, OUTPUTS)
-    first_m = tl.program_id(0) // width * 8
-    size = tl.minimum(blocks - first_m, 8)
-    pm = first_m + tl.program_id(0) % width % size
-    pn = tl.program_id(0) % width // size
+    pm, pn = in_groups(tl.program_id(0), blocks, tl.cdiv(N, OUTPUTS), 8)
     column = tl.arange(0, S.width) % COLUMNS
     own = tl.arange(0, COLUMNS)
     if table is None:
@@ -198,7 +194,7 @@ def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, st
     added = (None, None)
     if bias is not None:
         added = (bias + at * N, None)
-    total = skinny.sums(x, rows // share, mine, N, K, stride, per, 0, pn, S)
+    total = skinny_tile.sums(x, rows // share, mine, N, K, stride, per, 0, pn, S)
     total = tl.where(e < experts, total, float("nan"))
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     write(total, out, added, rn, rm, pairs, N, 0.0, 0.0, False)

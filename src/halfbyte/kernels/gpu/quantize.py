@@ -16,7 +16,8 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.gpu.activations import INTERPRETED, MAGIC, ZEROS
+from halfbyte.kernels.gpu.activations import ZEROS
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
 from halfbyte.kernels.gpu.launch import run
 
 _TILE = 4096

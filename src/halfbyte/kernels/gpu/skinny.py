@@ -3,19 +3,8 @@
 Weight: `layouts/gpu_tiles.py`, 4 or 8 bits, any zero. Yᵀ = W · Xᵀ: weights become the matrix units' A operand in the registers that
 they were loaded to, x is the B operand, and the columns of the result are the rows of x.
 
-A block of threads computes `bands` * 16 rows of the weight by `columns` rows of x. Where x has few rows, the 8 columns that a matrix
-instruction has at least are filled with `slices` of K: tile row (band, slice, row) reads its own slice of the weight, tile column
-(slice, column) holds that slice of x, and of the product the parts where both slices are the same are summed at the end, inside the
-block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
-summed at the end. `split` blocks share K besides: their sums meet in a workspace, and the last to arrive adds them in a fixed order, so
-that results are the same bits from run to run.
-
-Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
-
-    sums      the matrix unit sums (q - point) * x of a block in float32, and the sum is multiplied by the block's scale in float32
-    weights   the weight is made in x's type, from a scale (and offset) rounded to it: one multiplication, or fused multiply-add
-    exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
-              pieces that hold all of their bits, and the six products of pieces that matter are summed
+A block of threads computes one tile, or its share of K, as `skinny_tile.py` has it, with its arithmetic. `split` blocks share K: their
+sums meet in a workspace, and the last to arrive adds them in a fixed order, so that results are the same bits from run to run.
 
 It wins up to about 64 rows, where reading the weight is most of the work; it takes any number. One row of x takes 1.1 to 1.3 times as
 long as a bare read of the weight (H100, 8 to 117 MB), and 8 rows hardly more where the weight is large.
@@ -23,91 +12,23 @@ long as a bare read of the weight (H100, 8 to 117 MB), and 8 rows hardly more wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
 from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.skinny_tile import BAND, Config, compiled_for, mode, sums
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-BAND = 16  # rows of the weight that one matrix instruction takes
 _AHEAD = 4
-
-
-@dataclass(frozen=True)
-class Config:
-    """bands, columns, slices, batch, split: see this file's text; batch is 1 or `warps`. A thread block has `warps` warps and reads
-    `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
-    on their way to the L2 cache before the kernel before has ended."""
-
-    bands: int
-    columns: int
-    slices: int = 1
-    batch: int = 1
-    records: int = 1
-    stages: int = 1
-    warps: int = 8
-    split: int = 1
-    ahead: int = 0
-    ptx: bool = True
-    pdl: bool = True
-
-
-@dataclass(frozen=True)
-class Static:
-    """What the kernel is compiled for."""
-
-    bands: int
-    columns: int
-    slices: int
-    batch: int
-    records: int
-    stages: int
-    threads: int
-    ahead: int
-    split: bool
-    mode: str  # "sums", "weights", or "exact": see the text of this file
-    ptx: bool
-    pdl: bool
-    bits: int
-    zero: str
-    padded: int  # elements of a block with its padding
-    block: int  # without; 0 where padded k is k
-    whole: bool  # one block along K
-    even: bool  # nothing of K is missing in any step
-    clamp: bool
-
-    @property
-    def groups(self) -> int:
-        """Blocks in a record."""
-        return max(1, 128 // self.padded)
-
-    @property
-    def rows(self) -> int:
-        """Of a product."""
-        return self.bands * self.slices * BAND
-
-    @property
-    def outputs(self) -> int:
-        return self.bands * BAND
-
-    @property
-    def width(self) -> int:
-        return self.columns * self.slices
-
-    @property
-    def codes_step(self) -> int:
-        """Distance of records in the codes: words of 16 bits, or bytes."""
-        return 2048 if self.bits == 4 else 128
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -228,46 +149,6 @@ def launch(
     )
 
 
-def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
-    """What the kernel is compiled for, and how many records each part of K has."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    chunks = config.split * config.batch * config.slices
-    per = -(-geo.records // chunks)
-    per = -(-per // config.records) * config.records
-    return Static(
-        bands=config.bands,
-        columns=config.columns,
-        slices=config.slices,
-        batch=config.batch,
-        records=config.records,
-        stages=config.stages,
-        threads=32 * config.warps,
-        ahead=min(config.ahead, per) if config.pdl else 0,
-        split=config.split > 1,
-        mode=mode(problem),
-        ptx=config.ptx,
-        pdl=config.pdl,
-        bits=geo.format.bits,
-        zero=geo.format.zero,
-        padded=geo.padded,
-        block=0 if geo.contiguous else geo.block,
-        whole=geo.block_rows == 1,
-        even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
-        clamp=clamps,
-    ), per
-
-
-def mode(problem: Problem) -> str:
-    """Where the scale goes: "sums", "weights" or "exact"."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    if problem.dtype == torch.float32:
-        return "exact"
-    if geo.padded % gpu_tiles.RECORD == 0 and geo.format.zero != "offset":
-        return "sums"
-    # A scale of larger range than float16's is multiplied in float32.
-    return "exact" if problem.dtype == torch.float16 and geo.format.scale != torch.float16 else "weights"
-
-
 # The kernel. `S` is a Static; rows are (batch, band, slice, row of 16), columns (slice, row of x).
 
 
@@ -278,13 +159,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
-    # Tiles of 8 parts of x follow each other for each part of the weight, so that both are found in the cache again.
-    m_tiles = tl.cdiv(M, COLUMNS)
-    width = 8 * tl.cdiv(N, OUTPUTS)
-    first_m = tl.program_id(0) // width * 8
-    size = tl.minimum(m_tiles - first_m, 8)
-    pm = first_m + tl.program_id(0) % width % size
-    pn = tl.program_id(0) % width // size
+    pm, pn = in_groups(tl.program_id(0), tl.cdiv(M, COLUMNS), tl.cdiv(N, OUTPUTS), 8)
     first = tl.program_id(1) * (S.batch * SLICES) * per  # record of the first slice
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
@@ -295,291 +170,10 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         part = scratch[0] + tl.program_id(0).to(tl.int64) * (OUTPUTS * COLUMNS) + local
         step = tiles.to(tl.int64) * (OUTPUTS * COLUMNS)
-        tl.store(part + tl.program_id(1) * step, total)
-        tl.debug_barrier()  # what this block wrote comes before its arrival
         lock = scratch[1] + tl.program_id(0)
-        split = tl.num_programs(1)
-        if tl.atomic_add(lock, 1, sem="acq_rel") == split - 1:
-            total = tl.zeros_like(total)
-            for i in range(split):
-                total += tl.load(part + i * step, cache_modifier=".cg")
+        if leave(total, part, step, lock) == tl.num_programs(1) - 1:
+            total = collect(total, part, step)
             write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
             tl.store(lock, 0)
     else:
         write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
-
-
-@triton.jit
-def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
-    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns."""
-    if S.block > 0:
-        full = (K - 1) // S.block
-        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
-    else:
-        records = tl.cdiv(K, 128)
-    ROWS: tl.constexpr = S.rows
-    WIDTH: tl.constexpr = S.width
-    BATCH: tl.constexpr = S.batch
-    RECORDS: tl.constexpr = S.records
-    row = tl.arange(0, BATCH * ROWS)
-    row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
-    n_padded = tl.cdiv(N, 64) * 64
-    row_n = tl.minimum(pn * S.outputs + row % ROWS // (16 * S.slices) * 16 + row % 16, n_padded - 1)
-    column = tl.arange(0, WIDTH)
-    column_record = first + column // S.columns * per
-    xp = x + rows.to(tl.int64) * stride
-    if BATCH > 1:
-        column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
-        xp = xp[None, None, :]
-    else:
-        column_record = column_record[None, :]
-        xp = xp[None, :]
-    if S.bits == 4:
-        codes, codes_record = _words_at(weight[0], pn, n_padded, records, per, first, S)
-    else:
-        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
-        codes_record = row_record[:, None]
-    if S.ahead > 0:
-        _fetch_weight(weight, n_padded, records, per, first, pn, S)
-    if S.pdl:
-        gdc_wait()
-    total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
-    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
-    for t in tl.range(0, per, RECORDS, num_stages=S.stages):
-        scales_now, zeros_now = scales, zeros
-        loaded = ()
-        for r in tl.static_range(RECORDS):
-            w = _masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S)
-            loaded += ((w, _load_x(xp, column_record + t + r, records, K, S)),)  # type: ignore[assignment]
-        scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
-        for r in tl.static_range(RECORDS):
-            tails = (scales_now[r * S.groups : (r + 1) * S.groups], zeros_now[r * S.groups : (r + 1) * S.groups])
-            total = _record(loaded[r][0], loaded[r][1], tails[0], tails[1], total, S)
-    if S.mode == "sums" and S.whole:
-        total *= _per_row(tl.load(weight[1] + row_n), S)
-    if BATCH > 1:
-        total = tl.sum(total, axis=0)
-    if S.slices > 1:
-        total = _same_slices(total, S)
-    return total
-
-
-@triton.jit
-def _per_row(values, S: tl.constexpr):
-    """[rows of all batches] -> float32 that broadcasts to the sums."""
-    values = values.to(tl.float32)
-    if S.batch > 1:
-        return tl.reshape(values, (S.batch, S.bands * S.slices * 16))[:, :, None]
-    else:
-        return values[:, None]
-
-
-@triton.jit
-def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
-    """Pointers to the words of the tile's first records [batch, slices, bands, kt 2, 256], and the record of each batch and slice.
-
-    Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
-    """
-    SLICES: tl.constexpr = S.slices
-    BANDS: tl.constexpr = S.bands
-    BATCH: tl.constexpr = S.batch
-    band = pn * BANDS % 4 + tl.arange(0, BANDS)
-    if BANDS > 4:
-        band = tl.minimum(band, n_padded // 16 - 1 - pn * BANDS // 4 * 4)  # the last tile may reach over the last panel
-    band = band[None, None, :, None, None]
-    kt = tl.arange(0, 2)[None, None, None, :, None]
-    word = tl.arange(0, 256)[None, None, None, None, :]
-    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
-    record = first + slice_ * per
-    base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
-    return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
-
-
-@triton.jit
-def _fetch_weight(weight, n_padded, records, per, first, pn, S: tl.constexpr):
-    """Bring what this block reads first of the weight to the L2 cache, while the kernel before is still running."""
-    PARTS: tl.constexpr = S.batch * S.slices
-    ROWS: tl.constexpr = S.outputs
-    WORDS: tl.constexpr = S.bits == 4
-    CHUNKS: tl.constexpr = PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
-    i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
-    if WORDS:
-        record = first + i // 2 % PARTS * per + i // (2 * PARTS) % S.ahead
-        panel = pn * ROWS // 64 + i // (2 * PARTS * S.ahead)
-        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + pn * ROWS % 64 * 16
-        inside = (i < CHUNKS) & (record < records) & (panel < n_padded // 64)
-        _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
-    else:
-        record = first + i % PARTS * per
-        n = pn * ROWS + i // PARTS
-        inside = (i < CHUNKS) & (n < n_padded)
-        _fetch(weight[0] + (n.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
-    if S.mode != "sums" or not S.whole:
-        BLOCKS: tl.constexpr = PARTS * S.ahead * S.groups
-        i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
-        record = first + i % PARTS * per + i // PARTS % S.ahead
-        row = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.ahead)
-        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - pn * ROWS, ROWS), 0)
-        at = row.to(tl.int64) * n_padded + pn * ROWS
-        _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
-        if S.zero != "none":
-            _fetch(weight[2] + at, rows * (weight[2].dtype.element_ty.primitive_bitwidth // 8))
-
-
-@triton.constexpr_function
-def _power_of_two(count, least):
-    return max(triton.next_power_of_2(count), least)
-
-
-@triton.jit
-def _fetch(pointers, nbytes):
-    """Nothing is read, so that it does not matter if the bytes are still being written. nbytes: a multiple of 16, or 0."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
-        "=r,l,r", [pointers.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
-    """Scales and zeros of the groups of the next records: two tuples of [rows]. What nothing reads is the number 0."""
-    RECORDS: tl.constexpr = S.records
-    GROUPS: tl.constexpr = S.groups
-    scales, zeros = (), ()
-    for r in tl.static_range(RECORDS):
-        at = tl.minimum(record + r, records - 1)
-        for g in tl.static_range(GROUPS):
-            block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS + g
-            offset = block_row.to(tl.int64) * n_padded + row_n
-            scales += (tl.load(weight[1] + offset) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
-            zeros += (tl.load(weight[2] + offset) if S.zero != "none" else 0,)  # type: ignore[assignment]
-    return scales, zeros
-
-
-@triton.jit
-def _masked(pointers, mask, S: tl.constexpr):
-    if S.even:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=mask, other=0)
-
-
-@triton.jit
-def _load_x(xp, record, records, K, S: tl.constexpr):
-    """x [128, width], with a batch before it if there is one, of a record of each slice."""
-    at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
-    if S.even:
-        return tl.load(xp + at)
-    else:
-        inside = record < records
-        if S.block > 0:
-            within = at % S.padded
-            inside &= within < S.block
-            at = at // S.padded * S.block + within
-        return tl.load(xp + at, mask=inside & (at < K), other=0.0)
-
-
-@triton.jit
-def _record(codes, x, scales, zeros, total, S: tl.constexpr):
-    """total + the products of one record."""
-    ALL: tl.constexpr = S.batch * S.rows
-    DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
-    if S.bits == 4:
-        codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
-        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
-        values = decode.nibbles(codes, DTYPE, S.ptx)
-    else:
-        values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ALL, 4, 32))
-    if S.zero == "point":
-        values = decode.minus(values, _spread(zeros, S), S.bits, S.ptx)
-    elif S.zero == "offset":
-        values = decode.minus(values, tl.full((1, 1, 1), 0, tl.int16), S.bits, S.ptx)
-    elif S.bits == 4 or DTYPE == tl.float16:
-        values = decode.minus(values, None, S.bits, S.ptx)
-    if S.mode == "sums":
-        w = _operand(values, S)
-        if S.whole:
-            return _dot(w, x, total)
-        else:
-            return total + _dot(w, x, tl.zeros_like(total)) * _per_row(scales[0], S)
-    elif S.mode == "weights":
-        offset = tl.full((1, 1, 1), -0.0, tl.float32).to(DTYPE)
-        if S.zero == "offset":
-            offset = _spread(zeros, S).to(DTYPE)
-        return _dot(_operand(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), S), x, total)
-    else:
-        w = values.to(tl.float32) * _spread(scales, S).to(tl.float32)
-        if S.zero == "offset":
-            w += _spread(zeros, S).to(tl.float32)
-        w = _operand(w, S)
-        if x.dtype == tl.float32:
-            return _dot_pieces(w, x, total)
-        else:
-            return _dot(w.to(DTYPE), x, total)
-
-
-@triton.jit
-def _operand(values, S: tl.constexpr):
-    """[rows of all batches, 4, 32] -> what is multiplied by x."""
-    if S.batch > 1:
-        return tl.reshape(values, (S.batch, S.bands * S.slices * 16, 128))
-    else:
-        return tl.reshape(values, (S.bands * S.slices * 16, 128))
-
-
-@triton.jit
-def _spread(values, S: tl.constexpr):
-    """What each group has, [rows] -> [rows, 4 or 1, 1], for the four planes of a record."""
-    plane = tl.arange(0, 4)[None, :, None]
-    if S.groups == 4:
-        odd = plane % 2 == 1
-        low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
-        high = tl.where(odd, values[3][:, None, None], values[2][:, None, None])
-        return tl.where(plane >= 2, high, low)
-    elif S.groups == 2:
-        return tl.where(plane >= 2, values[1][:, None, None], values[0][:, None, None])
-    else:
-        return values[0][:, None, None]
-
-
-@triton.jit
-def _dot_pieces(a, b, total):
-    """total + a · b of float32, by the six products of bfloat16 pieces that matter; the small ones are summed apart."""
-    b0 = b.to(tl.bfloat16)
-    b -= b0.to(tl.float32)
-    b1 = b.to(tl.bfloat16)
-    b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
-    piece = a.to(tl.bfloat16)
-    large = _dot(piece, b0, tl.zeros_like(total))
-    small = _dot(piece, b1, _dot(piece, b2, tl.zeros_like(total)))
-    a -= piece.to(tl.float32)
-    piece = a.to(tl.bfloat16)
-    small = _dot(piece, b0, _dot(piece, b1, small))
-    a -= piece.to(tl.float32)
-    small = _dot(a.to(tl.bfloat16), b0, small)
-    return total + (large + small)
-
-
-@triton.jit
-def _dot(a, b, total):
-    if INTERPRETED:  # which multiplies bfloat16 wrongly
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total)
-
-
-@triton.jit
-def _same_slices(total, S: tl.constexpr):
-    """[rows, width] -> [outputs, columns]: the sum over slices where the slices of row and column are the same."""
-    ROWS: tl.constexpr = S.rows
-    WIDTH: tl.constexpr = S.width
-    BANDS: tl.constexpr = S.bands
-    SLICES: tl.constexpr = S.slices
-    COLUMNS: tl.constexpr = S.columns
-    OUTPUTS: tl.constexpr = S.outputs
-    row_slice = tl.arange(0, ROWS) // 16 % SLICES
-    column_slice = tl.arange(0, WIDTH) // COLUMNS
-    total = tl.where(row_slice[:, None] == column_slice[None, :], total, 0.0)
-    total = tl.sum(tl.reshape(total, (ROWS, SLICES, COLUMNS)), axis=1)
-    total = tl.sum(tl.reshape(total, (BANDS, SLICES, 16, COLUMNS)), axis=1)
-    return tl.reshape(total, (OUTPUTS, COLUMNS))
