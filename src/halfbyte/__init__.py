@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from halfbyte.dispatch.explain import explain as explain
     from halfbyte.errors import HalfbyteError as HalfbyteError
     from halfbyte.formats.codes import Codes as Codes
+    from halfbyte.formats.sharding import shard as shard
+    from halfbyte.formats.sharding import unshard as unshard
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
     from halfbyte.integrations.gguf import load_gguf as load_gguf
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
+    from halfbyte.nn.parallel import parallel_report as parallel_report
+    from halfbyte.nn.parallel import parallelize_ as parallelize_
     from halfbyte.nn.qat import convert_qat_ as convert_qat_
     from halfbyte.nn.qat import prepare_qat_ as prepare_qat_
+    from halfbyte.nn.sparsity import prune_ as prune_
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
     from halfbyte.ops import grouped_linear as grouped_linear
@@ -54,6 +59,7 @@ _HOMES = {
     "halfbyte.errors": ("HalfbyteError",),
     "halfbyte.formats.spec": ("Format", "as_format"),
     "halfbyte.formats.codes": ("Codes",),
+    "halfbyte.formats.sharding": ("shard", "unshard"),
     "halfbyte.layouts.base": ("Packed",),
     "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "grouped_linear", "embedding", "dequantize"),
     "halfbyte.quantizers.gptq": ("GPTQ",),
@@ -63,7 +69,9 @@ _HOMES = {
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.nn.parallel": ("parallelize_", "parallel_report"),
     "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
+    "halfbyte.nn.sparsity": ("prune_",),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),

@@ -12,6 +12,9 @@ Columns are taken in blocks; what lies beyond a block is updated when it is done
 its first column is reached, from the weights as they are then, or before anything is rounded (static groups). Everything is computed
 in float64.
 
+A weight that is 0 has been pruned: its code means 0 too, and what that adds to the output is taken back as any other error is. Formats
+with offsets have no code for 0, and there it is a weight as any other.
+
 Source: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (arXiv:2210.17323, 2022). Act-order and static groups are the options of
 the authors' code, github.com/IST-DASLab/gptq.
 """
@@ -132,6 +135,8 @@ class _Sweep:
         self.zero = torch.zeros_like(self.scale)
         self.step = torch.full_like(self.scale, torch.inf)  # the scale, or infinite where it is 0: all codes are then 0
         self.known = [False] * blocks
+        zeros = self.w == 0 if fmt.zero != "offset" else None
+        self.pruned = zeros if zeros is not None and bool(zeros.any()) else None
 
     def fix(self, scale: Tensor, zero: Tensor | None) -> None:
         """Takes the grids of all blocks, [n, blocks] or [1, 1], as given."""
@@ -155,6 +160,8 @@ class _Sweep:
                 if not self.known[block]:
                     self._decide(block, w[places[block]] - upper[first : first + i, places[block]].T @ errors[:i])
                 q = self._encode(near[i], block)
+                if self.pruned is not None:
+                    q = torch.where(self.pruned[order[first + i]], self.zero[block], q)
                 codes[first + i] = q.to(torch.int16)
                 errors[i] = (near[i] - self._decode(q, block)) / factor[first + i]
                 near[i + 1 :].addr_(factor[first + i + 1 : last], errors[i], alpha=-1)
@@ -163,7 +170,10 @@ class _Sweep:
 
     def _decide(self, block: int, columns: Tensor) -> None:
         """Fixes the grid of a block from its columns, [B, n]."""
-        energy = self.energy[block * self.size : block * self.size + len(columns)]
+        inputs = slice(block * self.size, block * self.size + len(columns))
+        energy = self.energy[inputs]
+        if self.pruned is not None:
+            columns = columns.masked_fill(self.pruned[inputs], 0)
         codes = _grid(columns.T.float(), self.fmt, energy, self.options, self.name)
         self.scale[block] = codes.scale[:, 0]
         if codes.zero is not None:

@@ -1,0 +1,116 @@
+"""Pruning a model in place: weights that become 0, and stay 0 when they are quantized."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.layouts.convolution import channels_first, channels_last
+from halfbyte.nn.calibrate import Calibration, Progress
+from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
+from halfbyte.nn.forms import FLOAT_MODULES
+from halfbyte.nn.runs import Runs, decoder_layers
+from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
+
+_ROWS = as_format("int8_channel")  # a format whose codes are the rows of the matrix that a convolution multiplies by
+
+
+def prune_(
+    model: nn.Module,
+    sparsity: str | float | Sparsity = "2:4",
+    method: str = "magnitude",
+    calibration: Calibration | Tensor | None = None,
+    *,
+    skip: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Makes weights of the Linear layers of `model` 0, and by magnitude those of its convolutions too, in place; returns `model`.
+
+    sparsity     "n:m": of m neighbours along K at most n stay, such as "2:4"; or the part that becomes 0, such as 0.5
+    method       "magnitude"; or, with calibration, "wanda" or "sparsegpt" (`quantizers/sparse.py`), one decoder layer after the other
+    calibration  token ids [passages, tokens] or a Calibration, as for `quantize_`; of its options, "sparsegpt" uses GPTQ's damping
+    skip         patterns of module names that stay as they are, as in Config
+    progress     called with (decoder layers done, all of them, name)
+
+    The weights stay in floating point: `quantize_` comes after, and gives what is 0 a code that means 0, in all formats but those with
+    offsets. Embeddings, experts and weights that modules share are not pruned. What became 0 is said below the table of `report(model)`.
+    Raises ArgumentError as `quantize_` does, and then nothing has changed.
+    """
+    wanted = as_sparsity(sparsity)
+    if method not in SPARSE_METHODS:
+        raise ArgumentError(f"a method of pruning is one of {', '.join(SPARSE_METHODS)}, got {method!r}")
+    if (calibration is None) != (method == "magnitude"):
+        raise ArgumentError("magnitude takes no calibration" if calibration is not None else f"{method} needs calibration: pass token ids")
+    check_in_place(model)
+    config = Config("int8_channel", skip=skip)  # of quantization, for its choice of modules
+    found = candidates(model)
+    check_patterns(config, [candidate.name for candidate in found])
+    decisions = decide(found, config)
+    uses = Counter(id(m.weight) for m in model.modules() if isinstance(m, FLOAT_MODULES))
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d) and uses[id(m.weight)] == 1 and isinstance(decisions.get(name), Format)
+    }
+    if calibration is None:
+        pruned = {name: _by_magnitude(layer, wanted, name) for name, layer in layers.items()}
+    else:
+        layers = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+        calibration = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+        pruned = _by_inputs(model, list(layers), wanted, method, calibration, progress)
+    with torch.no_grad():
+        for name, weight in pruned.items():
+            layers[name].weight.copy_(weight)
+    add_notes(
+        model, [_said(pruned, wanted, method), *(f"no calibration token reaches {n}: it was not pruned" for n in layers if n not in pruned)]
+    )
+    return model
+
+
+def _by_magnitude(layer: nn.Linear | nn.Conv1d | nn.Conv2d, wanted: Sparsity, name: str) -> Tensor:
+    weight = layer.weight.detach()
+    if isinstance(layer, nn.Linear):
+        return prune(weight, wanted, "magnitude", name=f"{name}.weight")
+    return channels_first(prune(channels_last(weight, _ROWS), wanted, "magnitude", name=f"{name}.weight"), layer.kernel_size)
+
+
+@torch.no_grad()
+def _by_inputs(
+    model: nn.Module, names: Sequence[str], wanted: Sparsity, method: str, calibration: Calibration, progress: Progress | None
+) -> dict[str, Tensor]:
+    """The new weights of the Linears `names`, but those that no token reaches: each decoder layer pruned for what the pruned ones before
+    it give."""
+    whole, layers = decoder_layers(model)
+    runs = Runs(model, layers, calibration.tokens, calibration.batch, calibration.device)
+    pruned: dict[str, Tensor] = {}
+
+    def shrink(linear: nn.Module, name: str, moments: Tensor) -> None:
+        weight = linear.get_parameter("weight")
+        weight.data = prune(weight, wanted, method, moments, damping=calibration.gptq.damping, name=f"{name}.weight")
+        pruned[name] = weight.data.to(runs.home)
+
+    for i, layer in enumerate(layers):
+        prefix = f"{whole}.{i}."
+        block = deepcopy(layer).eval().float().to(runs.device)
+        mine = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        for name, moments in runs.measure(i, block, mine).items():
+            shrink(block.get_submodule(name), prefix + name, moments.second)
+        runs.advance(i, block)
+        if progress is not None:
+            progress(i + 1, len(layers), prefix.rstrip("."))
+    outside = [name for name in names if not name.startswith(f"{whole}.")]
+    for name, moments in runs.outside(outside).items():
+        shrink(deepcopy(model.get_submodule(name)).float().to(runs.device), name, moments.second)
+    return pruned
+
+
+def _said(pruned: Mapping[str, Tensor], wanted: Sparsity, method: str) -> str:
+    total, zeros = sum(w.numel() for w in pruned.values()), sum(int((w == 0).sum()) for w in pruned.values())
+    density = 1 - zeros / max(1, total)
+    return f"pruned to {wanted} by {method}: {zeros} of {total} weights in {len(pruned)} layers are 0, density {density:.3f}"
