@@ -337,6 +337,10 @@ def test_explain(run: Run) -> None:
     found = run("explain", "--m", 3, "--n", 64, "--k", 64, "--format", "int4_g32", "--no-measure", "--json").json
     assert (found["m"], found["n"], found["k"], found["format"]) == (3, 64, 64, "int4_g32")
     assert "kernel" in run("explain", "--no-measure").out
+    found = run("explain", "--m", 6, "--n", 64, "--k", 64, "--experts", 4, "--json").json
+    assert (found["op"], found["experts"], found["weight_bytes"]) == ("grouped_linear", 4, 4 * 2304)
+    assert found["measured_seconds"] > 0
+    run("explain", "--experts", 0).refuses("got 0")
     run("explain", "--compute", "guess").refuses("'guess'")
     run("explain", "--format", "q9").refuses("'q9'")
     run("explain", "--m", "-1").refuses("-1")

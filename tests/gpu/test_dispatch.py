@@ -15,6 +15,7 @@ from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch import tune
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
+from halfbyte.dispatch.gpu_grouped import GPU_GROUPED, choose_gpu_grouped
 from halfbyte.dispatch.roofline import SKILLS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -217,6 +218,40 @@ def test_explain() -> None:
     json.dumps(said)
     with pytest.raises(ArgumentError, match="unknown activation"):
         explain(1, 64, 64, "q4_0", device="sm_90", activation="tensor")
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(1, "grouped"), (200, "grouped"), (9999, "grouped_dequantized")])
+def test_explain_experts(rows: int, taken: str) -> None:
+    found = explain(rows, 1024, 1024, "int4_g128", dtype=torch.bfloat16, device="sm_90", experts=8)
+    said = found.to_json()
+    assert (said["op"], said["experts"], said["kernel"], said["expected_from"]) == ("grouped_linear", 8, taken, "prediction")
+    assert set(said["rejected"]) | {taken} == {candidate.name for candidate in GPU_GROUPED}
+    assert (
+        said["weight_bytes"] == 8 * explain(rows, 1024, 1024, "int4_g128", dtype=torch.bfloat16, device="sm_90").to_json()["weight_bytes"]
+    )
+    read = min(rows, 8) * said["weight_bytes"] // 8 + 2 * rows * 2048
+    assert said["roofline"]["nbytes"] == read
+    assert "8 experts of [1024, 1024]" in str(found)
+    with pytest.raises(UnsupportedError, match="floating point on GPUs"):
+        explain(1, 64, 64, "q4_0", device="sm_90", experts=2, compute="int8")
+
+
+@pytest.mark.parametrize(
+    ("experts", "n", "k", "rows", "measured"), [(8, 28672, 4096, 2, 47), (8, 28672, 4096, 1024, 778), (128, 1536, 2048, 64, 42)]
+)
+def test_predictions_of_experts(experts: int, n: int, k: int, rows: int, measured: float) -> None:
+    """Of times on an H100, in µs (docs/experts.md): near enough to plan by."""
+    asked = Problem("grouped_linear", rows, n, k, as_format("int4_g128"), torch.bfloat16, experts=experts)
+    choice = choose_gpu_grouped(asked, GPUS["sm_90"])
+    assert choice.taken is not None
+    assert measured / 1.5 < choice.taken.seconds * 1e6 < measured * 1.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_explain_experts_here() -> None:
+    found = explain(16, 512, 512, "int4_g128", dtype=torch.bfloat16, device="cuda", experts=4)
+    assert isinstance(found, GpuExplanation)
+    assert found.measured is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu_grouped import gpu_options
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -25,7 +26,6 @@ from halfbyte.layouts import experts as stacked
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import gpu
 from halfbyte.ops import quantize
-from halfbyte.ops.grouped import gpu_options
 
 SHAPES = {"mixtral": (8, 28672, 4096, 2), "qwen3-30b-a3b": (128, 1536, 2048, 8)}  # experts, N, K, top k
 _DRAWS = 8  # of ids, for each number of tokens

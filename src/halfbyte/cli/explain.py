@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--compute", default="auto", help="auto, int8 or float (default: %(default)s)")
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
+    parser.add_argument("--experts", type=int, help="of a mixture, to which the M rows (tokens, once for each of their experts) are sent")
     parser.add_argument("--no-measure", action="store_true", help="only the choice, without timing it")
 
 
@@ -27,8 +28,14 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.dispatch.explain import explain
 
-    check_fits(args.n, args.k)
-    settings = {"compute": args.compute, "activation": args.activation, "device": args.device, "measured": not args.no_measure}
+    check_fits(args.n * max(1, args.experts or 1), args.k)
+    settings = {
+        "experts": args.experts,
+        "compute": args.compute,
+        "activation": args.activation,
+        "device": args.device,
+        "measured": not args.no_measure,
+    }
     explanation = explain(args.m, args.n, args.k, args.format, dtype=getattr(torch, args.dtype), **settings)
     if args.json:
         print_json(explanation.to_json())

@@ -1,18 +1,21 @@
-"""`explain`: which kernel runs for a shape on this machine, why, which ones were rejected, and how far it is from the roofline."""
+"""`explain`: which kernel runs for a shape on this machine, why, which ones were rejected, and how far it is from the roofline.
+
+Experts are linear layers that run together on a CPU, in one parallel region: the kernel is that of one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
 
-from halfbyte.dispatch.explain_gpu import GpuExplanation, explain_gpu
-from halfbyte.dispatch.roofline import Ceilings, Roofline, linear_roofline
+from halfbyte.dispatch.explain_gpu import GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
+from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.dispatch.rules import Choice, choose_linear
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.cpu import probe, runtime
+from halfbyte.kernels.cpu import grouped, probe, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
@@ -42,11 +45,7 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         problem, roof = self.problem, self.roofline
         return {
-            "m": problem.m,
-            "n": problem.n,
-            "k": problem.k,
-            "format": str(problem.format),
-            "dtype": str(problem.dtype).removeprefix("torch."),
+            **shape_json(problem),
             "activation": problem.activation,
             "machine": machine().cpu,
             "isa": self.isa.name,
@@ -63,18 +62,16 @@ class Explanation:
 
     def __str__(self) -> str:
         problem, roof, taken = self.problem, self.roofline, self.choice.taken
-        dtype = str(problem.dtype).removeprefix("torch.")
         scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if taken.inner == "int8" else ""
         lines = [
-            f"linear  [{problem.m}, {problem.k}] x [{problem.n}, {problem.k}] {problem.format}, {dtype} activations",
+            shape_text(problem),
             f"machine  {machine().cpu}: {self.isa.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({runtime.name()})",
             f"kernel  {taken.inner}: {taken.summary}{scheme}",
             f"tiles  up to {self.tile[0]} rows x {self.tile[1] * self.isa.lanes} outputs",
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in ISAS if isa.missing()]
-        bits = 8 * self.weight_bytes / max(1, problem.n * problem.k)
-        lines.append(f"weight  {self.weight_bytes / 1e6:.2f} MB, {bits:.2f} bits an element")
+        lines.append(weight_text(problem, self.weight_bytes))
         if roof is not None:
             parts = f"memory {roof.memory_seconds * 1e3:.3f} ms, arithmetic {roof.compute_seconds * 1e3:.3f} ms"
             lines.append(f"roofline  {roof.seconds * 1e3:.3f} ms, bound by {roof.bound} ({parts}; ceilings measured just now)")
@@ -92,11 +89,14 @@ def explain(
     dtype: torch.dtype = torch.float32,
     compute: str = "auto",
     activation: str = "block",
+    experts: int | None = None,
     device: str = "cpu",
     measured: bool = True,
 ) -> Explanation | GpuExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
+    experts   instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
+              the rows are spread evenly over them
     device    "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
     measured  False: only the choice, without the second or so that probing and timing take
     """
@@ -105,11 +105,14 @@ def explain(
     fmt = as_format(format)
     if activation not in get_args(Activation):
         raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
+    if experts is not None and experts < 1:
+        raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}")
+    problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
     if device != "cpu":
-        return explain_gpu(Problem("linear", m, n, k, fmt, dtype, "float", activation), device, compute, measured=measured)  # type: ignore[arg-type]
+        return explain_gpu(problem, device, compute, measured=measured)
     isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)
-    problem = Problem("linear", m, n, k, fmt, dtype, choice.taken.compute, activation)  # type: ignore[arg-type]
+    problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]
     geo = cpu_tiles.geometry(fmt, (n, k))
     roof, seconds = None, None
     if measured and m and n and k:
@@ -117,9 +120,10 @@ def explain(
         seconds = _time(problem, choice)
         # Shared machines drift by the second: what it could do is the best of just before and just after.
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
-        roof = linear_roofline(m, n, k, geo.nbytes, dtype.itemsize, ceilings)
-    tile = isa.taking(m, choice.taken.inner).tile(max(1, m), choice.taken.inner, fmt.bits, geo.block)
-    return Explanation(problem, isa, threads, choice, tile, geo.nbytes, roof, seconds)
+        roof = roofline(problem, geo.nbytes, ceilings)
+    rows = -(-m // problem.experts)  # of one expert, the first of those with the most
+    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, fmt.bits, geo.block)
+    return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, roof, seconds)
 
 
 def _ceilings(choice: Choice, threads: int) -> Ceilings:
@@ -131,7 +135,9 @@ def _time(problem: Problem, choice: Choice) -> float:
     """Median seconds of a call, over copies of the weight that together exceed the last-level cache."""
     weight = torch.randn(problem.n, problem.k)
     codes = quantize(weight, problem.format) if problem.format.block != "tensor" else None
-    first = cpu_tiles.pack(codes or METHODS["absmax"](weight, problem.format, "weight")).data
+    matrix = cpu_tiles.pack(codes or METHODS["absmax"](weight, problem.format, "weight")).data
+    first = cpu_tiles.allocate(problem.experts * matrix.nbytes)
+    first.view(problem.experts, -1)[:] = matrix
     cache = machine().caches.l3 or 1 << 25
     copies = [first, *(first.clone() for _ in range(min(4 * cache, _MOST_BYTES) // max(1, first.nbytes)))]
     kernel = linear_kernel(problem.format, problem.n, problem.k, problem.dtype, choice.taken.inner, problem.activation)
@@ -140,7 +146,11 @@ def _time(problem: Problem, choice: Choice) -> float:
 
     def call() -> None:
         nonlocal turn
-        turn = (turn + 1) % len(copies)
-        kernel(x, copies[turn].data_ptr(), None, float("-inf"), float("inf"))
+        turn += 1
+        data = copies[turn % len(copies)]
+        if problem.op == "linear":
+            kernel(x, data.data_ptr(), None, float("-inf"), float("inf"))
+        else:  # other experts at each turn
+            grouped.run(kernel, x, [(turn * problem.m + row) % problem.experts for row in range(problem.m)], data, None)
 
     return measure(call, min_time=0.3).median

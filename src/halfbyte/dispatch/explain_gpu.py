@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu_linear, compute_of
-from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, linear_roofline
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu_linear, compute_of, triton_trouble
+from halfbyte.dispatch.gpu_grouped import choose_gpu_grouped
+from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu, gpu
+
+
+def shape_json(problem: Problem) -> dict[str, Any]:
+    """What was asked for."""
+    shape = {"m": problem.m, "n": problem.n, "k": problem.k} | ({} if problem.op == "linear" else {"experts": problem.experts})
+    return {"op": problem.op, **shape, "format": str(problem.format), "dtype": str(problem.dtype).removeprefix("torch.")}
+
+
+def shape_text(problem: Problem) -> str:
+    """The same on one line."""
+    experts = "" if problem.op == "linear" else f"{problem.experts} experts of "
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return f"{problem.op}  [{problem.m}, {problem.k}] x {experts}[{problem.n}, {problem.k}] {problem.format}, {dtype} activations"
+
+
+def weight_text(problem: Problem, nbytes: int) -> str:
+    """What the packed weight takes, of experts all of them."""
+    bits = 8 * nbytes / max(1, problem.experts * problem.n * problem.k)
+    return f"weight  {nbytes / 1e6:.2f} MB, {bits:.2f} bits an element"
 
 
 @dataclass(frozen=True)
@@ -40,11 +60,7 @@ class GpuExplanation:
     def to_json(self) -> dict[str, Any]:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
         return {
-            "m": problem.m,
-            "n": problem.n,
-            "k": problem.k,
-            "format": str(problem.format),
-            "dtype": str(problem.dtype).removeprefix("torch."),
+            **shape_json(problem),
             "compute": problem.compute,
             "activation": problem.activation,
             "machine": self.gpu.name,
@@ -63,10 +79,9 @@ class GpuExplanation:
 
     def __str__(self) -> str:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
-        dtype = str(problem.dtype).removeprefix("torch.")
         scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if problem.compute == "int8" else ""
         lines = [
-            f"linear  [{problem.m}, {problem.k}] x [{problem.n}, {problem.k}] {problem.format}, {dtype} activations",
+            shape_text(problem),
             f"machine  {self.gpu.name}: {self.gpu.arch}, {self.gpu.sms} multiprocessors, {self.gpu.l2 / 1e6:.0f} MB of L2",
         ]
         if taken is None:
@@ -77,8 +92,7 @@ class GpuExplanation:
             lines.append(f"expected  {taken.seconds * 1e6:.1f} us, {'measured by halfbyte tune' if taken.measured else 'predicted'}")
         lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
         lines.append(f"launcher  {self.launcher}")
-        bits = 8 * self.weight_bytes / max(1, problem.n * problem.k)
-        lines.append(f"weight  {self.weight_bytes / 1e6:.2f} MB, {bits:.2f} bits an element")
+        lines.append(weight_text(problem, self.weight_bytes))
         parts = f"memory {roof.memory_seconds * 1e6:.1f} us, arithmetic {roof.compute_seconds * 1e6:.1f} us"
         lines.append(f"roofline  {roof.seconds * 1e6:.1f} us, bound by {roof.bound} ({parts}; ceilings from the GPU's clocks)")
         if self.measured:
@@ -97,18 +111,31 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     """`device` is "cuda", "cuda:1", or the architecture of a GPU that is not here, of which nothing is measured."""
     absent = device in GPUS
     found = GPUS[device] if absent else gpu(_index(device))
-    problem = Problem("linear", problem.m, problem.n, problem.k, problem.format, problem.dtype, compute_of(compute), problem.activation)
+    problem = replace(problem, compute=compute_of(compute))
     if not (problem.m and problem.n and problem.k):
         raise ArgumentError(f"there is no kernel to explain for m={problem.m}, n={problem.n}, k={problem.k}: no size may be 0")
-    choice = choose_gpu_linear(problem, found)
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    choice = _choose(problem, found)
+    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half
-    roof = linear_roofline(problem.m, problem.n, problem.k, geo.nbytes, problem.dtype.itemsize, Ceilings(ceilings.bandwidth, rate))
+    roof = roofline(problem, nbytes, Ceilings(ceilings.bandwidth, rate))
     seconds = None
     if measured and not absent and choice.taken is not None:
         seconds = _time(problem, found, choice.taken, torch.device("cuda", _index(device)))
-    return GpuExplanation(problem, found, choice, "the GPU is not here" if absent else launcher(_index(device)), geo.nbytes, roof, seconds)
+    how = "the GPU is not here" if absent else launcher(_index(device))
+    return GpuExplanation(problem, found, choice, how, problem.experts * nbytes, roof, seconds)
+
+
+def _choose(problem: Problem, gpu: Gpu) -> GpuChoice:
+    if problem.op == "linear":
+        return choose_gpu_linear(problem, gpu)
+    if problem.compute != "float":
+        raise UnsupportedError(
+            f"experts are multiplied in floating point on GPUs, got compute={problem.compute!r}: use 'float', or the CPU"
+        )
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
+    return choose_gpu_grouped(problem, gpu)
 
 
 def _index(device: str) -> int:
@@ -123,8 +150,6 @@ def _index(device: str) -> int:
 
 def launcher(index: int) -> str:
     """How eager calls on cuda:`index` reach their kernels, and if not the short way, why."""
-    from halfbyte.dispatch.gpu import triton_trouble
-
     if (trouble := triton_trouble()) is not None:
         return f"none: {trouble}"
     from halfbyte.kernels.gpu import direct
@@ -135,9 +160,10 @@ def launcher(index: int) -> str:
 
 
 def _time(problem: Problem, gpu: Gpu, taken: GpuOption, device: torch.device) -> float:
-    from halfbyte.dispatch.measure import linear_launches
+    from halfbyte.dispatch.measure import grouped_launches, linear_launches
     from halfbyte.kernels.gpu.clock import graph_times
 
     with torch.cuda.device(device):
-        launches = linear_launches(problem, gpu, taken.candidate, taken.config, device)
+        make = linear_launches if problem.op == "linear" else grouped_launches
+        launches = make(problem, gpu, taken.candidate, taken.config, device)
         return graph_times({"it": launches})["it"].median

@@ -63,8 +63,30 @@ def linear_launches(
     return [partial(candidate.module.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
 
 
+def grouped_launches(
+    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
+) -> list[Callable[[], object]]:
+    """The same for experts, to which the rows are sent evenly; other ones at each launch."""
+    from halfbyte.kernels.gpu.clock import copies
+
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    x = torch.randn(problem.m, problem.k, device=device).to(problem.dtype)
+    out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
+    count = copies(min(problem.m, problem.experts) * geo.nbytes, gpu.l2)
+    stacks = -(-count * min(problem.m, problem.experts) // problem.experts)
+    weights = [torch.cat([random_matrix(geo, device) for _ in range(problem.experts)]) for _ in range(max(1, stacks))]
+    rows = torch.arange(problem.m, device=device)
+    ids = [(turn * problem.m + rows) % problem.experts for turn in range(count)]
+    return [partial(candidate.module.launch, problem, config, x, weights[i % len(weights)], each, out, None) for i, each in enumerate(ids)]
+
+
 def random_sections(geo: gpu_tiles.Geometry, device: torch.device) -> gpu_tiles.Views:
     """A packed weight of random codes and sound scales."""
+    return gpu_tiles.views(random_matrix(geo, device), geo)
+
+
+def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor:
+    """The same as bytes."""
     data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
     sections = gpu_tiles.views(data, geo)
     sections.scale.copy_(torch.rand(sections.scale.shape, device=device) * 1e-2 + 1e-3)
@@ -72,4 +94,4 @@ def random_sections(geo: gpu_tiles.Geometry, device: torch.device) -> gpu_tiles.
         sections.zero.copy_(torch.rand(sections.zero.shape, device=device) * 1e-2)
     elif sections.zero is not None:
         sections.zero.bitwise_and_((1 << geo.format.bits) - 1)
-    return sections
+    return data

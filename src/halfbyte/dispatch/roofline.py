@@ -34,9 +34,11 @@ class Roofline(NamedTuple):
         return "memory" if self.memory_seconds >= self.compute_seconds else "arithmetic"
 
 
-def linear_roofline(m: int, n: int, k: int, weight_bytes: int, element_bytes: int, ceilings: Ceilings) -> Roofline:
-    """Of x [m, k] times a weight of `weight_bytes`: weights, activations and outputs move once, 2mnk operations are done."""
-    nbytes = weight_bytes + element_bytes * m * (k + n)
+def roofline(problem: Problem, matrix_bytes: int, ceilings: Ceilings) -> Roofline:
+    """Weights of `matrix_bytes` (of experts those that rows are sent to, spread evenly), activations and outputs move once, 2mnk operations
+    are done."""
+    m, n, k = problem.m, problem.n, problem.k
+    nbytes = min(max(m, 1), problem.experts) * matrix_bytes + problem.dtype.itemsize * m * (k + n)
     operations = 2 * m * n * k
     return Roofline(nbytes, operations, nbytes / ceilings.bandwidth, operations / ceilings.operations)
 

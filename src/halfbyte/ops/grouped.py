@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
+from halfbyte.dispatch.gpu_grouped import gpu_options
 from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
@@ -206,14 +207,6 @@ def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...],
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
     _kept[key] = _Kept(module, config, None if isinstance(replay, str) else replay)
-
-
-def gpu_options(problem: Problem, here: Gpu) -> list[tuple[Any, Any]]:
-    """The files of kernels that can solve `problem`, each with its configs, the best guess first."""
-    from halfbyte.kernels.gpu import grouped, grouped_dequantized
-
-    files = (grouped_dequantized, grouped)
-    return [(file, config) for file in files if file.supports(problem, here) is None for config in file.configs(problem, here)]
 
 
 class _GroupedLinear(torch.autograd.Function):
