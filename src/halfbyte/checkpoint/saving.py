@@ -24,6 +24,7 @@ from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.forms import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.static import Calibrated, calibrated
 
@@ -39,6 +40,8 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     it was if anything goes wrong: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a
     tensor without data).
     """
+    if is_parallel(model):
+        raise UnsupportedError(PARTS_ONLY)
     plain: dict[str, Tensor] = {}
     modules: dict[str, QuantModule] = {}
     tied: dict[str, str] = {}

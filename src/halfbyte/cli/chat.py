@@ -25,6 +25,10 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.json:
         raise UnsupportedError("chat has no --json, which is one document: use generate --json")
+    from halfbyte.integrations.tensor_parallel import rank_and_count
+
+    if rank_and_count()[1] > 1:
+        raise UnsupportedError("chat runs in one process, and torchrun started several: use generate")
     model, tokenizer, settings = open_asked(args)
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")

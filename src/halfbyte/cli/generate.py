@@ -49,8 +49,8 @@ def asked_dtype(args: argparse.Namespace) -> Any:
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
-def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    """(model, tokenizer, settings of `generate`) that the arguments ask for."""
+def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer, settings of `generate`) that the arguments ask for; `mesh` of the processes that share the model."""
     if args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if not 0 <= args.temperature < float("inf"):
@@ -62,7 +62,7 @@ def open_asked(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from halfbyte.nn.convert import Config
 
     config = None if args.format is None else Config(args.format)
-    model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args))
+    model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh)
     if args.compile and not args.quiet:
         print("the decoding step is compiled first, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)
@@ -83,17 +83,30 @@ def check_device(name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model, tokenizer, settings = open_asked(args)
+    """All processes that torchrun starts write the same text; the first prints it."""
+    check_device(args.device)
+    from halfbyte.integrations.tensor_parallel import processes, rank_and_count
 
+    rank, count = rank_and_count()
+    args.quiet = args.quiet or rank > 0
+    with processes(args.device) as (mesh, args.device):
+        return _run(args, open_asked(args, mesh), rank, count)
+
+
+def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
     from halfbyte.integrations.text import generate
 
+    model, tokenizer, settings = opened
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if not prompt["input_ids"].shape[1]:
         raise ArgumentError(f"the prompt {args.prompt!r} has no tokens: write some text")
-    if not args.json:
+    shown = rank == 0 and not args.json
+    if shown:
         show(args.prompt)
-    done = generate(model, tokenizer, prompt, (lambda text: None) if args.json else show, **settings)
-    facts = {**measured(done), **sizes(model, args.device)}
+    done = generate(model, tokenizer, prompt, show if shown else (lambda text: None), **settings)
+    facts = {**measured(done), **sizes(model, args.device), "processes": count}
+    if rank > 0:
+        return 0
     if args.json:
         print_json({"model": str(args.model), "prompt": args.prompt, "text": done.text, **facts})
         return 0
@@ -131,6 +144,7 @@ def in_words(facts: dict[str, Any]) -> str:
         f"{facts['new_tokens']} new, {facts['decode_tokens_per_second']:.1f}/s",
     ]
     if "weight_bytes" in facts:
-        parts.append(f"weights {size_text(facts['weight_bytes'])}")
+        each = f" in each of {facts['processes']} processes" if facts.get("processes", 1) > 1 else ""
+        parts.append(f"weights {size_text(facts['weight_bytes'])}{each}")
         parts += [f"peak memory {size_text(peak)}"] if (peak := facts["peak_memory_bytes"]) is not None else []
     return "; ".join(parts)

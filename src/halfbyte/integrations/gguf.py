@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,18 +12,26 @@ from torch import nn
 from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.checkpoint.gguf_model import open_gguf
 from halfbyte.checkpoint.loading import fill
+from halfbyte.checkpoint.parts import Sharing, device_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-def load_gguf(path: str | PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, Any]:
+def load_gguf(
+    path: str | PathLike[str], device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, mesh: DeviceMesh | None = None
+) -> tuple[nn.Module, Any]:
     """(model, tokenizer) from a GGUF file, with the codes and scales that are in it.
 
     dtype  that the model computes in; without one that of the file's matrices which are not quantized, or else float32
+    mesh   of processes that share the model; see `load`
 
     The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, cut short,
     or holds a model of another architecture.
     """
     source = Path(path)
-    model = fill(open_gguf(source, dtype), device)
+    sharing = None if mesh is None else Sharing(mesh)
+    model = fill(open_gguf(source, dtype), device_of(mesh, device), sharing=sharing)
     tokenizer = gguf_tokenizer.load(source)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and tokenizer is not None:

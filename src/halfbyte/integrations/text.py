@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -28,6 +28,10 @@ from halfbyte.io.safetensors import load_json
 from halfbyte.nn.convert import Config
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.parallel import is_parallel, parallelize_, whole_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _CACHE_STEP = 64  # tokens
 _SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -62,12 +66,15 @@ class Generated:
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
 
 
-def open_model(path: Path, device: str = "cpu", config: Config | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def open_model(
+    path: Path, device: str = "cpu", config: Config | None = None, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
+) -> tuple[Any, Any]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
     config  what to quantize of a float model as it loads
     dtype   that the model computes in. Without one: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU
             what config.json says, and bfloat16 for a .gguf file
+    mesh    of processes that share the model, each on its own `device`
 
     Nothing is looked up in the network, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
     """
@@ -80,7 +87,7 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None, dt
 
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16)
+        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, mesh=mesh)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return ready(model, device, dtype), tokenizer
@@ -90,11 +97,13 @@ def open_model(path: Path, device: str = "cpu", config: Config | None = None, dt
     if SECTION in described or settings_of(path, described):
         if config is not None:
             raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model = _open_quantized(path, described, device, dtype)
+        model = _open_quantized(path, described, device, dtype, mesh)
     else:
         model = _from_pretrained(path, dtype, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
+    if mesh is not None and not is_parallel(model):
+        parallelize_(model, mesh)
     return ready(model, device, dtype), open_tokenizer(path)
 
 
@@ -126,7 +135,7 @@ def generate(
 
     Raises ArgumentError for tokens that the model does not have.
     """
-    known_tokens: int = model.get_input_embeddings().weight.shape[0]
+    known_tokens = whole_rows(model.get_input_embeddings())
     if (largest := int(prompt["input_ids"].max())) >= known_tokens:
         raise ArgumentError(f"the prompt has token {largest}, the model {known_tokens} tokens: its tokenizer is another model's")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
@@ -179,11 +188,11 @@ class _Clock(TextStreamer):
         self._show(text)
 
 
-def _open_quantized(path: Path, described: Mapping[str, Any], device: str, dtype: torch.dtype | None) -> Any:
+def _open_quantized(path: Path, described: Mapping[str, Any], device: str, dtype: torch.dtype | None, mesh: DeviceMesh | None) -> Any:
     section = described.get("quantization_config")
     if SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
         return _from_pretrained(path, dtype)
-    return checkpoint.load(path, device)
+    return checkpoint.load(path, device, mesh=mesh)
 
 
 def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> Any:

@@ -27,9 +27,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
-from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
+from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.convert import (
@@ -46,6 +47,7 @@ from halfbyte.nn.convert import (
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts, collapse_, expand_, expanded
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 
 
@@ -104,6 +106,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
+        self._shared: dict[str, str] | None = None  # the plan by which processes share the model
 
     # What transformers asks
 
@@ -129,6 +132,10 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        if plan is model.tp_plan and tensor_parallel.is_asked(model):
+            self._shared = tensor_parallel.take_over(plan)
 
     # Before the weights are read
 
@@ -226,6 +233,8 @@ class HalfbyteQuantizer(HfQuantizer):
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)
+        if self._shared is not None:
+            tensor_parallel.share_(model, self._shared)
 
     def _take_codes(self, model: Any) -> None:
         for name in self.quantization_config.modules:
@@ -272,6 +281,8 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to write: tied codes once, and with each weight's the guard. The config is brought up to date."""
+        if is_parallel(model):
+            raise UnsupportedError(PARTS_ONLY)
         self.quantization_config.modules = modules = self._modules(model)
         state = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):

@@ -37,6 +37,7 @@ from halfbyte.nn.report import size_text, table
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+PARTS_ONLY = "each process has a part of the model, and none the whole that would be saved: load it without a mesh and save that"
 _REPORT = "_halfbyte_parallel_report"
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -88,6 +89,13 @@ def part_of(module: nn.Module) -> Part | None:
     """What a module is a part of; None where it is whole."""
     found = getattr(module, PART, None)
     return found if isinstance(found, Part) else None
+
+
+def whole_rows(module: nn.Module) -> int:
+    """The rows of a module's weight (an embedding's vocabulary) in all processes together."""
+    part, weight = part_of(module), module.weight
+    assert isinstance(weight, Tensor)
+    return part.size if part is not None and part.cut.along == "outputs" else weight.shape[0]
 
 
 def is_parallel(model: nn.Module) -> bool:

@@ -1,0 +1,92 @@
+"""Models shared by several processes, as torchrun starts them and as transformers asks for them.
+
+    torchrun --nproc-per-node 2 -m halfbyte.cli generate small --prompt "Once"
+
+    model = AutoModelForCausalLM.from_pretrained("small", tp_plan="auto")
+
+What is cut how is decided in `nn/parallel_plan.py`. transformers would cut parameters as it reads them, which packed weights are not: its
+plan is taken from it, and applied when the model is whole. `halfbyte.load(folder, mesh=mesh)` never has a whole model in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.nn.parallel import parallelize_
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def rank_and_count() -> tuple[int, int]:
+    """Of this process among those that torchrun started; (0, 1) where it did not."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
+    """(mesh of all processes, this one's device) while they work together; (None, device) for one process alone."""
+    _, count = rank_and_count()
+    if count == 1:
+        yield None, device
+        return
+    kind = torch.device(device).type
+    if kind != "cpu":
+        local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= there:
+            raise ArgumentError(f"process {local} of this machine needs a GPU of its own, got {there} GPUs: start as many processes")
+        torch.cuda.set_device(local)
+        device = f"{kind}:{local}"
+    distributed.init_process_group("gloo" if kind == "cpu" else "nccl", device_id=None if kind == "cpu" else torch.device(device))
+    from torch.distributed.device_mesh import init_device_mesh  # which a torch without processes lacks
+
+    try:
+        yield init_device_mesh(kind, (count,)), device
+    finally:
+        distributed.destroy_process_group()
+
+
+# transformers
+
+
+def is_asked(model: Any) -> bool:
+    """Whether `from_pretrained` was told to share the model. Raises UnsupportedError for ways of sharing other than rows and columns."""
+    config = getattr(model.config, "distributed_config", None)
+    if config is None:
+        return False
+    sizes = {name: getattr(config, f"{name}_size", 1) for name in ("pp", "dp", "fsdp", "ep")}
+    if others := [name for name, size in sizes.items() if (size or 1) > 1]:
+        raise UnsupportedError(f"a quantized model is shared by tensor parallelism alone, got {others[0]}_size {sizes[others[0]]}")
+    if (getattr(config, "tp_size", 1) or 1) == 1:
+        return False
+    if isinstance(config.tp_plan, dict):
+        raise UnsupportedError(
+            'from_pretrained takes tp_plan="auto" for a quantized model: use halfbyte.load(folder, mesh=mesh, plan=plan)'
+        )
+    return True
+
+
+def take_over(plan: dict[str, str]) -> dict[str, str]:
+    """Takes a plan from transformers: what it gets back lets it do nothing."""
+    mine = dict(plan)
+    plan.update(dict.fromkeys(plan, "replicate"))
+    return mine
+
+
+def share_(model: Any, plan: dict[str, str]) -> None:
+    """Leaves of a model that transformers has loaded whole this process's part."""
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        raise UnsupportedError("this version of transformers has no mesh to ask for: use halfbyte.load(folder, mesh=mesh)")
+    for module in model.modules():
+        if isinstance(module, nn.Module) and getattr(module, "_is_hooked", False):
+            vars(module).pop("forward", None)  # transformers', which does nothing
+    model.tp_plan = plan
+    parallelize_(model, manager.get_mesh("tp"))

@@ -1,0 +1,116 @@
+"""Models that several processes share, on gloo: what one process computes, each with a part of the weights (parallel_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.cli.main import main
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="torch has no gloo here")
+
+import parallel_worker  # noqa: E402
+from language_model import make_language_model  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def build(architecture: str, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, **sizes})
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # of the usual size, biases too, so that what is lost shows
+            parameter.normal_(0, parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 4)
+    return model
+
+
+def write(folder: Path) -> None:
+    """The models that the processes load."""
+    llama = {"intermediate_size": 112, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    build("Llama", **llama).save_pretrained(folder / "float")
+    for name, fmt in parallel_worker.FORMATS.items():
+        config = hb.Config(fmt, compute="float", skip=["model.layers.1.mlp.up_proj"])
+        hb.save(hb.quantize_(build("Llama", **llama), config), folder / name)
+    experts = hb.Config("int4_g8", compute="float")
+    mixtral = build("Mixtral", intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
+    hb.save(hb.quantize_(mixtral, experts), folder / "mixtral")
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16, "intermediate_size": 32}
+    hb.save(hb.quantize_(build("Qwen3Moe", **sparse), hb.Config("int8_g24", compute="float")), folder / "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each process says of each scenario."""
+    folder = tmp_path_factory.mktemp("run")
+    for model in models.iterdir():
+        (folder / model.name).symlink_to(model, target_is_directory=True)
+    run_processes(request.param, [str(Path(parallel_worker.__file__)), "{rank}", str(request.param), str(folder)])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+def run_processes(count: int, command: list[str], environment: dict[str, str] | None = None) -> list[tuple[str, str]]:
+    """(stdout, stderr) of `count` processes that run together, none of them forever."""
+    source = str(Path(hb.__file__).parent.parent)
+    everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    started = []
+    for rank in range(count):
+        mine = {**everywhere, **{key: value.format(rank=rank) for key, value in (environment or {}).items()}}
+        arguments = [argument.format(rank=rank) for argument in command]
+        started.append(subprocess.Popen([sys.executable, *arguments], env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        return [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize("name", parallel_worker.SCENARIOS)
+def test_processes_share_a_model(outcomes: list[dict[str, str]], name: str) -> None:
+    for rank, said in enumerate(outcomes):
+        assert name in said, f"process {rank} ended before: {said}"
+        assert not said[name], f"process {rank}: {said[name]}"
+
+
+def test_generate_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first process alone prints, and what one process would."""
+    folder = make_language_model(tmp_path / "model")
+    command = ["generate", str(folder), "--format", "q8_0", "--prompt", "the quick", "--max-new-tokens", "8"]
+    assert main(command) == 0
+    alone = capsys.readouterr().out
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (first, said), (second, _) = run_processes(2, ["-m", "halfbyte.cli", *command], torchrun)
+    assert alone.startswith("the quick")
+    assert first == alone
+    assert not second
+    assert "in each of 2 processes" in said
