@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.nn.integer import Dequantize, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 
 
 class Residual(nn.Module):
@@ -75,6 +75,56 @@ def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
     assert found.count(IntegerLinear) == 1
     assert nn.BatchNorm2d not in found
     assert nn.ReLU not in found
+
+
+def lines(count: int) -> Tensor:
+    return torch.randn(count, 3, 120)
+
+
+def network_of_lines() -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv1d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.MaxPool1d(3, 2, 1),
+        nn.Conv1d(16, 32, 3, padding="same", dilation=2, groups=2), nn.ReLU6(), nn.Dropout1d(), nn.Conv1d(32, 32, 5, 1, 2, groups=32),
+        nn.AvgPool1d(2, 1, 1), nn.Conv1d(32, 8, 1), nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    for _ in range(3):
+        model(lines(8))
+    return model.eval()
+
+
+def test_a_network_of_lines_is_on_codes_too(tmp_path: Path) -> None:
+    model, x = network_of_lines(), lines(4)
+    quantized = on_codes(model, [lines(8) for _ in range(2)])
+    with torch.no_grad():
+        assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
+    assert notes(quantized) == ("1 batch norms were folded into the layers before them",)
+    found = kinds(quantized)
+    assert found.count(Quantize) == found.count(Dequantize) == 1
+    assert found.count(IntegerConv1d) == 4
+    assert hb.report(quantized).rows[0].kind == "Conv1d"
+    hb.save(quantized, tmp_path / "a")
+    for floats in (network_of_lines(), network_of_lines().to("meta")):
+        assert torch.equal(hb.load(tmp_path / "a", model=floats)(x), quantized(x))
+
+
+def test_a_convolution_of_lines_is_that_of_images_of_one_line() -> None:
+    for module in (
+        nn.Conv1d(8, 16, 5, 3, 2, 2),
+        nn.Conv1d(8, 16, 3, padding="same", dilation=3),
+        nn.Conv1d(8, 8, 3, padding="valid", groups=8),
+    ):
+        x = torch.randn(2, 8, 40)
+        made = on_codes(nn.Sequential(module).eval(), [x])
+        layer = next(m for m in made.modules() if isinstance(m, IntegerConv1d))
+        codes = Quantize(layer.source)(x)
+        side = {(2,): 2, "same": 3, "valid": 0}[module.padding]
+        window = {"stride": (1, module.stride[0]), "padding": (0, side), "dilation": (1, module.dilation[0])}
+        wanted = hb.qconv2d(
+            codes.unsqueeze(2), layer.packed, module.bias, **window, in_scale=layer.source.step, in_zero=layer.source.zero,
+            out_scale=layer.result.step, out_zero=layer.result.zero, clamp=layer.clamp,
+        )  # fmt: skip
+        assert torch.equal(layer(codes), wanted.squeeze(2))
 
 
 def test_what_has_no_codes_runs_in_floating_point_and_is_named() -> None:

@@ -134,7 +134,7 @@ class IntegerModule(QuantModule):
 
 
 class IntegerConv2d(IntegerModule):
-    """A convolution of codes."""
+    """A convolution of codes [B, C, H, W]."""
 
     kind = "Conv2d"
 
@@ -150,6 +150,15 @@ class IntegerConv2d(IntegerModule):
     def extra_repr(self) -> str:
         out, channels, kh, kw = self.packed.shape
         return f"{channels * self.packed.sizes.groups}, {out}, kernel_size=({kh}, {kw}), clamp={self.clamp}, format={self.packed.format}"
+
+
+class IntegerConv1d(IntegerConv2d):
+    """The same of lines [B, C, L]: images of one line."""
+
+    kind = "Conv1d"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
 
 class IntegerLinear(IntegerModule):

@@ -19,10 +19,9 @@ from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.problem import Window
 from halfbyte.nn.batchnorm import fold_batch_norms_
 from halfbyte.nn.forms import kind_of, pack_weight, quantize_weight
-from halfbyte.nn.integer import MOST, AveragePool, Dequantize, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+from halfbyte.nn.integer import MOST, AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.ops import conv
 
@@ -31,9 +30,11 @@ PERCENTILE = 0.9999
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
-_SAME = (nn.Dropout, nn.Dropout2d, nn.Identity)  # in evaluation
+_SAME = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)  # in evaluation
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
-_MAX_POOLS = (nn.functional.max_pool2d, torch.max_pool2d)
+_MAX_POOLS = (nn.functional.max_pool1d, nn.functional.max_pool2d, torch.max_pool1d, torch.max_pool2d)
+_AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+_Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 _ADDS = (operator.add, operator.iadd, torch.add)
 _RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
 
@@ -47,7 +48,7 @@ class LayerWeight(NamedTuple):
 
 
 # What a layer is made of, by its name; or why it stays in floating point.
-Weights = Callable[[str, "nn.Conv2d | nn.Linear"], LayerWeight | str]
+Weights = Callable[[str, _Layer], LayerWeight | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
             f"{type(model).__name__} has no result {min(odd)}, which the network on codes has: pass the model it was made of"
         )
 
-    def zeros(name: str, layer: nn.Conv2d | nn.Linear) -> LayerWeight | str:
+    def zeros(name: str, layer: _Layer) -> LayerWeight | str:
         if name in made_from.floats:
             return ""
         bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype)
@@ -238,7 +239,7 @@ class _Rewriter:
         make, reason = self._maker(node, module), ""
         if make is not None and node.name in self.scales:
             layer = None
-            if isinstance(module, nn.Conv2d | nn.Linear):
+            if isinstance(module, _Layer):
                 layer = self.weights(str(node.target), module)
                 if isinstance(layer, str):
                     self.floats.append(str(node.target))
@@ -263,7 +264,7 @@ class _Rewriter:
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """What makes a node on codes; None where there is no such thing."""
         target = node.target
-        if isinstance(module, nn.Conv2d) and module.padding_mode == "zeros":
+        if isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode == "zeros":
             return self._convolution
         if isinstance(module, nn.Linear):
             return self._linear
@@ -274,9 +275,9 @@ class _Rewriter:
             return self._relu
         if isinstance(module, nn.Flatten) or target in _SHAPES:
             return self._as_it_is
-        if isinstance(module, nn.MaxPool2d) or target in _MAX_POOLS:
+        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d) or target in _MAX_POOLS:
             return self._largest
-        if isinstance(module, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+        if isinstance(module, _AVERAGE_POOLS):
             return self._average
         if target is torch.cat:
             return self._concatenation
@@ -292,12 +293,11 @@ class _Rewriter:
                 return scale, (scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST), users
         return self.scales[node.name], (-128, MOST), []
 
-    def _convolution(self, node: fx.Node, layer: tuple[nn.Conv2d, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
+    def _convolution(self, node: fx.Node, layer: tuple[nn.Conv1d | nn.Conv2d, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
-        kernel = module.kernel_size[0], module.kernel_size[1]
-        moves = Window.from_numbers(conv.written_moves(kernel, module.stride, module.padding, module.dilation))
-        settings = {"moves": moves, "dtype": module.weight.dtype, "error": weight.error}
-        made = IntegerConv2d(weight.packed, weight.bias, source, result, clamp, **settings)  # type: ignore[arg-type]
+        settings = {"moves": conv.module_moves(module), "dtype": module.weight.dtype, "error": weight.error}
+        form = IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
+        made = form(weight.packed, weight.bias, source, result, clamp, **settings)  # type: ignore[arg-type]
         return self._call(node, made, x), result, covers
 
     def _linear(self, node: fx.Node, layer: tuple[nn.Linear, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:

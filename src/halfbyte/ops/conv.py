@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -111,7 +111,10 @@ def conv1d(
 ) -> Tensor:
     """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of one line, with a kernel (1, Kw)."""
     if not isinstance(padding, str):
-        padding = ((0, 0), (padding, padding) if isinstance(padding, int) else tuple(_flat(padding)) * (2 // len(_flat(padding))))
+        sides = [padding] if isinstance(padding, int) else _flat(padding)
+        if len(sides) not in (1, 2):
+            raise ArgumentError(f'padding of a line is one number, (left, right), "same" or "valid", got {padding!r}')
+        padding = (0, 0), (sides[0], sides[-1])
     if (residual := more.get("residual")) is not None:
         more["residual"] = residual.unsqueeze(-2)
     return conv2d(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **more).squeeze(-2)
@@ -170,6 +173,13 @@ def _pair(value: _Sizes, what: str) -> tuple[int, int]:
     if len(pair) != 2:
         raise ArgumentError(f"{what} is one number or (height, width), got {value!r}")
     return pair[0], pair[1]
+
+
+def module_moves(module: nn.Conv1d | nn.Conv2d) -> Window:
+    """How a module's kernel moves; one of lines over images of one line."""
+    kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
+    padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
+    return Window.from_numbers(written_moves(kernel, stride, padding, dilation))
 
 
 def _flat(value: Sequence[Any]) -> list[int]:
