@@ -6,6 +6,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.nn.fake_quantized import check_not_in_training
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
@@ -16,10 +17,11 @@ def fold_batch_norms_(model: nn.Module) -> list[tuple[str, str]]:
     The norm becomes nn.Identity. Only pairs are folded where the norm alone reads the layer's result and both are used once, so in
     evaluation the model computes the same. Call it before `quantize_`, and before `load` on a model that is passed to it.
 
-    Raises ArgumentError for a model in training mode, UnsupportedError for one that torch.fx cannot trace.
+    Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
     """
     if model.training:
         raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
+    check_not_in_training(model)
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:

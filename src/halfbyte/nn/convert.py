@@ -22,7 +22,7 @@ from halfbyte.layouts.convolution import channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
 from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
-from halfbyte.nn.fake_quantized import FakeQuantized
+from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import QuantModule, check_compute
 from halfbyte.nn.report import Report, Row
@@ -368,8 +368,7 @@ def check_in_place(model: nn.Module) -> None:
     """Raises ArgumentError for a model whose modules cannot be replaced, or are in training for it already."""
     if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
-    if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
-        raise ArgumentError(f"{name} is in training for its quantized form already: call convert_qat_ first")
+    check_not_in_training(model)
 
 
 def check_calibration(method: str, given: bool) -> None:

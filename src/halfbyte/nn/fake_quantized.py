@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.conv_reference import patches
@@ -148,6 +149,12 @@ class FakeQuantConv1d(_FakeQuantConvolution, nn.Conv1d):
 
 class FakeQuantConv2d(_FakeQuantConvolution, nn.Conv2d):
     """nn.Conv2d that computes as QuantConv2d will."""
+
+
+def check_not_in_training(model: nn.Module) -> None:
+    """Raises ArgumentError for a model with a module that trains for its codes: what changes weights or modules would spoil it."""
+    if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
+        raise ArgumentError(f"{name} is in training for its quantized form: call this before prepare_qat_, or convert_qat_ first")
 
 
 FORMS: dict[str, type[FakeQuantized]] = {

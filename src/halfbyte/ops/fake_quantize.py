@@ -178,7 +178,7 @@ def _fake_quantize_activation(x: Tensor, block: int, activation: str) -> Tensor:
 @torch.library.custom_op("halfbyte::fake_quantize_images", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _fake_quantize_images(x: Tensor) -> Tensor:
     q, scale = quantized_images(x)
-    return (q * scale.view(-1, 1, 1, 1)).to(x.dtype)
+    return (q * scale.view(-1, 1, 1, 1)).to(x.dtype).contiguous()  # as its fake says
 
 
 @_fake_quantize_activation.register_fake
