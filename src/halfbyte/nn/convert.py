@@ -267,14 +267,14 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
     for name, fmt in decisions.items():
         if (
             isinstance(fmt, Format)
-            and isinstance(model.get_submodule(name), nn.Conv2d | nn.Linear)
+            and isinstance(model.get_submodule(name), nn.Conv1d | nn.Conv2d | nn.Linear)
             and (fmt.zero != "none" or isinstance(fmt.block, int))
         ):
             raise ArgumentError(
                 f'activations="static" takes weights with a scale a channel or tensor and no zero, got {fmt} for {name}: use int8_channel'
             )
 
-    def weight_of(name: str, layer: nn.Conv2d | nn.Linear) -> LayerWeight | str:
+    def weight_of(name: str, layer: nn.Conv1d | nn.Conv2d | nn.Linear) -> LayerWeight | str:
         fmt = decisions[name]
         if isinstance(fmt, str):
             return fmt
