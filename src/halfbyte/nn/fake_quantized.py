@@ -12,10 +12,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.conv_reference import patches
-from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.forms import kind_of, quantize_weight
-from halfbyte.ops.conv import written_moves
+from halfbyte.ops.conv import module_moves
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
 from halfbyte.ops.images import depthwise
 from halfbyte.quantizers import given
@@ -132,11 +131,8 @@ class _FakeQuantConvolution(FakeQuantized):
 
     def _on_patches(self, images: Tensor, sizes: Filter, activation: str) -> Tensor:
         """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded for itself, so that all are written out: [groups, B, Ho, Wo, K]."""
-        stride, dilation = ((1, *sizes_)[-2:] for sizes_ in (self.stride, self.dilation))
-        padding = self.padding if isinstance(self.padding, str) else (0, *self.padding)[-2:]
-        window = Window.from_numbers(written_moves(sizes.kernel, stride, padding, dilation))
         block = sizes.matrix_format.block_size(sizes.k)
-        rows = fake_quantize_activation(patches(images, sizes, window), block, activation)  # type: ignore[arg-type]
+        rows = fake_quantize_activation(patches(images, sizes, module_moves(self)), block, activation)  # type: ignore[arg-type]
         weight = self.rounded_rows().reshape(sizes.out, sizes.taps, sizes.channels)
         weight = functional.pad(weight, (0, sizes.padded - sizes.channels)).reshape(sizes.groups, -1, sizes.k)
         y = torch.einsum("gbhwk,gnk->bgnhw", rows, weight.to(rows.dtype)).flatten(1, 2)
