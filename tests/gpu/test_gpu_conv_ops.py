@@ -18,7 +18,6 @@ from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS
 from halfbyte.ops import cuda, cuda_conv
-from halfbyte.ops.images import depthwise
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -43,6 +42,19 @@ def layer(format: str, channels: int, outputs: int, kernel: int, groups: int) ->
 def floats(x: Tensor, codes: hb.Codes, kernel: int, groups: int, stride: int, padding: int) -> Tensor:
     weight = hb.dequantize(hb.pack_conv(codes, kernel, groups)).double()
     return torch.nn.functional.conv2d(x.double(), weight, None, stride, padding, 1, groups)
+
+
+def integers(
+    x: Tensor, codes: hb.Codes, setting: tuple[str, int, int, int, int, int, int], bias: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """What a layer gives under compute="int8", float64, and how far a kernel may be from it. Depthwise layers stay in floating point."""
+    _, channels, outputs, size, groups, stride, padding = setting
+    kernel, window = (size, size), Window((stride, stride), (padding,) * 4)
+    if activation == "image" and groups < outputs:
+        return conv_reference.conv2d_of_images(x, codes, kernel, window, bias, groups)
+    how = ("float", "block") if groups == channels == outputs else ("int8", activation)
+    settings = (x, codes, kernel, window, bias, groups, *how)
+    return conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
 
 
 @on_gpu
@@ -150,15 +162,8 @@ def test_other_scales(setting: tuple[str, int, int, int, int, int, int], activat
     if activation == "image" and fmt != "int8_channel":
         pytest.skip("it takes weights with one scale")
     codes, packed = layer(fmt, channels, outputs, kernel, groups)
-    x, bias, window = torch.randn(2, channels, 13, 14) + 1, torch.randn(outputs), Window((stride, stride), (padding,) * 4)
-    if depthwise(packed.sizes):
-        expected = floats(x, codes, kernel, groups, stride, padding) + bias.double().view(1, -1, 1, 1)
-        error = conv_reference.error_bound(x, codes, (kernel, kernel), window, bias, groups)
-    elif activation == "image":
-        expected, error = conv_reference.conv2d_of_images(x, codes, (kernel, kernel), window, bias, groups)
-    else:
-        settings = (x, codes, (kernel, kernel), window, bias, groups, "int8", activation)
-        expected, error = conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
+    x, bias = torch.randn(2, channels, 13, 14) + 1, torch.randn(outputs)
+    expected, error = integers(x, codes, setting, bias, activation)
     y = hb.conv2d(x.cuda(), packed, bias.cuda(), stride, padding, compute="int8", activation=activation)
     assert reference.agrees(y.cpu(), expected, error).all()
 
@@ -175,22 +180,16 @@ def test_the_op_in_the_interpreter(
     monkeypatch.setattr(cuda, "on", lambda tensor: nullcontext())
     monkeypatch.setattr(cuda_conv, "gpu", lambda index: GPUS["sm_90"])
     monkeypatch.setattr(direct, "broken", lambda device: "there is no GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
+    if kernel == 1 and activation != "image":
+        pytest.skip("pixels go to linear layers' kernels")
     codes = hb.quantize_conv(torch.randn(outputs, channels // groups, kernel, kernel) * 0.1, fmt)
     packed = cuda_conv.pack(codes, convolution.filter_of(codes, (kernel, kernel), groups))
     x, bias, window = torch.randn(2, channels, 7, 8), torch.randn(outputs), Window((stride, stride), (padding,) * 4)
     compute = "auto" if activation == "image" else "int8"  # whoever asks for a scale of the image asks for integers
     arguments = (packed.name, packed.numbers, window.numbers, compute, activation, 0.0, 6.0)
-    if depthwise(packed.sizes):
-        expected = floats(x, codes, kernel, groups, stride, padding) + bias.double().view(1, -1, 1, 1)
-        error = conv_reference.error_bound(x, codes, (kernel, kernel), window, bias, groups)
-    elif activation == "image":
-        expected, error = conv_reference.conv2d_of_images(x, codes, (kernel, kernel), window, bias, groups)
-    elif stride * kernel == 2:
-        pytest.skip("pixels go to linear layers' kernels")
-    else:
-        settings = (x, codes, (kernel, kernel), window, bias, groups, "int8", activation)
-        expected, error = conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
+    expected, error = integers(x, codes, setting, bias, activation)
     residual = torch.randn(expected.shape)
     y = cuda_conv.conv2d(x, packed.data, bias, residual, *arguments)
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())

@@ -59,9 +59,11 @@ def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Con
     if padded_channels(problem.sizes) < 16 and geo.format.bits == 8:
         step = 32
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    # Sums and offsets of each block take registers: smaller tiles, and more threads where those have no more than 255 of them.
-    blockwise = activation == "block_offset" and geo.block_rows > 1
-    block_m, warps = 32 if blockwise or geo.format.bits == 4 else 64, 8 if blockwise and gpu.backend == "cuda" else 4
+    block_m, warps = 32 if geo.format.bits == 4 else 64, 4
+    if activation.endswith("_offset") and geo.block_rows > 1:  # what is kept of each block takes registers
+        block_m //= 2
+        if geo.format.bits == 8 and gpu.backend == "cuda":
+            warps = 8
     return (Config(64, block_m, step, 1 if gpu.backend == "hip" else 3, warps, 1, False, ptx),)
 
 
