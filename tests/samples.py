@@ -1,8 +1,27 @@
-"""Random codes for tests that need some and do not care how a quantizer makes them."""
+"""Random codes for tests that need some and do not care how a quantizer makes them, and formats of all kinds."""
 
 import torch
+from hypothesis import strategies as st
 
-from halfbyte.formats import Codes, Format
+from halfbyte.formats import PRESETS, Codes, Format
+
+formats = st.one_of(
+    st.builds(
+        Format,
+        st.sampled_from([4, 8]),
+        st.sampled_from([1, 3, 8, 20, 32, 33, 64, 65, 100, 128, 288, 300, 10**8, "channel", "tensor"]),
+        st.sampled_from(["none", "point", "offset"]),
+        st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    ),
+    st.sampled_from(list(PRESETS.values())),
+)
+
+
+def same_codes(a: Codes, b: Codes) -> bool:
+    """The same format, shape and bits, which dequantize() and a checkpoint are made of."""
+    mine, other = a.tensors(), b.tensors()
+    same = (a.format, a.shape, mine.keys()) == (b.format, b.shape, other.keys())
+    return same and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:

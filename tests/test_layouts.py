@@ -1,61 +1,62 @@
-"""The CPU weight layout: byte by byte against its text, and `unpack` as the exact inverse of `pack`."""
+"""The weight layouts: `unpack` as the exact inverse of `pack`; the CPU's byte by byte against its text."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import random_codes
+from samples import formats, random_codes, same_codes
 
 from halfbyte.errors import FormatError
-from halfbyte.formats import PRESETS, Codes, Format, as_format
-from halfbyte.layouts import cpu_tiles
+from halfbyte.formats import Codes, Format, as_format
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.layouts.cpu_tiles import NAME, geometry, pack, unpack
+from halfbyte.layouts.cpu_tiles import geometry, pack, unpack
 
-SCALES = (torch.float16, torch.bfloat16, torch.float32)
-formats = st.one_of(
-    st.builds(
-        Format,
-        st.sampled_from([4, 8]),
-        st.sampled_from([1, 3, 8, 20, 32, 33, 64, 100, 288, 300, "channel", "tensor"]),
-        st.sampled_from(["none", "point", "offset"]),
-        st.sampled_from(SCALES),
-    ),
-    st.sampled_from(list(PRESETS.values())),
-)
-shapes = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.integers(0, 70), st.integers(0, 330)).map(lambda s: (*s[0], s[1], s[2]))
+LAYOUTS = pytest.mark.parametrize("layout", [cpu_tiles, gpu_tiles], ids=lambda layout: layout.NAME)
+shapes = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.integers(0, 140), st.integers(0, 330)).map(lambda s: (*s[0], s[1], s[2]))
 
 
-def equal(a: Codes, b: Codes) -> bool:
-    """The same format, shape and bits, which dequantize() and a checkpoint are made of."""
-    mine, other = a.tensors(), b.tensors()
-    same = (a.format, a.shape, mine.keys()) == (b.format, b.shape, other.keys())
-    return same and all(torch.equal(mine[name], other[name]) for name in mine)
-
-
+@LAYOUTS
 @given(formats, shapes)
-def test_unpack_is_the_inverse_of_pack(fmt: Format, shape: tuple[int, ...]) -> None:
+def test_unpack_is_the_inverse_of_pack(layout: ModuleType, fmt: Format, shape: tuple[int, ...]) -> None:
     codes = random_codes(fmt, shape)
-    packed = pack(codes)
-    assert (packed.format, packed.shape, packed.layout, packed.data.dtype) == (fmt, shape, NAME, torch.uint8)
-    back = unpack(packed)
+    packed = layout.pack(codes)
+    assert (packed.format, packed.shape, packed.layout, packed.data.dtype) == (fmt, shape, layout.NAME, torch.uint8)
+    assert packed.data.numel() == layout.geometry(fmt, shape).nbytes
+    back = layout.unpack(packed)
     if math.prod(shape):
-        assert equal(back, codes)
+        assert same_codes(back, codes)
     else:  # nothing is stored of a weight without elements, not even the one scale of a tensor
         assert torch.equal(back.data, codes.data)
         assert back.scale.shape == codes.scale.shape
 
 
+@LAYOUTS
 @pytest.mark.parametrize("name", ["q4_0", "int4_g20_zp", "int8_g300_offset", "int8_channel_zp", "int4_tensor"])
-def test_large_weights_go_through_in_several_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_go_through_in_several_pieces(layout: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = random_codes(as_format(name), (5, 33, 301))
-    whole = pack(codes).data
-    monkeypatch.setattr(cpu_tiles, "_CHUNK_ELEMENTS", 2 * 32 * 301)  # two panels at a time; 165 rows are six
-    packed = pack(codes)
+    whole = layout.pack(codes).data
+    # Two panels at a time: 165 rows are six of 32, or three of 64.
+    monkeypatch.setattr(layout, "_CHUNK_ELEMENTS", 2 * 32 * 301 if layout is cpu_tiles else 2 * 64 * 512)
+    packed = layout.pack(codes)
     assert torch.equal(packed.data, whole)
-    assert equal(unpack(packed), codes)
+    assert same_codes(layout.unpack(packed), codes)
+
+
+@LAYOUTS
+def test_bytes_of_another_size_or_layout_are_refused(layout: ModuleType) -> None:
+    packed = layout.pack(random_codes(as_format("q4_0"), (3, 40)))
+    size, name = packed.data.numel(), layout.NAME
+    with pytest.raises(FormatError, match=rf"q4_0 of shape \[3, 40\] takes {size} bytes in layout {name}, got {size - 1} in layout {name}"):
+        layout.unpack(Packed(packed.format, packed.shape, name, packed.data[:-1]))
+    with pytest.raises(FormatError, match=f"got {size} in layout plain"):
+        layout.unpack(Packed(packed.format, packed.shape, "plain", packed.data))
+
+
+# The CPU's
 
 
 @pytest.mark.parametrize("block", ["channel", "tensor", 200, 96, 97])
@@ -66,7 +67,7 @@ def test_long_blocks_are_cut_into_records_with_the_same_scale(block: int | str, 
     geo = geometry(codes.format, codes.shape)
     # 203 elements in pieces of at most 64. In a row of several blocks a piece divides the block: 200 = 4 * 50, 96 = 2 * 48, 97 is prime.
     assert (geo.block, geo.blocks, geo.last) == {200: (50, 5, 3), 96: (48, 5, 11), 97: (1, 203, 1)}.get(block, (64, 4, 11))
-    assert equal(unpack(pack(codes)), codes)
+    assert same_codes(unpack(pack(codes)), codes)
     assert pack(codes).data.tolist() == written_out(codes)
 
 
@@ -108,6 +109,10 @@ def written_out(codes: Codes) -> list[int]:
                     q = [element(panel, row, first + i, stop) for i in range(step)]
                     out += [q[j] | q[4 + j] << 4 for j in range(4)] if fmt.bits == 4 else q
             out += tail(scales, panel, start) + ([] if zeros is None else tail(zeros, panel, start))
+            if fmt.bits == 8 and not isinstance(fmt.block, int):
+                rows = [[element(panel, row, at, stop) for at in range(start, start + length)] for row in range(32)]
+                pairs = [sum(a * b for a, b in zip(row[0::2], row[1::2], strict=True)) for row in rows]
+                out += torch.tensor(pairs, dtype=torch.int32).view(torch.uint8).tolist()
             out += [0] * (-len(out) % 64)
     return out
 
@@ -123,11 +128,3 @@ def test_geometry(fmt: Format, n: int, k: int) -> None:
     data = pack(random_codes(fmt, (n, k))).data
     assert data.numel() == geo.nbytes
     assert data.data_ptr() % 64 == 0
-
-
-def test_bytes_of_another_size_or_layout_are_refused() -> None:
-    packed = pack(random_codes(as_format("q4_0"), (3, 40)))
-    with pytest.raises(FormatError, match=r"q4_0 of shape \[3, 40\] takes 1152 bytes in layout cpu_tiles, got 1151 in layout cpu_tiles"):
-        unpack(Packed(packed.format, packed.shape, NAME, packed.data[:-1]))
-    with pytest.raises(FormatError, match="got 1152 in layout plain"):
-        unpack(Packed(packed.format, packed.shape, "plain", packed.data))
