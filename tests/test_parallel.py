@@ -15,6 +15,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.cli.main import main
+from halfbyte.errors import UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="torch has no gloo here")
@@ -114,3 +115,17 @@ def test_generate_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert first == alone
     assert not second
     assert "in each of 2 processes" in said
+
+
+def test_layers_on_devices_of_a_map(models: Path, tmp_path: Path) -> None:
+    """accelerate's hooks change nothing; layers on the disk are refused."""
+    accelerate = pytest.importorskip("accelerate")
+    ids = parallel_worker.IDS
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    model = hb.load(models / "blocks")
+    wanted = model(ids).logits
+    assert torch.equal(accelerate.dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)(ids).logits, wanted)
+    build_mapped = transformers.AutoModelForCausalLM.from_pretrained
+    assert torch.equal(build_mapped(models / "blocks", device_map=dict.fromkeys(names, "cpu"))(ids).logits, wanted)
+    with pytest.raises(UnsupportedError, match=r"where the device_map has model\.layers\.1"):
+        build_mapped(models / "blocks", device_map={**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}, offload_folder=tmp_path)

@@ -121,6 +121,11 @@ class HalfbyteQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises UnsupportedError for layers that would be left on the disk."""
+        if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
+            raise UnsupportedError(f"packed weights cannot wait on the disk, where the device_map has {places[0]}: map it to a device")
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
 
