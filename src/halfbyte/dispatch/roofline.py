@@ -122,6 +122,8 @@ SKILLS = {
 # Of the integer units' rate, where scales come between the products: of rows of x and blocks of 128 of the weight; of blocks on both sides.
 _OF_SCALED_ROWS = 0.53
 _OF_SCALED_BLOCKS = 0.49
+# Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
+_OF_SCALED_BYTES = 0.4
 _CACHE = 2.5  # times the memory's bandwidth
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
@@ -153,6 +155,8 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
         seconds += _QUANTIZE_START + (element + 1) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)
+        if candidate == "skinny" and gpu.arch == "sm_90" and problem.format.bits == 8 and geo.padded < gpu_tiles.RECORD:
+            rate *= _OF_SCALED_BYTES
     arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
     memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
     if skill.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
