@@ -70,7 +70,8 @@ class Static:
     real      channels that x has are fewer, or blocks are padded: their number is looked at
     bounded   patches may reach beyond the image
     fill      they then read the table's last row
-    mode      "int8", "sums", "weights": see the text of this file; "exact": weights in float32, where x or the scale has its range
+    mode      of `conv.py`: "int8" and "image" of int8 x; "sums": the scale is multiplied by the sums; "weights": made in x's type;
+              "exact": in float32, where x or the scale has its range; "written": before. Of `conv_dynamic.py`: "dynamic"
     """
 
     config: Config
