@@ -33,12 +33,17 @@ class Tile:
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2)(kernel.row_function)
         for r in range(rows):
             function(arguments, x[r].data_ptr(), memory.data_ptr(), rows, r)
-        kind = {"int8": torch.int8, "float": torch.float32, "bf16": torch.bfloat16}[kernel.tile_spec.inner]
+        inner, bits = kernel.tile_spec.inner, geo.format.bits
+        kind = {"int8": torch.int8, "float": torch.float32, "bf16": torch.bfloat16}[inner]
+        wide = kernel.isa.activation_bytes(inner, bits) > kind.itemsize  # int16, of each quad the even ones first
+        kind = torch.int16 if wide else kind
         data, fields, at = [], [], 0
         for b in range(geo.blocks):
             padded = geo.last_padded if b == geo.blocks - 1 else geo.padded
             size = rows * padded * kind.itemsize
             units = memory[at : at + size].view(kind).view(padded // geo.unit, rows, geo.unit)
+            if wide:
+                units = units.reshape(-1, 2, 2).transpose(1, 2).reshape(units.shape)
             data.append(units.transpose(0, 1).reshape(rows, padded))
             fields.append(memory[at + size : at + size + 16 * rows].view(4, 4 * rows))
             at += size + 16 * rows
@@ -58,8 +63,11 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     assert torch.equal(got.scale.nan_to_num(nan=-1), wanted.scale.expand_as(got.scale).nan_to_num(nan=-1))
     assert torch.equal(got.data[columns], wanted.q[columns])
     assert not bool(got.padding[good.all(dim=1)].any())
-    correction = kernel.isa.correction(fmt.bits, fmt.signed)
-    assert torch.equal(got.correction[good], (wanted.sums * correction)[good])
+    start = wanted.sums * kernel.isa.correction(fmt.bits, fmt.signed)
+    if kernel.paired:
+        q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
+        start = start - q.prod(2, dtype=torch.int32).sum(1, keepdim=True, dtype=torch.int32)  # there is one block
+    assert torch.equal(got.correction[good], start[good])
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):
         assert torch.equal(got.offset[good], offset[good])

@@ -135,7 +135,7 @@ def count(lines: list[str], instruction: str) -> int:
 
 
 def test_totals_of_short_blocks_stay_in_registers() -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", "none", 32, True, False, False, 16, 1, "f32"))
+    lines = assembly(TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, 16, 1, "f32"))
     assert count(lines, "tdpbssd") == 2  # of the first blocks and of the following ones
     assert count(lines, "tileloadd") == 4
     first = next(i for i, line in enumerate(lines) if "vcvtdq2ps" in line)
@@ -147,7 +147,7 @@ def test_totals_of_short_blocks_stay_in_registers() -> None:
 
 
 def test_long_blocks_are_four_products_for_four_loads() -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", "none", 64, False, False, False, 32, 2, "f32"))
+    lines = assembly(TileSpec("int8", 4, "f16", "none", False, 64, False, False, False, 32, 2, "f32"))
     assert count(lines, "tdpbssd") == count(lines, "tileloadd") == count(lines, "tilestored") == 2 * 4
     assert count(lines, "ldtilecfg") == 1
     assert sum("tilerelease" in line for line in lines) == 1
@@ -155,7 +155,7 @@ def test_long_blocks_are_four_products_for_four_loads() -> None:
 
 @pytest.mark.parametrize("zero", ["none", "point"])
 def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", zero, 64, False, False, False, 32, 2, "f32"))
+    lines = assembly(TileSpec("int8", 4, "f16", zero, False, 64, False, False, False, 32, 2, "f32"))
     assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # thrice in the code: low and high, two vectors, eight rows of eight k
     assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
 
@@ -171,7 +171,7 @@ def test_the_map_of_bits_gives_the_code(first: int, signed: bool) -> None:
 
 
 def test_bytes_are_multiplied_where_they_lie() -> None:
-    lines = assembly(TileSpec("int8", 8, "f16", "none", 64, False, False, False, 32, 2, "f32"))
+    lines = assembly(TileSpec("int8", 8, "f16", "none", False, 64, False, False, False, 32, 2, "f32"))
     assert count(lines, "tdpbsud") == 2 * 4
     assert not count(lines, "vgf2p8affineqb")
 

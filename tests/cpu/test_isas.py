@@ -250,9 +250,9 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     isa = generic(arch)
     if arch == "riscv64":
         isa.features = BY_NAME["rv64gc"].features
-    specs = [TileSpec(inner, 4, "f16", "point", 8, False, False, False, 2, 4, "f32") for inner in ("int8", "float")]
+    specs = [TileSpec(inner, 4, "f16", "point", False, 8, False, False, False, 2, 4, "f32") for inner in ("int8", "float")]
     modules = [driver.build(isa), *(tile.build(spec, isa) for spec in specs)]
-    modules.append(activations_module.build(RowSpec("f32", "int8", 8, False, False, False, -8, "codes"), isa))
+    modules.append(activations_module.build(RowSpec("f32", "int8", 8, False, 8, False, False, False, -8, "codes"), isa))
     modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     for module in modules:
@@ -264,7 +264,7 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
 def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
     isa = BY_NAME[name]
     rows, vectors = isa.tile(100, "int8")
-    spec = TileSpec("int8", bits, "f16", "none", 32, False, False, False, rows, vectors, "f32")
+    spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
     assert len(at) == rows * vectors * 8
@@ -275,7 +275,7 @@ def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
 def test_rvv_tiles_multiply_vectors(bits: int) -> None:
     isa = BY_NAME["rvv"]
     rows, vectors = isa.tile(100, "int8")
-    spec = TileSpec("int8", bits, "f16", "none", 32, False, False, False, rows, vectors, "f32")
+    spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     wanted = ("\tvmul.vv", "\tvmacc.vv", "\tvmadd.vv") if bits == 4 else ("\tvwmul.vv", "\tvwmacc.vv", "\tvwmaccsu.vv", "\tvwmulsu.vv")
     at = [i for i, line in enumerate(lines) if line.startswith(wanted)]

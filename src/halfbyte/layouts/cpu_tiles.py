@@ -2,7 +2,7 @@
 
     weight = panels of 32 rows   (N is padded with rows that are 0)
     panel  = records, one for each block along K
-    record = data | 32 scales | 32 zeros | padding to 64 bytes
+    record = data | 32 scales | 32 zeros | 32 sums of pairs | padding to 64 bytes
 
     data, 4 bits, for each 8 k:  128 bytes; byte 4*row + j holds k = j in its low nibble and k = 4 + j in its high nibble
     data, 8 bits, for each 4 k:  128 bytes; byte 4*row + j holds k = j
@@ -14,6 +14,8 @@
 
 Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero. Elements that pad a
 block stand for 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only).
+Sums of pairs are there for 8 bits where one scale is for a whole row (or all): int32 sums of u[2i] * u[2i + 1], which kernels without
+dot-product instructions take off (`kernels/cpu/isa_x86.py`). They cost 4 bytes a row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
 """
 
@@ -41,6 +43,16 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def has_pairs(fmt: Format) -> bool:
+    """Whether records of `fmt` hold sums of pairs."""
+    return fmt.bits == 8 and not isinstance(fmt.block, int)
+
+
+def tail_bytes(scale_bytes: int, zero_bytes: int, *, pairs: bool) -> int:
+    """Bytes of a record after its data."""
+    return _round_up(PANEL * (scale_bytes + zero_bytes + 4 * pairs), 64)
 
 
 def piece(block: int, k: int) -> int:
@@ -101,7 +113,7 @@ class Geometry:
     @functools.cached_property
     def tail_bytes(self) -> int:
         """Bytes of a record after its data."""
-        return _round_up(PANEL * (self.scale_bytes + self.zero_bytes), 64)
+        return tail_bytes(self.scale_bytes, self.zero_bytes, pairs=has_pairs(self.format))
 
     def record_bytes(self, padded: int) -> int:
         return PANEL * padded * self.format.bits // 8 + self.tail_bytes
@@ -153,6 +165,9 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
     quads = u.view(panels, PANEL, blocks, padded // 4, 4)
     if geo.format.bits == 4:
         quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << 4
+    if has_pairs(geo.format):
+        pairs = (u[..., 0::2].to(torch.int32) * u[..., 1::2]).sum(-1, dtype=torch.int32)
+        tails = [*tails, pairs]
     out = u.new_zeros(panels, blocks, geo.record_bytes(padded))
     at = PANEL * padded * geo.format.bits // 8
     out[:, :, :at] = quads.permute(0, 2, 3, 1, 4).reshape(panels, blocks, at)

@@ -25,7 +25,8 @@ class RowSpec:
     """What the conversion of a row is compiled for.
 
     source    "f32", "bf16" or "f16", or "i8": already quantized, to be copied
-    inner, unit, single, by_row, shifted   as in TileSpec
+    paired   tiles make products of sums
+    inner, bits, unit, single, by_row, shifted   as in TileSpec
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
     zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
@@ -33,6 +34,8 @@ class RowSpec:
 
     source: str
     inner: Inner
+    bits: int
+    paired: bool
     unit: int
     single: bool
     by_row: bool
@@ -43,9 +46,15 @@ class RowSpec:
 
     @property
     def name(self) -> str:
-        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "") + ("_zeroed" if self.zeroed else "")
+        scheme = (
+            ("_paired" if self.paired else "")
+            + ("_row" if self.by_row else "")
+            + ("_shifted" if self.shifted else "")
+            + ("_zeroed" if self.zeroed else "")
+        )
         sign = "m" if self.correction < 0 else ""
-        return f"rows_{self.inner}{scheme}_{self.source}_u{self.unit}{'s' if self.single else ''}_c{sign}{abs(self.correction)}_{self.sums}"
+        unit = f"u{self.unit}{'s' if self.single else ''}"
+        return f"rows_{self.inner}{scheme}_{self.source}_w{self.bits}_{unit}_c{sign}{abs(self.correction)}_{self.sums}"
 
 
 def build(spec: RowSpec, isa: ISA) -> Module:
@@ -65,6 +74,7 @@ class _Row:
         self.raw_type = vector(self.element, spec.unit)
         self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
         self.element_bytes = bytes_of(self.raw_type) // spec.unit
+        self.unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.buffer = f.alloca(self.raw_type, 1, 64)
 
     def blocks(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
@@ -72,14 +82,13 @@ class _Row:
         f, spec = self.f, self.spec
         blocks, units, last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         block, last = (LINEAR.load(self.args, field) for field in ("block", "last"))
-        unit_bytes = spec.unit * {"int8": 1, "bf16": 2, "float": 4}[spec.inner]
         x, record = f.variable(self.x), f.variable(self.tile)
         for b in f.loop(blocks):
             ends = (b + 1).equals(blocks)
             real = ends.select(last, block)
             n = f.value("i64", 1) if spec.single else ends.select(last_units, units)
-            fields = record.value + n * self.rows * unit_bytes
-            yield x.value, real, n, record.value + self.row * unit_bytes, fields
+            fields = record.value + n * self.rows * self.unit_bytes
+            yield x.value, real, n, record.value + self.row * self.unit_bytes, fields
             x.value = x.value + block * self.element_bytes
             record.value = fields + self.rows * (4 * FIELDS)
 
@@ -107,9 +116,34 @@ class _Row:
             left = real - u * unit
             yield u, left, self.chunk(x + u * (unit * self.element_bytes), left)
 
+    def store(self, codes: Value, data: Value, u: Value) -> Value:
+        """A unit of codes to its place; what was stored."""
+        laid_out = self.isa.laid_out(codes, self.spec.bits)
+        (data + u * self.rows * self.unit_bytes).store(laid_out)
+        return laid_out
+
     def field(self, fields: Value, which: int, value: Value) -> None:
         at = (self.rows * which + self.row) * 4
         fields.store(value, at, 4)
+
+
+class _CodeSums:
+    """Sums of a block's codes, and what its accumulators begin at."""
+
+    def __init__(self, row: _Row) -> None:
+        f, self.isa, self.correction = row.f, row.isa, row.spec.correction
+        self.codes = f.variable(f.value(row.ints, 0))
+        self.pairs = f.variable(f.value(row.isa.ints, 0)) if row.spec.paired else None
+
+    def add(self, laid_out: Value, codes: Value) -> None:
+        self.codes.value = self.codes.value + codes
+        if self.pairs is not None:
+            self.pairs.value = self.isa.pair_sum(self.pairs.value, laid_out)
+
+    def found(self) -> tuple[Value, Value]:
+        codes = self.codes.value.reduce("add")
+        start = codes * self.correction
+        return codes, start if self.pairs is None else start - self.pairs.value.reduce("add").shift_signed(1)
 
 
 class _Int8Row(_Row):
@@ -121,14 +155,13 @@ class _Int8Row(_Row):
             whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
         for x, real, n, data, fields in self.blocks():
             scale, inverse, offset = whole if whole is not None else self._range(x, real, n)
-            total = f.variable(f.value(self.ints, 0))
+            sums = _CodeSums(self)
             for u, left, raw in self.units(x, real, n):
                 q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
-                (data + u * self.rows * spec.unit).store(q.to("i8"))
-                total.value = total.value + q
-            codes = total.value.reduce("add")
+                sums.add(self.store(q, data, u), q)
+            codes, start = sums.found()
             self.field(fields, 0, scale)
-            self.field(fields, 1, codes * spec.correction)
+            self.field(fields, 1, start)
             if spec.sums == "codes":
                 self.field(fields, 2, codes.to("float"))
             elif spec.sums == "values":
@@ -179,13 +212,11 @@ class _CopiedRow(_Row):
     """Codes that are there already: only the sums for the accumulators are needed."""
 
     def emit(self) -> None:
-        f, spec = self.f, self.spec
         for x, real, n, data, fields in self.blocks():
-            total = f.variable(f.value(self.ints, 0))
+            sums = _CodeSums(self)
             for u, _, codes in self.units(x, real, n):
-                (data + u * self.rows * spec.unit).store(codes)
-                total.value = total.value + codes.to("i32")
-            self.field(fields, 1, total.value.reduce("add") * spec.correction)
+                sums.add(self.store(codes, data, u), codes.to("i32"))
+            self.field(fields, 1, sums.found()[1])
 
 
 class _FloatRow(_Row):
@@ -196,9 +227,9 @@ class _FloatRow(_Row):
             for u, _, raw in self.units(x, real, n):
                 if spec.inner == "bf16":
                     order = [8 * g + k for g in range(spec.unit // 8) for k in (0, 2, 4, 6, 1, 3, 5, 7)]  # AVX512BF16.bf16_pairs
-                    (data + u * self.rows * (2 * spec.unit)).store(raw.shuffle(order))
+                    (data + u * self.rows * self.unit_bytes).store(raw.shuffle(order))
                 else:
-                    (data + u * self.rows * (4 * spec.unit)).store(self.isa.to_float(raw, spec.source))
+                    (data + u * self.rows * self.unit_bytes).store(self.isa.to_float(raw, spec.source))
                 if spec.sums != "none":
                     total.value = total.value + self.isa.to_float(raw, spec.source)
             if spec.sums != "none":

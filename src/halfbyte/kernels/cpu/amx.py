@@ -35,14 +35,13 @@ class MatrixTile(Tile):
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.row_bytes = spec.unit * spec.activation_bytes  # of a unit's activations
         self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
         # Sums of blocks, and of their weights where activations have an offset; as many as are multiplied before one is scaled, and one.
         self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
         self.sums = f.alloca("i8", _power_of_two(isa.blocks_ahead) * self.block_bytes, 64)
-        self.unpacked_bytes = self.row_bytes * isa.lanes * spec.vectors
+        self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
         self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if spec.bits == 4 else 1, 64)
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.blocks, self.units, self.last_units = blocks, units, last
@@ -51,11 +50,11 @@ class MatrixTile(Tile):
     def configure(self) -> None:
         spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
         for i, (_, rows) in enumerate(self.parts):
-            shapes[_FIRST_A + i] = Register(self.row_bytes, rows)
+            shapes[_FIRST_A + i] = Register(self.row_unit_bytes, rows)
             for v in range(spec.vectors):
                 shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, rows)
         for v in range(spec.vectors):
-            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_bytes // 4)
+            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_unit_bytes // 4)
         self.isa.configure(self.f, shapes)
 
     def emit(self, first: Value) -> None:
@@ -69,7 +68,7 @@ class MatrixTile(Tile):
             """Units of block b, where its scales and its fields lie; the walk goes on to the next one."""
             w, a = walk
             n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
-            tail, fields = w.value + n * self.unit_bytes, a.value + n * (spec.rows * self.row_bytes)
+            tail, fields = w.value + n * self.unit_bytes, a.value + n * (spec.rows * self.row_unit_bytes)
             w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
             return n, tail, fields
 
@@ -123,7 +122,7 @@ class MatrixTile(Tile):
             for v in range(spec.vectors):
                 isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
             for i, (start, _) in enumerate(self.parts):
-                isa.tile_load(f, _FIRST_A + i, a + u * (spec.rows * self.row_bytes) + start * self.row_bytes, self.row_bytes)
+                isa.tile_load(f, _FIRST_A + i, a + u * (spec.rows * self.row_unit_bytes) + start * self.row_unit_bytes, self.row_unit_bytes)
                 for v in range(spec.vectors):
                     product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
             for v, total in enumerate(weight_sums):

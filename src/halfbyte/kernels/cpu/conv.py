@@ -136,15 +136,21 @@ class ConvKernel:
         runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
         step = math.gcd(run, 32)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height and (wo - 1) * sw - left + (kw - 1) * dw < width
-        image_itself = top == left == 0 and inside and step >= _LEAST_STEP
+        wide = isa.activation_bytes("int8", sizes.format.bits)
+        image_itself = top == left == 0 and inside and step >= _LEAST_STEP and wide == 1
         patches = sizes.channels % 8 != 0
         near_width = (wo - 1) * sw + (kw - 1) * dw + 1
         line = (width if image_itself else near_width) * channels
         row = geo.padded if patches else 0
         step = math.gcd(geo.padded, 32) if patches else step
 
+        patch_bytes = row * wide
+        wide = 1 if patches else wide  # from here on: bytes of a code in the lines
+        line *= wide
+        pixel = channels * wide
+
         def strip_bytes(lines: int) -> int:
-            return lines * wo * row + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
+            return lines * wo * patch_bytes + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
 
         lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES and n * wo <= _STRIP_OUTPUTS), 1)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
@@ -167,27 +173,32 @@ class ConvKernel:
         few_lines = runs == 1 and run <= at_once and kh <= _FEW_LINES
         alone = patches or (sizes.taps == 1 and window.stride == (1, 1))
         spec = LinesSpec(
-            0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 1,
+            0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 8,
             at_once,
             kh if few_lines else 0,
-            isa.correction(sizes.format.bits, signed=True),
+            sizes.format.bits,
+            linear.paired or isa.correction(sizes.format.bits, signed=True) != 0,
+            linear.paired,
+            isa.activation_bytes("int8", sizes.format.bits),
+            step,
             "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single",
             not image_itself,
         )
         phase = jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name]
         y, x_ = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
-        places = (y * (sh * line) + x_ * (sw * channels)).flatten()
-        walk_places = torch.arange(m) * row if patches else places
+        places = (y * (sh * line) + x_ * (sw * pixel)).flatten()
+        walk_places = torch.arange(m) * patch_bytes if patches else places
         near_lines = (lines - 1) * sh + (kh - 1) * dh + 1
         patches_at = 0 if image_itself else near_lines * line + SLACK + 63 & ~63
-        pixel_sums_at = patches_at + (m * row + SLACK + 63 & ~63 if patches else 0)
-        pixels = m if patches else near_lines * (line // channels)
+        pixel_sums_at = patches_at + (m * patch_bytes + SLACK + 63 & ~63 if patches else 0)
+        pixels = m if patches else near_lines * (line // pixel)
         sums_at = pixel_sums_at + (0 if alone else pixels * 4 + 63 & ~63)
         thread_bytes = sums_at + (m * 4 + 63 & ~63)
         items = batch * strips * sizes.groups * parts
         threads = min(most, items)
         mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
-        mask[: (row if patches else sizes.channels) % (4 * isa.lanes)] = -1
+        pixel_bytes = patch_bytes if patches else sizes.channels * wide  # of a group
+        mask[: pixel_bytes % (4 * isa.lanes)] = -1
         edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), self.out_dtype.itemsize
         fields = {
             "first_phase": phase,
@@ -200,14 +211,14 @@ class ConvKernel:
             "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
             "tile_function": tile,
             "tile_rows": rows,
-            "row_bytes": row,
+            "row_codes": row,
             "items": items,
             "parts": parts,
             "groups": sizes.groups,
             "strips": strips,
             "strip_lines": lines,
             "rows": m,
-            "group_bytes": sizes.channels,
+            "group_bytes": sizes.channels * wide,
             "group_weights": geo.nbytes,
             "group_bias": 12 * cpu_tiles.PANEL * geo.panels if self.out_dtype == torch.int8 else 4 * geo.n,
             "group_out": geo.n * out_bytes,
@@ -224,30 +235,31 @@ class ConvKernel:
             "line_bytes": width * channels,
             "near_lines": near_lines,
             "near_line_bytes": line,
-            "copied_bytes": copied,
-            "left_bytes": left_pixels * channels,
+            "copied_codes": copied,
+            "left_codes": left_pixels * channels,
             "outside": edge.data_ptr(),
             "places": places.data_ptr(),
             "walk_places": walk_places.data_ptr(),
             "lines": kh,
             "line_step": dh * line,
             "runs": runs,
-            "run_step": dw * channels,
-            "run_bytes": run,
+            "run_step": dw * pixel,
+            "run_codes": run,
             "walk_lines": 1 if patches else kh,
             "walk_line_step": dh * line,
             "walk_runs": 1 if patches else runs,
-            "walk_run_step": dw * channels,
+            "walk_run_step": dw * pixel,
             "walk_steps": (row if patches else run) // step,
+            "left_pairs": 0 if patches else (geo.padded - sizes.k) // 2 * 128**2,
             "pixels": pixels,
-            "pixel_bytes": row if patches else sizes.channels,
+            "pixel_bytes": pixel_bytes,
             "pixel_mask": mask.data_ptr(),
-            "pixel_step": row if patches else channels,
+            "pixel_step": patch_bytes if patches else pixel,
             "pixel_stride": sw,
-            "pixel_line": sh * line // channels,
+            "pixel_line": sh * line // pixel,
             "taps": kw,
             "tap_step": dw,
-            "tap_line_step": dh * line // channels,
+            "tap_line_step": dh * line // pixel,
         }
         buffer = DIRECT.buffer(fields)
         return _Call(

@@ -21,6 +21,7 @@ from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import KINDS
+from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _ELEMENTS_A_THREAD = 1 << 17
@@ -29,17 +30,18 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec; `out` is "f32", "bf16" or "f16"."""
+    """As in TileSpec; `out` is "f32", "bf16" or "f16"; `pairs`: records hold sums of pairs."""
 
     bits: int
     scale: str
     zero: str
     unit: int
     out: str
+    pairs: bool = False
 
     @property
     def name(self) -> str:
-        return f"dequantize_w{self.bits}_{self.scale}_{self.zero}_u{self.unit}_{self.out}"
+        return f"dequantize_w{self.bits}_{self.scale}_{self.zero}_u{self.unit}_{self.out}{'_pairs' if self.pairs else ''}"
 
 
 def build(spec: DequantizeSpec, isa: ISA) -> Module:
@@ -65,7 +67,7 @@ def _row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, o
     lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
     eight_bytes = PANEL * spec.bits  # of eight k of a panel
     zero_bytes = {"none": 0, "point": 1, "offset": scale_bytes}[spec.zero]
-    tail_bytes = -(-PANEL * (scale_bytes + zero_bytes) // 64) * 64
+    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
     buffer = f.alloca("<8 x float>", 1, 32)
     for b in f.loop(blocks):
@@ -114,7 +116,7 @@ def _codes(f: Function, spec: DequantizeSpec, data: Value) -> Value:
 
 @functools.lru_cache(maxsize=1024)
 def _phase(fmt: Format, unit: int, out: str) -> int:
-    spec = DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out)
+    spec = DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out, cpu_tiles.has_pairs(fmt))
     return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
 
 

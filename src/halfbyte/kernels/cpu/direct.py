@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
-from halfbyte.kernels.cpu.isa import ISA, Int8Unit
+from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile import RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
@@ -34,10 +34,11 @@ DIRECT = Block(
         *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
         # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
         *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
-        *("near_lines", "near_line_bytes", "copied_bytes", "left_bytes", "outside"),
+        *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
         # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
-        *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_bytes"),
+        *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
         *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
         # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
         *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
     ),
@@ -53,7 +54,11 @@ class LinesSpec:
     copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
     patches     bytes that are written at a time where patches are written out; else 0
     lines       of a patch that is written out, if each is one run of at most `patches` bytes and they are few; else 0
-    correction  what the sum of a patch's codes is multiplied by for the accumulators (`ISA.correction`)
+    bits        of a weight
+    started     sums of patches' codes are needed, for what accumulators begin at (`ISA.row_start`)
+    paired      tiles make products of sums
+    width       bytes of an activation as tiles read it: copied lines are laid out so, or patches where they are written out
+    unit        of a patch that is written out: the activations that are laid out at a time
     sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
                 that whole vectors are added; "single": one by one
     masked      behind a pixel's codes lies memory that may be read
@@ -62,14 +67,18 @@ class LinesSpec:
     copied: int
     patches: int
     lines: int
-    correction: int
+    bits: int
+    started: bool
+    paired: bool
+    width: int
+    unit: int
     sums: str
     masked: bool
 
     @property
     def name(self) -> str:
-        correction = f"{'m' if self.correction < 0 else ''}{abs(self.correction)}{self.sums}{'_masked' if self.masked else ''}"
-        return f"lines_{self.copied}_{self.patches}x{self.lines}_{correction}"
+        starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else "") if self.started else "unstarted"
+        return f"lines_{self.copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}"
 
 
 def build(spec: LinesSpec, isa: ISA) -> Module:
@@ -118,7 +127,7 @@ class _Lines:
             with f.when(new):
                 if spec.patches:
                     self._gather(start)
-                if spec.correction:
+                if spec.started:
                     self._sum(walked)
                 gathered.value = place
             first, stop = part * group, f.umin(part * group + group, panels)
@@ -138,29 +147,34 @@ class _Lines:
     def _copy(self, image: Value, top: Value) -> None:
         """The lines of a strip from line `top` of the image on, with what lies outside."""
         f, get, spec = self.f, self.get, self.spec
-        size, left, line_bytes = get("copied_bytes"), get("left_bytes"), get("near_line_bytes")
-        outside = self.pointer("outside").load("i8").splat(spec.copied) if spec.copied > 1 else self.pointer("outside").load("i8")
+        size, left, line_bytes, width = get("copied_codes"), get("left_codes"), get("near_line_bytes"), 1 if spec.patches else spec.width
         kind, last = vector("i8", spec.copied), size - spec.copied
+
+        def laid_out(codes: Value) -> Value:
+            return codes if width == 1 else self.isa.laid_out(codes, 8)
+
+        outside = laid_out(self.pointer("outside").load(kind))
         for line in f.loop(get("near_lines")):
             to, y = self.near + line * line_bytes, top + line
             inside = f.emit("i1", f"icmp ult i64 {y.name}, {get('height').name}")
             with f.when(inside):
                 for at in f.loop(left, step=spec.copied):  # stores may reach beyond: what comes after is written later
-                    to.store(outside, at)
-                source, middle = image + y * get("line_bytes"), to + left
+                    to.store(outside, at * width)
+                source, middle = image + y * get("line_bytes"), to + left * width
                 for at in f.loop(last, step=spec.copied):
-                    middle.store(source.load(kind, at), at)
-                middle.store(source.load(kind, last), last)
-            start = inside.select(left + size, f.value("i64", 0))
-            for at in f.loop(line_bytes, start=start, step=spec.copied):
+                    middle.store(laid_out(source.load(kind, at)), at * width)
+                middle.store(laid_out(source.load(kind, last)), last * width)
+            start = inside.select((left + size) * width, f.value("i64", 0))
+            for at in f.loop(line_bytes, start=start, step=spec.copied * width):
                 to.store(outside, at)
 
     def _gather(self, start: Value) -> None:
         """Patches, one behind the other. What pads a patch is any number: it meets weights that are 0."""
-        f, get, width = self.f, self.get, self.spec.patches
-        kind, size = vector("i8", width), get("run_bytes")
-        to = f.variable(self.patches)
+        f, get, width, wide = self.f, self.get, self.spec.patches, self.spec.width > 1
+        kind, size, codes = vector("i8", width), get("run_codes"), get("row_codes")
+        row = f.variable(self.patches)
         for m in f.loop(get("rows")):
+            to = f.variable(row.value + codes if wide else row.value)  # bytes first, in the second half of what they become
             source = start + (self.pointer("places") + m * 8).load("i64", 0, 8)
             if self.spec.lines:
                 for n in range(self.spec.lines):
@@ -173,7 +187,11 @@ class _Lines:
                         for byte in f.loop(size, step=width):
                             at.value.store(piece.load(kind, byte), byte)
                         at.value = at.value + size
-            to.value = to.value + get("row_bytes")
+            if wide:
+                unit = vector("i8", self.spec.unit)
+                for at in f.loop(codes, step=self.spec.unit):
+                    row.value.store(self.isa.laid_out(to.value.load(unit, at), 8), at * self.spec.width)
+            row.value = row.value + codes * self.spec.width
 
     def _sum(self, start: Value) -> None:
         """What the accumulators of each row begin at: sums of pixels, and of them sums of patches."""
@@ -186,9 +204,9 @@ class _Lines:
             for i in f.loop(vectors):
                 (buffer + i * (4 * isa.lanes)).store(self._pixel(start + (p + i) * step), 0, 4 * isa.lanes)
             totals = [buffer.load(isa.ints, i * (4 * isa.lanes), 4 * isa.lanes) for i in range(vectors)]
-            (single + p * 4).store(_sum_of_each(totals) * self.spec.correction, 0, 4)
+            (single + p * 4).store(isa.row_start(_sum_of_each(totals), self.spec.bits, self.spec.paired), 0, 4)
         for p in f.loop(count, start=whole):
-            (single + p * 4).store(self._pixel(start + p * step).reduce("add") * self.spec.correction, 0, 4)
+            (single + p * 4).store(isa.row_start(self._pixel(start + p * step).reduce("add"), self.spec.bits, self.spec.paired), 0, 4)
         if kind == "none":
             return
         width, lanes = get("out_width"), isa.lanes if kind == "lines" else 1
@@ -222,7 +240,7 @@ class _Lines:
 
     def _plus(self, total: Value, codes: Value) -> Value:
         isa, f = self.isa, self.f
-        return isa.widen(f, isa.dot(f, isa.start(f, total, 8), f.value(isa.quads, 1), codes, 8, full_range=True), total, 8)
+        return isa.code_sum(f, total, codes, self.spec.bits, self.spec.paired)
 
 
 def _sum_of_each(vectors: Sequence[Value]) -> Value:
@@ -258,12 +276,15 @@ class _DirectTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         self.image, self.places, self.sums, out, bias, self.scale, columns = f.parameters[2:]
         super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns, f.value("i64", 0)))
-        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=spec.out == "i8")
         self.in_registers = False
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
         columns = [self._column_start(first, v) for v in range(spec.vectors)]
+        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
+        if self.paired:
+            left = DIRECT.load(self.args, "left_pairs").to("i32").splat(isa.lanes)
+            columns = [column - (self._pairs(tail, first, v) - left) for v, column in enumerate(columns)]
         if isa.correction(spec.bits, signed=True):
             starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
             totals = [column + start for start in starts for column in columns]
@@ -284,16 +305,15 @@ class _DirectTile(Tile):
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes
-                    at.value = at.value + spec.unit
-        self._finish(isa.turned(self.int8, [k.value for k in kept]), first)
+                    at.value = at.value + self.row_unit_bytes
+        self._finish(isa.turned(self.int8, [k.value for k in kept]), tail, first)
         self._write(first)
 
     def _column_start(self, first: Value, v: int) -> Value:
         return self.f.value(self.isa.ints, 0)
 
-    def _finish(self, sums: list[Value], first: Value) -> None:
+    def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         """Codes' sums to the totals that are written."""
-        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
         scale = self.scale.load("float", 0, 4).splat(self.isa.lanes)
         scales = [self.isa.to_float(self._lanes(tail, first, v), self.spec.scale) * scale for v in range(self.spec.vectors)]
         for n, total in enumerate(sums):
@@ -304,6 +324,6 @@ class _RequantizingDirectTile(_DirectTile, RequantizingTile):
     def _column_start(self, first: Value, v: int) -> Value:
         return self._column(2, first, v, self.isa.ints)
 
-    def _finish(self, sums: list[Value], first: Value) -> None:
+    def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         for n, total in enumerate(sums):
             self._set_total(n, total.bits(self.isa.floats))

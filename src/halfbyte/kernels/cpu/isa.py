@@ -22,14 +22,14 @@ from halfbyte.machine import machine
 class Int8Unit:
     """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
 
-    full_range   activations may be -128, not just -127 … 127
+    paired   products of sums (`ISA.multiplies_sums`) are made
     """
 
     rows: int
     vectors: int
     bits: int
     k: int
-    full_range: bool
+    paired: bool = False
 
 
 class ISA:
@@ -47,11 +47,12 @@ class ISA:
     half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
+    multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
-    direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes
+    direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
@@ -123,10 +124,39 @@ class ISA:
         return -(1 << (bits - 1)) if signed else 0
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
-        """Stored bytes (quads) -> unit weights for each step of four k: two steps for 4 bits, one for 8."""
+        """Stored bytes (quads) -> unit weights for each step, which takes 32 bits of a row's activations."""
         if bits == 8:
             return [stored]
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
+
+    def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
+        """The unit weights of one row of the layout's data, step by step: a vector each."""
+        by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(row, unit.vectors)]
+        return zip(*by_vector, strict=True)
+
+    def activation_bytes(self, inner: str, bits: int) -> int:
+        """Of one activation as tiles read it, for weights of `bits`."""
+        return {"int8": 1, "bf16": 2, "float": 4}[inner]
+
+    def laid_out(self, codes: Value, bits: int) -> Value:
+        """Whole quads of int8 activations, as integers of any width, as tiles read them."""
+        return codes.to("i8")
+
+    def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
+        """`total` and what a vector of laid-out activations adds to it, for `row_start`."""
+        return self.widen(f, self.dot(f, self.start(f, total, 8), f.value(self.quads, 1), codes.bits(self.quads), 8), total, 8)
+
+    def pair_sum(self, total: Value, codes: Value) -> Value:
+        """`total` and twice the products of neighbours among a unit of laid-out activations, for `multiplies_sums`."""
+        raise NotImplementedError
+
+    def row_start(self, total: Value, bits: int, paired: bool) -> Value:
+        """What accumulators of a row begin at, for signed weights, from the lanes' sum of `code_sum`."""
+        return total * self.correction(bits, signed=True)
+
+    def ones(self, f: Function, bits: int) -> Value:
+        """A step's activations that are all 1."""
+        return f.value("i32", 0x01010101).splat(self.lanes)
 
     def apart(self, bits: int) -> bool:
         """Whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
@@ -136,8 +166,8 @@ class ISA:
         """The accumulator of a unit at its beginning."""
         return f.value(self.shorts, 0) if self.apart(bits) else total
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
-        """acc + products of `weights` with the four signed bytes `a` (the same i32 in every lane); -128 only if `full_range`."""
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
+        """acc + products of the unit weights of a step with its activations `a`, 32 bits of `laid_out` codes in each lane."""
         w, x = weights.bits(self.shorts), a.bits(self.shorts)
         even, odd = (w & 255) * (x << 8).shift_signed(8), (w >> 8) * x.shift_signed(8)  # each fits: 255 * 128 < 2^15
         return acc + even + odd if bits == 4 else acc + self._pair_sums(even) + self._pair_sums(odd)
@@ -171,16 +201,16 @@ class ISA:
         """
         accs = [self.start(f, t, unit.bits) for t in totals]
         sums = [self.start(f, t, unit.bits) for t in weight_sums]
-        ones = f.value("i32", 0x01010101).splat(self.lanes)
+        ones = self.ones(f, unit.bits)
         at = 0
         for t in range(unit.k * unit.bits // 32):
-            by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(weights + t * PANEL * 4, unit.vectors)]
-            for step in zip(*by_vector, strict=True):
+            at_row = weights + t * PANEL * 4
+            for step in self.steps(at_row, unit):
                 for i in range(unit.rows):
-                    four = self.spread(a[i], "i32", at)
+                    x = self.spread(a[i], "i32", at)
                     for v, w in enumerate(step):
                         n = i * unit.vectors + v
-                        accs[n] = self.pinned(f, self.dot(f, accs[n], w, four, unit.bits, unit.full_range))
+                        accs[n] = self.pinned(f, self.dot(f, accs[n], w, x, unit.bits))
                 sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
                 at += 4
                 f.fence()

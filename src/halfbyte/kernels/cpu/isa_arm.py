@@ -48,7 +48,7 @@ class Neon(ISA):
         # Eight steps of 4-bit weights fit an int16 (8 * 15 * 128 = 15360).
         return f.value("<16 x i16>" if bits == 4 else "<8 x i32>", 0)
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         products = weights.to("i16") * a.bits(self.quads).to("i16")
         return acc + products if bits == 4 else acc + self._pairs(f, products)
 
@@ -82,7 +82,7 @@ class NeonDotprod(Neon):
     def start(self, f: Function, total: Value, bits: int) -> Value:
         return total
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         return f.call(self.ints, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, weights, a.bits(self.quads))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
@@ -179,7 +179,7 @@ class SVE(NeonDotprod):
     def spread(self, a: Value, element: str, at: int) -> Value:
         return ISA.spread(self, a, element, at)  # a load that repeats; a lane of another part of the register is not for free
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         scalable = [self._scalable(f, v) for v in (acc, weights, a.bits(self.quads))]
         total = f.call(_TOTALS, "llvm.aarch64.sve.sdot.nxv4i32", *scalable)
         return f.call(self.ints, f"llvm.vector.extract.{mangled(self.ints)}.nxv4i32", total, f.value("i64", 0))

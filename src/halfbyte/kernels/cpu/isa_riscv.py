@@ -46,9 +46,9 @@ class RVV(RV64GC):
     def start(self, f: Function, total: Value, bits: int) -> Value:
         return f.value(vector("i16" if bits == 4 else "i32", 2 * self.lanes), 0)
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         if bits == 4:
-            return super().dot(f, acc, weights, a, bits, full_range)
+            return super().dot(f, acc, weights, a, bits)
         w, x = weights.bits(self.shorts), a.bits(self.shorts)
         acc = acc + (w & 255).to("i32") * (x << 8).shift_signed(8).to("i32")
         return acc + (w >> 8).to("i32") * x.shift_signed(8).to("i32")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from halfbyte.kernels.cpu.ir import Function, Value
-from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit
+from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
@@ -16,7 +18,20 @@ _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"' 
 
 
 class AVX2(ISA):
-    """256 bits without dot-product instructions: `vpmaddubsw` sums two products of bytes in an int16."""
+    """256 bits without dot-product instructions.
+
+    4-bit weights: `vpmaddubsw` sums two products of bytes in an int16, exactly.
+
+    8-bit weights: two products of bytes need 17 bits, so factors are int16 and `vpmaddwd` sums two products in an int32. Activations are
+    laid out as int16, of each quad the even k before the odd ones, so that a mask and a shift unpack the weights. Where the layout has
+    sums of pairs there is one multiplication for two products (S. Winograd, "A new algorithm for inner product", 1968):
+
+        w0*a0 + w1*a1 = (a0 + w1) * (a1 + w0) - a0*a1 - w0*w1
+
+    a0*a1 is summed when activations are laid out, w0*w1 is in the layout. It takes as many instructions as two multiplications and two
+    additions, but multipliers are on two of Zen's four ports, and additions that meet them there make them wait: a quarter less time.
+    All is exact modulo 2^32, and the result has less than 32 bits.
+    """
 
     name = "avx2"
     arch = "x86_64"
@@ -27,33 +42,87 @@ class AVX2(ISA):
     register_totals = 4
     register = "v"
     direct_tile = (4, 2)
+    multiplies_sums = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
             return m, 4
-        return (4, 2) if compute == "int8" else (6, 2)
+        return (4, 2) if compute == "int8" and bits == 4 else (6, 2)
 
-    def correction(self, bits: int, signed: bool) -> int:
+    def activation_bytes(self, inner: str, bits: int) -> int:
+        return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
+
+    def laid_out(self, codes: Value, bits: int) -> Value:
         if bits == 4:
-            return super().correction(bits, signed)
-        return 0 if signed else 128  # the unit weight of 8 bits is u - 128
+            return super().laid_out(codes, bits)
+        quads = range(0, lanes_of(codes.type), 4)
+        return codes.to("i16").shuffle([at + k for at in quads for k in (0, 2, 1, 3)])
+
+    def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
+        if bits == 4:
+            return self.widen(f, self._byte_products(f, f.value(self.quads, 1), codes.bits(self.quads)), total, bits)
+        if not paired:
+            return self.dot(f, total, self.ones(f, bits).bits(self.shorts), codes, bits)
+        shorts = codes.bits(self.shorts)
+        return total + self._products(f, shorts, _neighbours(shorts) + 256)  # each pair twice, and 2 * 128 times each code
+
+    def row_start(self, total: Value, bits: int, paired: bool) -> Value:
+        return total.shift_signed(1) * -1 if paired else super().row_start(total, bits, paired)
+
+    def pair_sum(self, total: Value, codes: Value) -> Value:
+        count, width = lanes_of(codes.type), 2 * self.lanes
+        for at in range(0, count, width):
+            part = codes.shuffle([min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0))  # zeros beside a short unit
+            total = total + self._products(total.fn, part, _neighbours(part))
+        return total
+
+    def ones(self, f: Function, bits: int) -> Value:
+        return super().ones(f, bits) if bits == 4 else f.value("i32", 0x00010001).splat(self.lanes)
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
-        return [stored ^ 128] if bits == 8 else super().unit_weights(stored, bits)
+        if bits == 4:
+            return super().unit_weights(stored, bits)
+        both = stored.bits(self.shorts)
+        return [both & 255, both >> 8]  # u of k = 0 and 2, and of 1 and 3
 
-    # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720), two products of 8-bit ones just fit if none is -128 * -128.
+    def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
+        if unit.bits == 4:
+            yield from super().steps(row, unit)
+            return
+        # A step loads the stored bytes anew: the 16 registers are for accumulators.
+        mask = row.fn.pinned(row.fn.value(self.shorts, 255), self.register)
+        yield tuple(stored.bits(self.shorts) & mask for stored in self.stored(row, unit.vectors))
+        yield tuple(stored.bits(self.shorts) >> 8 for stored in self.stored(row, unit.vectors))
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def int8_unit(
+        self, f: Function, unit: Int8Unit, weights: Value, a: Sequence[Value], totals: list[Value], weight_sums: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        if not unit.paired:
+            return super().int8_unit(f, unit, weights, a, totals, weight_sums)
+        accs, sums, ones = list(totals), list(weight_sums), self.ones(f, 8).bits(self.shorts)
+        together = 2  # vectors whose weights are in registers beside 8 accumulators
+        for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, together)):
+            mask = f.pinned(f.value(self.shorts, 255), self.register)
+            stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), together)]
+            quads = [(both & mask, both >> 8) for both in stored]
+            for i, row in enumerate(a):
+                even, odd = (self.spread(row, "i32", 8 * t + at).bits(self.shorts) for at in (0, 4))
+                sums_of_two = [(odd + even_w, even + odd_w) for even_w, odd_w in quads]
+                for v, factors in enumerate(sums_of_two):
+                    n = i * unit.vectors + first + v
+                    accs[n] = self.pinned(f, accs[n] + self._products(f, *factors))
+            for v, (even_w, odd_w) in enumerate(quads if sums else ()):
+                sums[first + v] = sums[first + v] + self._products(f, even_w + odd_w, ones)
+            f.fence()
+        return accs, sums
+
+    # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720). Two products of bytes do not: 8-bit weights and their
+    # activations are multiplied as int16, which takes as many multiplications (two for 32 products) as bytes that are then widened.
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         if bits == 4:
             return acc + self._byte_products(f, weights, a.bits(self.quads))
-        if full_range:  # -(-128) and -128 * -128 * 2 overflow below: even and odd bytes as int16 instead
-            w, x = weights.bits(self.shorts), a.bits(self.shorts)
-            for left, right in (((w << 8).shift_signed(8), (x << 8).shift_signed(8)), (w.shift_signed(8), x.shift_signed(8))):
-                acc = acc + self._products(f, left, right)
-            return acc
-        size = f.call(self.quads, f"llvm.abs.v{4 * self.lanes}i8", weights, f.value("i1", 0))  # unsigned, at most 128
-        pairs = self._byte_products(f, size, self._with_sign(f, a.bits(self.quads), weights))
-        return acc + self._products(f, pairs, f.value(self.shorts, 1))
+        return acc + self._products(f, weights, a.bits(self.shorts))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc
@@ -66,13 +135,14 @@ class AVX2(ISA):
         """int32 sums of two products of int16 each."""
         return f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a, b)
 
-    def _with_sign(self, f: Function, a: Value, of: Value) -> Value:
-        """a, negated where `of` is negative; what it is where `of` is 0 does not matter."""
-        return f.call(self.quads, "llvm.x86.avx2.psign.b", a, of)
+
+def _neighbours(shorts: Value) -> Value:
+    """Of laid-out activations of each quad, the odd ones in the places of the even ones and the other way round."""
+    return shorts.shuffle([at + k for at in range(0, lanes_of(shorts.type), 4) for k in (2, 3, 0, 1)])
 
 
 class AVX512(AVX2):
-    """512 bits without dot-product instructions, as AVX2. There is no `vpsignb`: a blend takes a or -a."""
+    """512 bits without dot-product instructions, as AVX2."""
 
     name = "avx512"
     lanes = 16
@@ -80,7 +150,7 @@ class AVX512(AVX2):
     needs = AVX2.needs | _AVX512_NEEDS
     attributes = _WHOLE_REGISTERS
     register_totals = 12
-    direct_tile = (6, 2)
+    direct_tile = (10, 2)
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return min(m, 6), 2
@@ -90,9 +160,6 @@ class AVX512(AVX2):
 
     def _products(self, f: Function, a: Value, b: Value) -> Value:
         return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a, b)
-
-    def _with_sign(self, f: Function, a: Value, of: Value) -> Value:
-        return (of < 0).select(f.value(a.type, 0) - a, a)
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
@@ -121,7 +188,7 @@ class AVXVNNI(ISA):
     def apart(self, bits: int) -> bool:
         return False
 
-    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int, full_range: bool = False) -> Value:
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc, weights, a.bits(self.quads))
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:

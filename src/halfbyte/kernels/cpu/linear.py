@@ -29,7 +29,7 @@ from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
@@ -107,16 +107,18 @@ class LinearKernel:
         self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
         out = KINDS[self.out_dtype]
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
-        self.tile_spec = TileSpec(inner, *weight, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
+        pairs = has_pairs(fmt)
+        self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
+        self.tile_spec = TileSpec(inner, *weight, pairs, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
-        row_spec = RowSpec(kind, inner, self.unit, single, whole_row, shifted, correction, sums, zeroed)
+        row_spec = RowSpec(kind, inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted, correction, sums, zeroed)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
         self.element_bytes = dtype.itemsize
-        element = self.tile_spec.activation_bytes
+        element = self.isa.activation_bytes(inner, fmt.bits)
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
         self._of = fmt, n, k, dtype, inner, activation
@@ -196,6 +198,8 @@ class LinearKernel:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need."""
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
         most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
+        if self.paired and m >= most:
+            most, vectors = self.isa.direct_tile
         count = -(-m // most)
         rows, more = divmod(m, count)
         function = _tile_function(self.isa, spec, rows + (more > 0), vectors)

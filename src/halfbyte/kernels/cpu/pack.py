@@ -26,16 +26,17 @@ _ELEMENTS_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Bits of a code; whether it is signed; bytes of a scale and of a zero."""
+    """Bits of a code; whether it is signed; bytes of a scale and of a zero; whether there are sums of pairs."""
 
     bits: int
     signed: bool
     scale_bytes: int
     zero_bytes: int
+    pairs: bool
 
     @property
     def name(self) -> str:
-        return f"pack_{'s' if self.signed else 'u'}{self.bits}_{self.scale_bytes}_{self.zero_bytes}"
+        return f"pack_{'s' if self.signed else 'u'}{self.bits}_{self.scale_bytes}_{self.zero_bytes}{'_pairs' if self.pairs else ''}"
 
 
 def build(spec: PackSpec, isa: ISA) -> Module:
@@ -58,10 +59,13 @@ def build(spec: PackSpec, isa: ISA) -> Module:
                 padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
                 to, tail = record.value + lane * 4, record.value + padded * (PANEL * spec.bits)
                 stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
+                pairs = f.variable(f.value("<4 x i32>", 0))
                 done = real.select(groups, 0)
                 with f.when(real):
                     for g in f.loop(groups):
                         _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
+                        if spec.pairs:
+                            pairs.value = pairs.value + _pairs(spec, codes.value + g * spec.bits)
                     number = row * scale_stride + b
                     _copy(scale + number * spec.scale_bytes, tail + lane * spec.scale_bytes, spec.scale_bytes)
                     if spec.zero_bytes:
@@ -72,8 +76,12 @@ def build(spec: PackSpec, isa: ISA) -> Module:
                 for g in f.loop(padded, start=done):
                     for word in range(spec.bits // 4):
                         (to + g * (PANEL * spec.bits)).store(stands_for_zero.value, 4 * PANEL * word, 4)
+                if spec.pairs:
+                    fill = stands_for_zero.value & 255
+                    total = pairs.value.reduce("add") + fill * fill * 4 * (padded - done).to("i32")
+                    (tail + lane * 4).store(total, PANEL * (spec.scale_bytes + spec.zero_bytes), 4)
                 codes.value = codes.value + groups * spec.bits
-                record.value = tail + -(-PANEL * (spec.scale_bytes + spec.zero_bytes) // 64) * 64
+                record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pairs=spec.pairs)
     return module
 
 
@@ -90,6 +98,14 @@ def _eight(spec: PackSpec, source: Value, to: Value) -> None:
         moved = (codes ^ (codes >> distance)) & mask
         codes = codes ^ moved ^ (moved << distance)
     to.store(codes, 0, 4)
+
+
+def _pairs(spec: PackSpec, source: Value) -> Value:
+    """Four products of neighbours among eight codes of one row, as they are stored."""
+    words = source.load("<4 x i16>")
+    if spec.signed:
+        words = words ^ 0x8080
+    return (words & 255).to("i32", unsigned=True) * (words >> 8).to("i32", unsigned=True)
 
 
 def _copy(source: Value, to: Value, size: int) -> None:
@@ -119,7 +135,7 @@ def pack(codes: Codes) -> Packed:
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
     out = cpu_tiles.allocate(geo.nbytes).zero_()
-    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes)
+    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt))
     block = PACK.struct().pack(
         *(_phase(spec), 0, runtime.openmp_address(), 0),
         *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),

@@ -222,7 +222,7 @@ class _Direct:
                 self.at.value.store(codes, part)
                 if self.correction:
                     wide = codes if width == together else codes.shuffle(range(width), f.value(kind, 0))  # zeros beside
-                    total = self.isa.dot(f, total, ones, wide, 8, full_range=True)
+                    total = self.isa.dot(f, total, ones, wide, 8)
             self.sums.value = total
             self.at.value = self.at.value + self.step
 

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
@@ -40,6 +40,7 @@ class TileSpec:
 
     inner    what the products are made of
     bits, signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
+    pairs    records hold sums of pairs
     unit     elements of K taken at a time; `single`: a block is one unit of 32
     by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
     rows     R
@@ -50,6 +51,7 @@ class TileSpec:
     bits: int
     scale: str
     zero: str
+    pairs: bool
     unit: int
     single: bool
     by_row: bool
@@ -63,12 +65,9 @@ class TileSpec:
         return self.zero == "none"
 
     @property
-    def activation_bytes(self) -> int:
-        return {"int8": 1, "bf16": 2, "float": 4}[self.inner]
-
-    @property
     def name(self) -> str:
         scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
+        scheme += "_pairs" if self.pairs else ""
         shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
         return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}"
 
@@ -93,9 +92,12 @@ class Tile:
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = parameters or f.parameters
         self.unit_bytes = PANEL * spec.unit * spec.bits // 8
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
-        self.tail_bytes = -(-PANEL * (self.scale_bytes + zero_bytes) // 64) * 64
+        self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
+        self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
+        self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
         self.count = spec.rows * spec.vectors
-        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, full_range=spec.out == "i8")
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired)
+        self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals
         size = isa.lanes * 4
         self.scratch = f.alloca(isa.floats, self.count, size)
@@ -148,7 +150,7 @@ class Tile:
 
     def _block(self, w: Variable, a: Variable, units: Value, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        unit_activations = spec.rows * spec.unit * spec.activation_bytes
+        unit_activations = spec.rows * self.row_unit_bytes
         tail = w.value + (self.unit_bytes if spec.single else units * self.unit_bytes)
         fields = a.value + (unit_activations if spec.single else units * unit_activations)
         apart = spec.inner == "int8" and isa.apart(spec.bits)
@@ -190,6 +192,10 @@ class Tile:
             return self.isa.to_float(self._lanes(tail, first, v, after), spec.scale)
         return (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True).to("float")
 
+    def _pairs(self, tail: Value, first: Value, v: int) -> Value:
+        """The sums of pairs of one vector of rows."""
+        return (tail + first * 4).load(self.isa.ints, self.pairs_at + v * self.isa.lanes * 4, 4)
+
     def _field(self, fields: Value, which: int, row: int, kind: str) -> Value:
         """A row's scale, correction, sum or offset, in every lane."""
         return fields.load(kind, 4 * (which * self.spec.rows + row), 4).splat(self.isa.lanes)
@@ -197,8 +203,10 @@ class Tile:
     def _start(self, fields: Value, tail: Value, first: Value) -> list[Value]:
         """What the block's accumulators begin at."""
         spec, f = self.spec, self.f
-        if spec.inner == "int8":  # what turns unit weights into codes: for free here
-            return [self._field(fields, 1, i, "i32") for i in range(spec.rows) for _ in range(spec.vectors)]
+        if spec.inner == "int8":  # what turns unit weights into codes, and products of sums into those of their parts: for free here
+            starts = [self._field(fields, 1, i, "i32") for i in range(spec.rows) for _ in range(spec.vectors)]
+            pairs = [self._pairs(tail, first, v) for v in range(spec.vectors)] if self.paired else []
+            return [start - pairs[n % spec.vectors] for n, start in enumerate(starts)] if pairs else starts
         if spec.zero != "point":
             return [f.value(self.isa.floats, 0.0)] * self.count
         sums = [self._field(fields, 2, i, "float") for i in range(spec.rows)]
@@ -213,11 +221,11 @@ class Tile:
                 f.prefetch(w + (PREFETCH_BYTES + line))
         rows = w + first * 4
         if spec.inner == "int8":
-            return self.isa.int8_unit(f, self.int8, rows, [a + i * spec.unit for i in range(spec.rows)], totals, weight_sums)
+            return self.isa.int8_unit(f, self.int8, rows, [a + i * self.row_unit_bytes for i in range(spec.rows)], totals, weight_sums)
         step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
         row_k = 32 // spec.bits
         for t in range(spec.unit // row_k):
-            totals = step(rows + t * PANEL * 4, a + t * row_k * spec.activation_bytes, totals)
+            totals = step(rows + t * PANEL * 4, a + t * row_k * self.row_unit_bytes // spec.unit, totals)
             f.fence()
         return totals, weight_sums
 
