@@ -2,9 +2,14 @@
 
     python benchmarks/calibration.py                 the tiny Llama of this repository; --device cuda takes a minute or two
     python benchmarks/calibration.py MODEL --text held-out.txt --calibration other.txt
+    python benchmarks/calibration.py --experts 4     the same Llama as a mixture of experts
 
 Models compute in float32 and activations are not quantized, so that the figures are those of the weights alone. Embeddings, and a head that
 is tied to one, are q8_0 throughout. Seconds are those of quantizing the whole model, calibration included.
+
+The mixture computes what the Llama computes (sparse upcycling, Komatsuzaki et al., arXiv:2212.05055): each expert is a copy of a layer's
+MLP, and two of them share a token. So in floating point the router does not matter, and quantized each expert serves the tokens that it
+gets. The router parts them by k-means of what the MLP reads of the calibration text.
 """
 
 from __future__ import annotations
@@ -29,6 +34,39 @@ CALIBRATED = ("gptq", "awq")
 MEASURED = 8  # passages by which mixed precision judges each layer
 
 
+def upcycled(model: Any, experts: int, tokens: torch.Tensor) -> Any:
+    """A Llama as a Mixtral of so many equal experts, two a token."""
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same += ("max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    config = transformers.MixtralConfig(**{key: getattr(model.config, key) for key in same}, num_local_experts=experts)
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
+    read: list[torch.Tensor] = []
+    hooks = [layer.mlp.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, -2))) for layer in model.model.layers]
+    with torch.no_grad():
+        model.model(tokens.to(model.device))
+    for i, (layer, hook, x) in enumerate(zip(model.model.layers, hooks, read, strict=True)):
+        hook.remove()
+        stacks = {
+            "gate_up_proj": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+            "down_proj": layer.mlp.down_proj.weight,
+        }
+        state |= {f"model.layers.{i}.mlp.experts.{name}": t.detach().expand(experts, *t.shape) for name, t in stacks.items()}
+        state[f"model.layers.{i}.mlp.gate.weight"] = directions(x, experts)
+    made = transformers.MixtralForCausalLM(config).to(model.device).eval()
+    made.load_state_dict(state)
+    return made
+
+
+def directions(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Spherical k-means of the rows of x: unit vectors [count, K]."""
+    x = torch.nn.functional.normalize(x, dim=-1)
+    found = x[torch.linspace(0, len(x) - 1, count).long()]
+    for _ in range(10):
+        nearest = (x @ found.T).argmax(dim=-1)
+        found = torch.stack([torch.nn.functional.normalize(x[nearest == i].sum(dim=0), dim=0) for i in range(count)])
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=ROOT / "models" / "tiny-llama", help="a Hugging Face folder")
@@ -42,6 +80,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=["absmax", "mse", "hqq", "awq", "gptq"])
     parser.add_argument("--bits", type=float, default=4.5, help="of mixed precision (default: %(default)s)")
     parser.add_argument("--eight", nargs="*", default=["q8_0", "int8_channel", "int8_g128"], help="formats with absmax alone")
+    parser.add_argument("--experts", type=int, help="quantize the model, a Llama, as a mixture of so many experts")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
@@ -51,6 +90,8 @@ def main() -> int:
     model.eval()
     ids = torch.tensor(tokenizer(args.text.read_bytes()[: args.bytes].decode(errors="ignore"))["input_ids"])
     tokens = halfbyte.calibration_tokens(tokenizer, args.calibration.read_text(encoding="utf-8"), args.passages)
+    if args.experts:
+        model = upcycled(model, args.experts, tokens[:4])
 
     def quantized(name: str, make: Any, method: str) -> None:
         made, begin = copy.deepcopy(model), time.perf_counter()

@@ -387,6 +387,13 @@ def test_the_command(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert rows["model.layers.0.mlp.up_proj.weight"] == "q4_0"
     assert main(["convert", str(folders / "q8_0"), str(tmp_path / "x"), "--to", "awq"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "layer.onnx").write_bytes(b"x")
+    assert main(["convert", str(folders / "q8_0"), str(tmp_path / "x"), "--to", "onnx"]) == 2
+    assert main(["convert", str(tmp_path / "layer.onnx"), str(tmp_path / "x"), "--to", "halfbyte"]) == 2
+    said = capsys.readouterr().err
+    assert "onnx.export_linear writes one layer" in said
+    assert "onnx.import_linear reads one layer" in said
+    assert said.count("\n") == 2
     export(folders / "q4_0", tmp_path / "gptq", "gptq")
     assert main(["inspect", str(tmp_path / "gptq"), "--against", str(folders / "float"), "--json"]) == 0
     errors = {row["name"]: row["error"] for row in json.loads(capsys.readouterr().out)["rows"] if row["error"] is not None}

@@ -46,7 +46,8 @@ def export(
     could be kept.
     """
     if to not in KINDS:
-        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}")
+        remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
+        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
     source, target = Path(src), Path(dst)
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":

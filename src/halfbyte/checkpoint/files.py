@@ -20,6 +20,8 @@ _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", 
 
 def weight_files(source: Path) -> list[Path]:
     """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
+    if source.suffix == ".onnx":
+        raise CheckpointError(f"{source} is no model that is known here: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
     if isfile(source):
         return [source]
     if not isdir(source):

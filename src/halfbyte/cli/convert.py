@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file to write, which does not exist yet")
-    parser.add_argument("--to", required=True, choices=KINDS, help="the kind to write")
+    parser.add_argument("--to", required=True, metavar="KIND", help=f"the kind to write: {', '.join(KINDS)}")
     parser.add_argument("--resume", action="store_true", help="go on where a conversion to DST had come to when it was killed")
 
 
