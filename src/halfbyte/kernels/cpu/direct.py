@@ -189,8 +189,8 @@ class _Lines:
                         at.value = at.value + size
             if wide:
                 unit = vector("i8", self.spec.unit)
-                for at in f.loop(codes, step=self.spec.unit):
-                    row.value.store(self.isa.laid_out(to.value.load(unit, at), 8), at * self.spec.width)
+                for code in f.loop(codes, step=self.spec.unit):
+                    row.value.store(self.isa.laid_out(to.value.load(unit, code), 8), code * self.spec.width)
             row.value = row.value + codes * self.spec.width
 
     def _sum(self, start: Value) -> None:
