@@ -22,7 +22,7 @@ PROBLEMS = {
     "bytes": {"m": 16, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
     "float32, odd sizes": {"m": 3, "n": 333, "k": 300, "format": "q4_1", "dtype": "float32"},
 }
-ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,8 @@ def _multiply(xs, full, empty, out, STEPS: gl.constexpr, MISTAKE: gl.constexpr):
         mbarrier.wait(full.index(stage), (step // 2) & 1)
         acc = warpgroup_mma(xs.index(stage), xs.index(stage).permute([1, 0]), acc, is_async=True)
         if MISTAKE != "not finished":
-            acc = warpgroup_mma_wait(1 if MISTAKE == "too early" else 0, deps=[acc])
+            # Two left to do: the products of a step are made when the next but one, which fills the same buffer, is there.
+            acc = warpgroup_mma_wait(2 if MISTAKE == "too early" else 0, deps=[acc])
         if MISTAKE != "no arrival":
             mbarrier.arrive(empty.index(stage), count=2 if MISTAKE == "too many" else 1)
     if MISTAKE == "too early":
