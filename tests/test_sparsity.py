@@ -150,7 +150,7 @@ def test_a_language_model_is_pruned_quantized_and_saved(method: str, tmp_path: P
     for weight in linears.values():
         check_sparsity(weight, as_sparsity("2:4"))
     total = sum(w.numel() for w in linears.values())
-    said = f"pruned to 2:4 by {method}: {total // 2} of {total} weights in 14 layers are 0, density 0.500"
+    said = f"pruned to 2:4 by {method}: {total // 2} of {total} weights in 14 layers became 0, a density of 0.500"
     assert said in str(hb.report(model))
     hb.quantize_(model, hb.Config("int4_g128_zp", method="gptq"), tokens())
     hb.save(model, tmp_path / "sparse")

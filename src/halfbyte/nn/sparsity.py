@@ -113,4 +113,4 @@ def _by_inputs(
 def _said(pruned: Mapping[str, Tensor], wanted: Sparsity, method: str) -> str:
     total, zeros = sum(w.numel() for w in pruned.values()), sum(int((w == 0).sum()) for w in pruned.values())
     density = 1 - zeros / max(1, total)
-    return f"pruned to {wanted} by {method}: {zeros} of {total} weights in {len(pruned)} layers are 0, density {density:.3f}"
+    return f"pruned to {wanted} by {method}: {zeros} of {total} weights in {len(pruned)} layers became 0, a density of {density:.3f}"
