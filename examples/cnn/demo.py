@@ -23,6 +23,7 @@ from halfbyte.machine import machine
 from halfbyte.timing import interleave
 
 SIDE = 16  # the images are enlarged, so that the network has something to do
+BATCH = 64
 
 
 class Residual(nn.Module):
@@ -56,13 +57,28 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
-    batch = 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * (len(images) // batch))
+    fit(model, images, labels, epochs, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * steps(images)))
+
+
+def steps(images: Tensor) -> int:
+    """Of an epoch."""
+    return len(images) // BATCH
+
+
+def fit(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    epochs: int,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """The digits in another order in each epoch, moved by up to two pixels."""
     for _ in range(epochs):
         order = torch.randperm(len(images))
-        for start in range(0, len(images) - batch + 1, batch):
-            chosen = order[start : start + batch]
+        for step in range(steps(images)):
+            chosen = order[step * BATCH : (step + 1) * BATCH]
             shift = torch.randint(-2, 3, (2,)).tolist()
             loss = nn.functional.cross_entropy(model(images[chosen].roll(shift, (2, 3))), labels[chosen], label_smoothing=0.05)
             optimizer.zero_grad()

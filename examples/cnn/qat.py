@@ -13,7 +13,7 @@ import copy
 import sys
 
 import torch
-from demo import digits, network, train
+from demo import digits, fit, network, steps, train
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -27,19 +27,8 @@ RATE = 3e-4  # a tenth of that of the training from scratch
 
 def tune(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
     """A few epochs with a rate that falls to 0, so that weights come to rest on one code."""
-    batch = 64
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * (len(images) // batch))
-    for _ in range(epochs):
-        order = torch.randperm(len(images))
-        for start in range(0, len(images) - batch + 1, batch):
-            chosen = order[start : start + batch]
-            shift = torch.randint(-2, 3, (2,)).tolist()
-            loss = nn.functional.cross_entropy(model(images[chosen].roll(shift, (2, 3))), labels[chosen], label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+    fit(model, images, labels, epochs, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * steps(images)))
     return model
 
 

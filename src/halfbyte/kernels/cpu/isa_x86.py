@@ -29,7 +29,7 @@ class AVX2(ISA):
         w0*a0 + w1*a1 = (a0 + w1) * (a1 + w0) - a0*a1 - w0*w1
 
     a0*a1 is summed when activations are laid out, w0*w1 is in the layout. It takes as many instructions as two multiplications and two
-    additions, but multipliers are on two of Zen's four ports, and additions that meet them there make them wait: a quarter less time.
+    additions, but multipliers are on two of Zen's four ports, and additions that meet them there make them wait.
     All is exact modulo 2^32, and the result has less than 32 bits.
     """
 
