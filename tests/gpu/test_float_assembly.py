@@ -65,11 +65,22 @@ def test_hopper_reads_with_tma_and_multiplies_from_registers() -> None:
         assert "wgmma.wait_group.sync.aligned \t1" in binary.ptx or "wgmma.wait_group.sync.aligned 1" in binary.ptx
 
 
-def launch_hopper(gpu: Gpu, rows: int, block_m: int, stages: int) -> None:
+def test_bytes_are_read_by_twos_on_hopper() -> None:
+    """Two bytes are next to each other in the register that wgmma takes: no single ones are loaded, none go from lane to lane."""
+    problem = {"m": 256, "n": 4096, "k": 4096, "dtype": "bfloat16", "configs": [0]}
+    for [binary] in compile_all([linear_job(HOPPER, "sm_90", format=name, **problem) for name in ("q8_0", "int8_channel")]):
+        assert binary.spills == 0
+        assert re.search(r"HGMMA\.64x\d+x16\.F32\.BF16 R\d+, R\d+, gdesc", binary.assembly)
+        assert binary.assembly.count("LDS.U16") == 80  # 8 for a tile's first plane, 32 for each record; two warpgroups
+        assert "SHFL" not in binary.assembly
+        assert len(re.findall(r"\bLDS\.[SU]8\b", binary.assembly)) <= 8  # of Triton's own, at the start of each partition
+
+
+def launch_hopper(gpu: Gpu, format: str, rows: int, block_m: int, stages: int) -> None:
     """A tile of the kernel for Hopper with all that may be done at its end, for an odd N, and programs that cut tiles."""
     from halfbyte.kernels.gpu import gemm_hopper
 
-    problem = Problem("linear", 300, 4173, 4096, as_format("int4_g128_zp"), torch.bfloat16)
+    problem = Problem("linear", 300, 4173, 4096, as_format(format), torch.bfloat16)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = (torch.empty(problem.m, size, dtype=problem.dtype, device="meta") for size in (problem.k, problem.n))
@@ -81,10 +92,14 @@ def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
     from halfbyte.kernels.gpu import gemm_hopper
 
     gpu = GPUS["sm_90"]
-    problems = (Problem("linear", m, n, 4096, as_format("int4_g128"), torch.bfloat16) for m in (64, 256, 4096) for n in (4096, 28672))
-    tiles = {(config.rows, config.block_m, config.stages) for asked in problems for config in gemm_hopper.configs(asked, gpu)}
-    assert tiles >= {(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)}
-    names = ("rows", "block_m", "stages")
+    tiles = set()
+    for name, with_zero in (("int4_g128", "int4_g128_zp"), ("q8_0", "int8_g128_zp")):
+        problems = (Problem("linear", m, n, 4096, as_format(name), torch.bfloat16) for m in (64, 256, 4096) for n in (4096, 28672))
+        found = (config for asked in problems for config in gemm_hopper.configs(asked, gpu))
+        tiles |= {(with_zero, config.rows, config.block_m, config.stages) for config in found}
+    assert tiles >= {("int4_g128_zp", *tile) for tile in ((64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6))}
+    assert tiles >= {("int8_g128_zp", *tile) for tile in ((64, 256, 5), (64, 128, 9), (128, 128, 6), (128, 64, 9))}
+    names = ("format", "rows", "block_m", "stages")
     jobs = [Job("tests/gpu/test_float_assembly.py:launch_hopper", "sm_90", dict(zip(names, tile, strict=True))) for tile in tiles]
     for tile, [binary] in zip(tiles, compile_all(jobs), strict=True):
         assert binary.shared <= gpu.shared, tile

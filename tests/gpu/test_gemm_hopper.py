@@ -1,4 +1,4 @@
-"""Many rows times a 4-bit weight on Hopper: formats, odd sizes, tiles cut by any number of programs. Runs on a Hopper GPU only."""
+"""Many rows times a weight on Hopper: formats, odd sizes, tiles cut by any number of programs. Runs on a Hopper GPU only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.machine import GPUS, Gpu
 
 H, B = torch.float16, torch.bfloat16
-CONFIGS = [(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)]
+CONFIGS = {
+    4: [(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)],
+    8: [(64, 256, 5), (64, 128, 9), (64, 64, 13), (64, 32, 16), (128, 128, 6), (128, 64, 9)],
+}
+FORMATS = {
+    4: ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "int4_g64_zp", "int4_channel_f16", "int4_channel", "int4_g256_f16"],
+    8: ["q8_0", "int8_channel", "int8_channel_zp", "int8_g128", "int8_g64_zp", "int8_g32_offset", "int8_g256_f16"],
+}
 
 
 def problem(name: str, m: int = 256, n: int = 4096, k: int = 4096, dtype: torch.dtype = B) -> Problem:
@@ -26,19 +33,19 @@ def hopper(device: torch.device, gpu: Gpu) -> torch.device:
     return device
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "int4_g64_zp", "int4_channel_f16", "int4_g256_f16"])
+@pytest.mark.parametrize(("name", "tile"), [(name, tile) for bits in (4, 8) for name in FORMATS[bits] for tile in CONFIGS[bits]])
 @pytest.mark.parametrize("dtype", [H, B], ids=str)
-@pytest.mark.parametrize("tile", range(len(CONFIGS)))
-def test_formats_and_shares(name: str, dtype: torch.dtype, tile: int, hopper: torch.device) -> None:
-    rows, block_m, stages = CONFIGS[tile]
+def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int, int], hopper: torch.device) -> None:
+    rows, block_m, stages = tile
     for (m, n, k), programs in {(300, 333, 1024): 1, (130, 512, 2048): 7, (77, 640, 2048): 29}.items():
         config = gemm_hopper.Config(rows, block_m, stages, 8, programs)
         check_linear(gemm_hopper, config, problem(name, m, n, k, dtype), hopper, interpreted=False, weight_rounded=True, epilogue=m == 77)
 
 
 def test_k_need_not_be_whole_records(hopper: torch.device) -> None:
-    for config in gemm_hopper.configs(problem("q4_0", 200, 200, 1000), GPUS["sm_90"]):
-        check_linear(gemm_hopper, config, problem("q4_0", 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
+    for name in ("q4_0", "q8_0"):
+        for config in gemm_hopper.configs(problem(name, 200, 200, 1000), GPUS["sm_90"]):
+            check_linear(gemm_hopper, config, problem(name, 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
 
 
 def test_x_need_not_be_aligned(hopper: torch.device) -> None:
@@ -52,7 +59,8 @@ def test_x_need_not_be_aligned(hopper: torch.device) -> None:
     ("asked", "arch", "reason"),
     [
         (problem("int4_g128"), "sm_80", "Hopper's instructions"),
-        (problem("q8_0"), "sm_90", "8-bit weights"),
+        (problem("q8_0", 15), "sm_90", "from 16 on"),
+        (problem("int4_g128", 63), "sm_90", "from 64 on"),
         (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
         (problem("int4_g32_f32", dtype=H), "sm_90", "16 bits"),
         (problem("int4_g20"), "sm_90", "TMA reads x in rows"),
@@ -63,15 +71,17 @@ def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
     assert reason in (gemm_hopper.supports(asked, GPUS[arch]) or "")
 
 
+@pytest.mark.parametrize("name", ["int4_g128", "q8_0"])
 @pytest.mark.parametrize("m", [64, 65, 256, 1024, 8192])
-def test_configs_fit(m: int) -> None:
+def test_configs_fit(name: str, m: int) -> None:
     gpu = GPUS["sm_90"]
     for n, k in ((64, 128), (4096, 4096), (28672, 8192), (151936, 896)):
-        asked = problem("int4_g128", m, n, k)
+        asked = problem(name, m, n, k)
         assert gemm_hopper.supports(asked, gpu) is None
         for config in gemm_hopper.configs(asked, gpu):
             tiles = -(-n // (2 * config.rows)) * -(-m // config.block_m)
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
-            assert config.stages * (256 * config.block_m + 128 * config.rows) + (8 << 10) <= gpu.shared
+            x_bytes = 256 * config.block_m * 4 // asked.format.bits
+            assert config.stages * (x_bytes + 128 * config.rows) + (8 << 10) <= gpu.shared

@@ -26,10 +26,10 @@ _NIBBLES_F16 = tl.constexpr(
     "{.reg .b32 s, t; and.b32 s, $2, 255; shr.b32 t, $1, s; lop3.b32 $0, t, $3, 0x64006400, 0xea;}"  # (w >> s & mask) | magic
 )
 _NIBBLES_BF16 = tl.constexpr("{.reg .b32 s, t; and.b32 s, $2, 255; shr.b32 t, $1, s; lop3.b32 $0, t, $3, 0x43004300, 0xea;}")
-_BYTES_F16 = tl.constexpr(
+BYTES_F16 = tl.constexpr(
     "{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0x64646464, 0x4140; prmt.b32 $1, t, 0x64646464, 0x4342;}"
 )
-_BYTES_BF16 = tl.constexpr(
+BYTES_BF16 = tl.constexpr(
     "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80;"  # -1
     + "".join(
         f"prmt.b32 t, $2, 0x43434343, {order}; and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 ${i}, s, n, m;"
@@ -87,9 +87,9 @@ def int8_values(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
         else:
             return q.to(tl.float32).to(DTYPE)
     elif DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(_BYTES_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(BYTES_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        return tl.inline_asm_elementwise(_BYTES_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit

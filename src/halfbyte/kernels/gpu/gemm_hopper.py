@@ -1,17 +1,22 @@
-"""y [M, N] = x [M, K] · Wᵀ with 4-bit W and many rows M on Hopper: TMA, weights from registers into wgmma, a persistent grid.
+"""y [M, N] = x [M, K] · Wᵀ with many rows M on Hopper: TMA, weights from registers into wgmma, a persistent grid.
 
-Weight: the words of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ: one warp keeps records (128 k) of both operands on their way to shared
-memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. A lane reads 16 bytes, and three instructions
-make two weights of them: LOP3, a fused multiply-add that takes off point and constant, one that multiplies by the scale. Half of a
-record becomes floating point while the wgmma of the half before it runs, and one warpgroup's waits lie under the other's products.
+Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ: one warp keeps records (128 k; of bytes half a record) of both operands
+on their way to shared memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. A quarter of a record (a
+plane) becomes floating point while the wgmma of the quarter before it runs, and one warpgroup's waits lie under the other's products.
+
+    4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
+             and constant, one that multiplies by the scale
+    8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
+             to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
 
 Programs multiply the same number of whole tiles; the records of the tiles that are left over are cut into equal shares (Osama et al.,
 Stream-K, 2023), so that no multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last
 adds them, in a fixed order.
 
-Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32.
+Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32. One scale a row of the weight is
+multiplied with the sums.
 
-It wins from about 128 rows on (H100). Per record, 64 rows by 256 of x take the least time for each product: the larger the tile along M,
+4 bits win from about 128 rows on (H100). Per record, 64 rows by 256 of x take the least time for each product: the larger the tile along M,
 the less often a weight is made.
 """
 
@@ -29,29 +34,35 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-# Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, and of the rest of a program's life.
-_RECORD_US = {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04}
+# Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, by bits, and of the rest of a program's life.
+_RECORD_US = {
+    4: {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04},
+    8: {(64, 256): 1.50, (64, 128): 0.98, (64, 64): 0.80, (64, 32): 0.74, (128, 128): 1.55, (128, 64): 1.25},
+}
 _START_US = 3.0
 _PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
-_LEAST_M = 64  # fewer rows do not fill a tile: skinny.py reads the weight as fast
+_LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
 def _plane_text(shift: int, mask: str, magic: str) -> str:
     return f"{{.reg .b32 t; shr.b32 t, $1, {shift}; lop3.b32 $0, t, {mask}, {magic}, 0xea;}}"
 
 
+_TWOS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 _PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
 _PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 2 * rows of the weight by block_m of x, `stages` records in flight, `group` tiles along M together in the L2 cache."""
+    """Tiles of 2 * rows of the weight by block_m of x, `stages` records (8 bits: halves of them) in flight, `group` tiles along M together
+    in the L2 cache."""
 
     rows: int
     block_m: int
@@ -66,10 +77,29 @@ class _Static:
     block_m: int
     stages: int
     group: int
+    bits: int
     groups: int  # blocks in a record
     wide: int  # records in a block
+    whole: bool  # one block along K: its scale is multiplied with the sums
     zero: str
     clamp: bool
+
+    @property
+    def parts(self) -> int:
+        """Stages that a record takes."""
+        return self.bits // 4
+
+    @property
+    def pairs(self) -> gl.DistributedLinearLayout:
+        """Of the pairs of bytes [rows, 16] that a lane's registers of an operand hold."""
+        further = [[64, 0]] if self.rows == 128 else []
+        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout([[8, 0], [0, 4], [0, 8], *further], lanes, [[16, 0], [32, 0]], [], [self.rows, 16])
+
+    @property
+    def width(self) -> int:
+        """Elements along K of a stage."""
+        return gpu_tiles.RECORD // self.parts
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -78,25 +108,28 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    if problem.format.bits != 4:
-        return "bytes of 8-bit weights do not lie as wgmma takes them from registers"
-    if problem.dtype == torch.float32 or (problem.dtype == torch.float16 and problem.format.scale != torch.float16):
+    geo, least = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), _LEAST_M[problem.format.bits]
+    scaled = not _whole(geo) and problem.dtype == torch.float16 and problem.format.scale != torch.float16
+    if problem.dtype == torch.float32 or scaled:
         return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
-    if problem.m < _LEAST_M:
-        return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    if problem.m < least:
+        return f"{problem.m} rows do not fill its tiles: from {least} on"
     if not geo.contiguous or problem.k % 8:
         return f"TMA reads x in rows of a multiple of 8 elements and without gaps, not K = {problem.k} in blocks of {geo.block}"
     return None
 
 
+def _whole(geo: gpu_tiles.Geometry) -> bool:
+    return geo.block_rows == 1 and geo.format.zero != "offset"
+
+
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of the longest share."""
-    records = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records
+    records, bits = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records, problem.format.bits
     found = []
-    for (rows, block_m), record_us in _RECORD_US.items():
+    for (rows, block_m), record_us in _RECORD_US[bits].items():
         tiles = -(-problem.n // (2 * rows)) * -(-problem.m // block_m)
-        stages = (gpu.shared - (8 << 10)) // (256 * block_m + 128 * rows)
+        stages = (gpu.shared - (8 << 10)) // (256 * block_m * 4 // bits + 128 * rows)
         waves = -(-tiles // gpu.sms)
         whole = -(-tiles // waves)
         shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
@@ -105,7 +138,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
             if tiles % programs:  # programs meet, and what they read of x is not what others read at that time
                 meeting = 3.5 + 13.5 * rows * block_m / (64 * 256)
                 us = us + meeting if waves == 1 else 1.12 * us + 2 * meeting
-            found.append((us, Config(rows, block_m, min(8, stages), 8, programs)))
+            found.append((us, Config(rows, block_m, min(2 * bits, stages), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
 
 
@@ -117,13 +150,20 @@ def launch(
         x = x.clone(memory_format=torch.contiguous_format)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if geo.format.bits == 4:
+        weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
+    else:
+        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+        weight = TensorDescriptor.from_tensor(codes, [2 * config.rows, 64], of_bytes)
     static = _Static(
         rows=config.rows,
         block_m=config.block_m,
         stages=config.stages,
         group=config.group,
+        bits=geo.format.bits,
         groups=max(1, gpu_tiles.RECORD // geo.padded),
         wide=max(1, geo.padded // gpu_tiles.RECORD),
+        whole=_whole(geo),
         zero=geo.format.zero,
         clamp=epilogue.clamps,
     )
@@ -135,8 +175,8 @@ def launch(
     launcher.run(
         _gemm,
         (config.programs,),
-        TensorDescriptor.from_tensor(x, [config.block_m, 128], layout),
-        TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout),
+        TensorDescriptor.from_tensor(x, [config.block_m, static.width], layout),
+        weight,
         (scale, scale if zero is None else zero),
         out,
         (epilogue.bias, epilogue.residual),
@@ -200,14 +240,17 @@ def _produce(xd, wd, xs, ws, full, empty, sizes, S: gl.constexpr):
     at = start - start
     while at < end:
         _tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
-        for r in range(first, first + count):
+        for r in range(first * S.parts, (first + count) * S.parts):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BM * 256 + PANELS * 4096)
-            tma.async_copy_global_to_shared(xd, [pm * BM, r * 128], full.index(stage), xs.index(stage))
-            for p in gl.static_range(PANELS):
-                row = ((pn * PANELS + p) * sizes[3] + r) * 32
-                tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
+            mbarrier.expect(full.index(stage), BM * S.width * 2 + S.rows * 128)
+            tma.async_copy_global_to_shared(xd, [pm * BM, r * S.width], full.index(stage), xs.index(stage))
+            if S.bits == 4:
+                for p in gl.static_range(PANELS):
+                    row = ((pn * PANELS + p) * sizes[3] + r) * 32
+                    tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
+            else:
+                tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], full.index(stage), ws.index(stage))
             step += 1
         at += count
 
@@ -237,40 +280,55 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
     ROWS: gl.constexpr = S.rows
     GROUPS: gl.constexpr = S.groups
     LAYOUT: gl.constexpr = plane.type.layout
-    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16
+    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
+    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # bytes have no constant then: they are u - 128
     G: gl.constexpr = PLANE // (4 // GROUPS)
     factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
     if S.zero == "point":
-        zero = _negative(gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1), ODD, DTYPE)
-    elif S.zero == "offset":
-        zero = gl.full([ROWS, 1], -64.0 if ODD else -1024.0 if DTYPE == gl.float16 else -128.0, DTYPE, layout=LAYOUT)
+        point = gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1)
+        zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else _negative(point, ODD, DTYPE)
     else:
-        zero = gl.full([ROWS, 1], -72.0 if ODD else -1032.0 if DTYPE == gl.float16 else -136.0, DTYPE, layout=LAYOUT)
-    q = _fma(plane, factor, zero)
-    offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
-    if S.zero == "offset":
-        offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
-    return _fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
+        BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
+        POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
+        zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
+    q = plane
+    if not SIGNED or S.zero != "none":
+        q = _fma(plane, factor, zero)
+    if not S.whole:
+        offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
+        if S.zero == "offset":
+            offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
+        q = _fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
+    return q
 
 
 @gluon.jit
-def _words(ws, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """The words of a record in shared memory, [rows, 32] in the layout of an operand."""
+def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
+    """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
-    PANELS: gl.constexpr = S.rows // 64
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
-    words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
-    return gl.convert_layout(words, OPERAND, assert_trivial=True)
+    if S.bits == 8:  # by twos: [rows, 16]
+        twos = ws._reinterpret(gl.int16, [2 * ROWS, 32], _TWOS)
+        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE % 2 * 16, 16, dim=1).load(S.pairs)
+    else:
+        PANELS: gl.constexpr = S.rows // 64
+        LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
+        words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
+        return gl.convert_layout(words, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def _plane(words, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Plane PLANE of the words as weights in DTYPE."""
-    if DTYPE == gl.float16:
-        u = gl.inline_asm_elementwise(_PLANES_F16[PLANE], "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+def _plane(codes, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
+    if S.bits == 8:
+        BYTES: gl.constexpr = BYTES_F16 if DTYPE == gl.float16 else BYTES_BF16
+        both = gl.inline_asm_elementwise(BYTES, "=r,=r,r", [codes], dtype=gl.int32, is_pure=True, pack=2)
+        u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
+        u = gl.convert_layout(u, OPERAND, assert_trivial=True)
+    elif DTYPE == gl.float16:
+        u = gl.inline_asm_elementwise(_PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
     else:
-        u = gl.inline_asm_elementwise(_PLANES_BF16[PLANE], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+        u = gl.inline_asm_elementwise(_PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
     return _weights(u, tails, PLANE, DTYPE, S)
 
 
@@ -284,6 +342,12 @@ def _tails(tails, r, rn, sizes, S: gl.constexpr):
             at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + rn
             found += (gl.load(tails[i if S.zero != "none" else 0] + at),)  # type: ignore[assignment]
     return found
+
+
+@gluon.jit
+def _columns(xs, step, PLANE: gl.constexpr, S: gl.constexpr):
+    """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m], of the stage of `step`."""
+    return xs.index(step % S.stages).slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
 
 
 @gluon.jit
@@ -304,41 +368,47 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
         acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
         now = _tails(tails, first, rn, sizes, S)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        w0 = _plane(_words(ws.index(step % STAGES), HALF, OPERAND, S), now, 0, DTYPE, S)
+        w0 = _plane(_codes(ws.index(step % STAGES), 0, HALF, OPERAND, S), now, 0, OPERAND, DTYPE, S)
         for r in range(count):
-            stage = step % STAGES
-            xt = xs.index(stage)
-            following = step + gl.where(r + 1 < count, 1, 0)
+            last = step + S.parts - 1  # of the stages of this record
+            following = last + gl.where(r + 1 < count, 1, 0)
             after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
             # While a plane is multiplied the next is made, in the registers of the one before, which the wait leaves free.
-            a = warpgroup_mma(w0, xt.slice(0, 32, dim=1).permute([1, 0]), acc, is_async=True)
-            words = _words(ws.index(stage), HALF, OPERAND, S)
-            w1 = _plane(words, now, 1, DTYPE, S)
-            a = warpgroup_mma(w1, xt.slice(32, 32, dim=1).permute([1, 0]), a, is_async=True)
+            a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
+            codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
+            w1 = _plane(codes, now, 1, OPERAND, DTYPE, S)
+            a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
             a, w0 = warpgroup_mma_wait(1, deps=[a, w0])
-            w2 = _plane(words, now, 2, DTYPE, S)
-            a = warpgroup_mma(w2, xt.slice(64, 32, dim=1).permute([1, 0]), a, is_async=True)
+            if S.bits == 8:
+                mbarrier.wait(full.index(last % STAGES), (last // STAGES) & 1)
+                codes = _codes(ws.index(last % STAGES), 2, HALF, OPERAND, S)
+            w2 = _plane(codes, now, 2, OPERAND, DTYPE, S)
+            a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
             a, w1 = warpgroup_mma_wait(1, deps=[a, w1])
-            w3 = _plane(words, now, 3, DTYPE, S)
-            a = warpgroup_mma(w3, xt.slice(96, 32, dim=1).permute([1, 0]), a, is_async=True)
+            if S.bits == 8:
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                codes = _codes(ws.index(last % STAGES), 3, HALF, OPERAND, S)
+            w3 = _plane(codes, now, 3, OPERAND, DTYPE, S)
+            a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
             a, w2 = warpgroup_mma_wait(1, deps=[a, w2])
             mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-            w0 = _plane(_words(ws.index(following % STAGES), HALF, OPERAND, S), after, 0, DTYPE, S)
+            w0 = _plane(_codes(ws.index(following % STAGES), 0, HALF, OPERAND, S), after, 0, OPERAND, DTYPE, S)
             acc, w3 = warpgroup_mma_wait(0, deps=[a, w3])
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(last % STAGES), count=1)
             now = after
-            step += 1
+            step += S.parts
         if count == sizes[3]:
             pieces = _pieces(acc, S)
             for i in gl.static_range(_PIECES):
-                _write(pieces[i], out, added, first_n, pm * BM + i * (BM // _PIECES), sizes, bounds, S)
+                _write(pieces[i], tails[0], out, added, first_n, pm * BM + i * (BM // _PIECES), sizes, bounds, S)
         elif scratch is not None:
-            _meet(acc, tile, tile - whole * gl.num_programs(0), rest, out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
+            number = tile - whole * gl.num_programs(0)
+            _meet(acc, tile, number, rest, tails[0], out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
         at += count
 
 
 @gluon.jit
-def _meet(acc, tile, number, rest, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _meet(acc, tile, number, rest, scale, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up and writes.
 
     `number` counts the tiles that are left over, `rest` their records.
@@ -367,7 +437,7 @@ def _meet(acc, tile, number, rest, out, added, scratch, first_n, first_m, sizes,
             part = gl.load(local + away, cache_modifier=".cg")
             for j in range(1, others + 1):
                 part += gl.load(local + 2 * j * away, cache_modifier=".cg")
-            _write(part, out, added, first_n, first_m + piece * WIDTH, sizes, bounds, S)
+            _write(part, scale, out, added, first_n, first_m + piece * WIDTH, sizes, bounds, S)
             gl.store(lock, 0)
 
 
@@ -395,7 +465,7 @@ def _local(first, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _write(total, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
+def _write(total, scale, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
     """Sums [rows, columns] as they come out of the matrix unit into `out`.
 
     Only 16 bits go from lane to lane, so that the shared memory that this takes fits beside the ring.
@@ -409,9 +479,11 @@ def _write(total, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
     rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
     mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
+    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    if S.whole:
+        total *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     if added[1] is not None:
         total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
-    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
     gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
 
@@ -422,8 +494,8 @@ def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
     gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, 128], xd.layout)
-    ws = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, 64], wd.layout)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
+    ws = gl.allocate_shared_memory(wd.dtype, [STAGES, ROWS * S.parts, 64], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
