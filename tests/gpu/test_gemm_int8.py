@@ -1,5 +1,6 @@
 """Integer products on the GPU against the reference: every kind of format, of scaling of x, and of epilogue."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -157,15 +158,14 @@ def test_hopper_with_every_config(name: str, activation: Activation, gpu: Gpu, d
 
 
 def test_hopper_assembly() -> None:
-    """wgmma on integers, no spills, and sums of blocks that become floats without conversions."""
+    """wgmma on integers, no spills; sums of blocks become floats without conversions, and while other wgmma run."""
     shape = {"m": 1024, "n": 4096, "k": 4096, "dtype": "bfloat16", "compute": "int8"}
     home = "halfbyte.kernels.gpu.gemm_int8_hopper"
-    jobs = [
-        linear_job(home, "sm_90", format="int4_channel", activation="row", **shape),
-        linear_job(home, "sm_90", format="int4_g128", **shape),
-    ]
-    for binaries in compile_all(jobs):
-        product = binaries[-1]
-        assert product.spills == 0
+    ways = (("int4_channel", "row"), ("int4_g128", "row"), ("int8_g128", "block"), ("q8_0", "block"))
+    jobs = [linear_job(home, "sm_90", format=name, activation=activation, configs=[0], **shape) for name, activation in ways]
+    for (name, _), [_quantization, product] in zip(ways, compile_all(jobs), strict=True):
+        assert product.spills <= (64 if name == "q8_0" else 0)  # a few registers too many, outside of what is multiplied
         assert "IGMMA" in product.assembly
-    assert product.assembly.count("I2F") < 32
+        if name != "int4_channel":
+            assert product.assembly.count("I2F") < 32
+            assert re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x[12]", product.assembly), "wgmma wait for each other"

@@ -63,7 +63,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
-        lambda c, p: Tiles(c.block_m, 128),
+        lambda c, p: Tiles(c.block_m, 64 * c.panels),
     ),
 )  # fmt: skip
 COMPUTES = ("auto", "float", "int8")
