@@ -228,13 +228,28 @@ def test_images_that_are_quantized_once(format: str, shape: str, dtype: torch.dt
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
 
 
-@pytest.mark.parametrize("kernel", [(3, 3), (1, 5)])
+@pytest.mark.parametrize(
+    ("kernel", "window", "channels", "rows"),
+    [
+        ((3, 3), Window((2, 1), (1, 0, 2, 1), (1, 2)), 70, 3),
+        ((1, 5), Window((2, 1), (1, 0, 2, 1), (1, 2)), 70, 1),
+        ((3, 3), Window((1, 1), (1, 1, 1, 1)), 144, 3),
+        ((2, 3), Window((1, 2), (0, 2, 1, 0), (1, 1)), 20, 4),
+        ((5, 5), Window((1, 1), (2, 2, 2, 2)), 33, 5),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
-def test_depthwise(dtype: torch.dtype, kernel: tuple[int, int], device: torch.device) -> None:
-    window, channels, in_zero = Window((2, 1), (1, 0, 2, 1), (1, 2)), 70, -9
+def test_depthwise(
+    dtype: torch.dtype, kernel: tuple[int, int], window: Window, channels: int, rows: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Strips of several rows, too, of which there are none where so little is to do."""
+    monkeypatch.setattr(conv_depthwise, "_PROGRAMS", 1)
+    monkeypatch.setattr(conv_depthwise, "_ROWS", rows)
+    in_zero = -9
     codes, sizes = codes_of("int8_channel", 1, channels, channels, kernel)
-    problem = Convolution(sizes, window, 2, (7, 9), dtype)
-    x, bias = image(2, channels, 7, 9, dtype), torch.randn(channels)
+    problem = Convolution(sizes, window, 2, (5, 6), dtype)
+    x, bias = image(2, channels, 5, 6, dtype), torch.randn(channels)
     out = torch.full((problem.m, channels), 99, dtype=dtype, device=device)
     taps = codes.values().to(torch.int32) if dtype == torch.int8 else codes.dequantize(torch.float32)
     taps = taps.T.contiguous().to(device)
