@@ -1,4 +1,7 @@
-"""Tuning: the kernels that could solve a problem, measured on this machine, the most promising of each."""
+"""Tuning: the kernels that could solve a problem, measured on this machine, the most promising of each.
+
+All are timed in a few rounds, and those near the best in many: noise should not choose between them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 MOST_CONFIGS = 6  # of one candidate
+_CLOSE = 1.12  # times of a few rounds are off by less: what is that near to the best is timed again, more often
 
 
 def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.device | None = None) -> tune.Times:
@@ -41,10 +45,13 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
                     warnings.warn(f"{candidate.name} {config} does not run here, and is left out: {error}", stacklevel=2)
                     continue
                 contenders[f"{candidate.name}\n{config}"] = launches
+    seconds = {name: timing.median for name, timing in graph_times(contenders, rounds=7).items()}
+    close = {name: launches for name, launches in contenders.items() if seconds[name] <= _CLOSE * min(seconds.values())}
+    seconds |= {name: timing.median for name, timing in graph_times(close, rounds=25).items()}
     times: tune.Times = {}
-    for name, timing in graph_times(contenders).items():
+    for name, median in seconds.items():
         candidate_name, config_text = name.split("\n")
-        times.setdefault(candidate_name, {})[config_text] = timing.median
+        times.setdefault(candidate_name, {})[config_text] = median
     tune.keep(gpu, problem, times)
     rules.choose_gpu_linear.cache_clear()
     return times
