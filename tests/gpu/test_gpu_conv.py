@@ -240,26 +240,24 @@ def test_images_that_are_quantized_once(format: str, shape: str, dtype: torch.dt
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
 def test_depthwise(
-    dtype: torch.dtype, kernel: tuple[int, int], window: Window, channels: int, rows: int, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, kernel: tuple[int, int], window: Window, channels: int, rows: int, device: torch.device, gpu: Gpu,
 ) -> None:  # fmt: skip
     """Strips of several rows, too, of which there are none where so little is to do."""
-    monkeypatch.setattr(conv_depthwise, "_PROGRAMS", 1)
-    monkeypatch.setattr(conv_depthwise, "_ROWS", rows)
     in_zero = -9
     codes, sizes = codes_of("int8_channel", 1, channels, channels, kernel)
     problem = Convolution(sizes, window, 2, (5, 6), dtype)
     x, bias = image(2, channels, 5, 6, dtype), torch.randn(channels)
+    config = replace(conv_depthwise.configs(problem, gpu)[0], rows=rows)
     out = torch.full((problem.m, channels), 99, dtype=dtype, device=device)
     taps = codes.values().to(torch.int32) if dtype == torch.int8 else codes.dequantize(torch.float32)
     taps = taps.T.contiguous().to(device)
     if dtype == torch.int8:
         table = table_of(codes, sizes, bias, 0.02, in_zero, 0.3, 3).to(device)
-        conv_depthwise.launch_integer(problem, in_memory(x, device), taps, table, out, in_zero, (-120, 127))
+        conv_depthwise.launch_integer(problem, config, in_memory(x, device), taps, table, out, in_zero, (-120, 127))
         wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, 0.3, 3, channels, (-120, 127))
         wrong = ~wanted.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2))
     else:
-        conv_depthwise.launch(problem, in_memory(x, device), taps, out, Epilogue(bias.to(device), None, -1.0, 3.0))
+        conv_depthwise.launch(problem, config, in_memory(x, device), taps, out, Epilogue(bias.to(device), None, -1.0, 3.0))
         expected = conv_reference.conv2d(x, codes, kernel, window, bias, channels).clamp(-1, 3)
         error = conv_reference.error_bound(x, codes, kernel, window, bias, channels)
         wrong = ~reference.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2), expected, error)

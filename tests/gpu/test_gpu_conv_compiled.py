@@ -90,7 +90,7 @@ def launch_image(gpu: Gpu, **case: int) -> None:
 def launch_depthwise(gpu: Gpu, **case: int) -> None:
     problem = _problem(**case)  # type: ignore[arg-type]
     x, _, table, out = _tensors(problem)
-    conv_depthwise.launch(problem, x, table[0, 4:], out, Epilogue())
+    conv_depthwise.launch(problem, conv_depthwise.configs(problem, gpu)[0], x, table[0, 4:], out, Epilogue())
 
 
 def launch_hopper(gpu: Gpu, **case: int) -> None:

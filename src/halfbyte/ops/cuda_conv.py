@@ -152,7 +152,8 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
     out = x.new_empty(problem.m, plan.sizes.out)
     if plan.way == "depthwise":
         image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
-        _launched(key, partial(conv_depthwise.launch, problem, image, taps, out, epilogue), (image, taps, out, *added))
+        config = conv_depthwise.configs(problem, here)[0]
+        _launched(key, partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue), (image, taps, out, *added))
         return out
     image, packed = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
     if compute == "int8":
@@ -223,7 +224,8 @@ def qconv2d(
         table = cuda.aligned(table)
         if plan.way == "depthwise":
             image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
-            run = partial(conv_depthwise.launch_integer, problem, image, taps, table, out, in_zero, clamp)
+            config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
+            run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
             _launched(key, run, (image, taps, out, table))
             return _image(out, plan)
         choice = choose_gpu_conv(problem, gpu(x.get_device()))

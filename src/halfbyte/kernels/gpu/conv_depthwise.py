@@ -8,12 +8,17 @@ down. A thread has the weights of its channels in registers, reads each row of x
 of all rows of y that it belongs to (where rows are next to each other: without stride and dilation from top to bottom). Further rows
 are on their way meanwhile. Vectors are 16 bytes (int8: 8) where the number of channels allows it, and what they are of needs no padding.
 
+Codes are multiplied by fours (DP4A): three columns of a row of x, a channel of each, go into one word, with that of their weights.
+
 Arithmetic: fused multiply-adds in float32, in the order of taps; or int32 sums, requantized as `qlinear.py` has it. Outside of the
-image lies 0, or in_zero.
+image lies 0, or in_zero: threads whose column is outside read a row of the table.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,32 +27,65 @@ from halfbyte.kernels.gpu.arithmetic import MAGIC, clamped
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue
+from halfbyte.machine import Gpu
 
-_VECTORS = 128  # of a program, one a thread
-_ROWS = 16  # of a strip at most: two rows more are read than written
-_PROGRAMS = 2048  # so many at least, if there is as much to do
-_STAGES = 5  # rows of x on their way, and the one that is read
+_VECTORS = 128
+_ROWS = 32  # of a strip at most: two rows more are read than written
+_PROGRAMS = 4  # of a multiprocessor at least, if there is as much to do
+_STAGES = 5
 _HELD = 9  # taps whose weights fit the registers
 
-
-def launch(problem: Convolution, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, taps float32 [Kh * Kw, C], out [M, C]."""
-    _start(problem, x, taps, None, out, epilogue, 0)
-
-
-def launch_integer(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]) -> None:
-    """The same of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
-    _start(problem, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
+# Of four channels, those of three columns: bytes a, b, c -> words (a, b, c, anything).
+_ACROSS = tl.constexpr(
+    "{.reg .b32 s, t; prmt.b32 s, $4, $5, 0x5140; prmt.b32 t, $4, $5, 0x7362;"
+    "prmt.b32 $0, s, $6, 0x4410; prmt.b32 $1, s, $6, 0x5532; prmt.b32 $2, t, $6, 0x6610; prmt.b32 $3, t, $6, 0x7732;}"
+)
+_DOT = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 
 
-def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, out: Tensor, epilogue: Epilogue, in_zero: int) -> None:
-    window, channels, (ho, wo) = problem.window, problem.sizes.out, problem.out
-    width = min(channels & -channels, 4 if x.element_size() == 4 else 8)
-    line = wo * channels // width
+@dataclass(frozen=True)
+class Config:
+    """Programs of `vectors`, one a thread, and strips of `rows` rows of y; `stages` rows of x are in flight or read. `ptx`: inline PTX."""
+
+    vectors: int
+    rows: int
+    stages: int
+    ptx: bool = True
+
+
+def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess: strips as high as leaves all multiprocessors enough to do."""
+    ho, line = problem.out[0], problem.out[1] * problem.sizes.out // _width(problem)
     vectors = min(_VECTORS, triton.next_power_of_2(line))
-    blocks = -(-line // vectors)
-    most = min(_ROWS, ho, max(1, problem.batch * blocks * ho // _PROGRAMS))
-    strips = -(-ho // most)
+    most = min(_ROWS, ho, max(1, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms)))
+    ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
+    return (Config(vectors, -(-ho // -(-ho // most)), _STAGES, ptx),)
+
+
+def _width(problem: Convolution) -> int:
+    """Channels of a vector."""
+    channels = problem.sizes.out
+    return min(channels & -channels, 4 if problem.dtype == torch.float32 else 8)
+
+
+def launch(problem: Convolution, config: Config, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """x [B, H, W, C] in memory, taps float32 [Kh * Kw, C], out [M, C]."""
+    _start(problem, config, x, taps, None, out, epilogue, 0)
+
+
+def launch_integer(
+    problem: Convolution, config: Config, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
+) -> None:
+    """The same of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
+    _start(problem, config, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
+
+
+def _start(
+    problem: Convolution, config: Config, x: Tensor, taps: Tensor, table: Tensor | None, out: Tensor, epilogue: Epilogue, in_zero: int
+) -> None:
+    window, channels, (ho, wo), width = problem.window, problem.sizes.out, problem.out, _width(problem)
+    blocks = -(-(wo * channels // width) // config.vectors)
+    strips = -(-ho // config.rows)
     run(
         _depthwise,
         (blocks * strips * problem.batch,),
@@ -57,7 +95,7 @@ def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, 
         out,
         (epilogue.bias, epilogue.residual),
         channels // width,
-        (blocks, strips, -(-ho // strips)),
+        (blocks, strips, config.rows),
         (*problem.image, ho, wo),
         (*window.stride, window.padding[0], window.padding[2], *window.dilation),
         (epilogue.low, epilogue.high),
@@ -68,11 +106,13 @@ def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, 
         CLAMP=epilogue.clamps,
         SLIDES=window.stride[0] == window.dilation[0] == 1,
         HELD=problem.sizes.taps <= _HELD,
-        VECTORS=vectors,
+        VECTORS=config.vectors,
         WIDTH=width,
         FILL=in_zero != 0,
-        STAGES=_STAGES,
-        num_warps=max(1, vectors // 32),
+        STAGES=config.stages,
+        PTX=config.ptx,
+        DOTS=config.ptx and table is not None and width >= 4,
+        num_warps=max(1, config.vectors // 32),
     )
 
 
@@ -80,7 +120,7 @@ def _start(problem: Convolution, x: Tensor, taps: Tensor, table: Tensor | None, 
 def _depthwise(
     x, taps, table, out, added, Q, grid, image, window, bounds, outside, row,
     KH: tl.constexpr, KW: tl.constexpr, CLAMP: tl.constexpr, SLIDES: tl.constexpr, HELD: tl.constexpr,
-    VECTORS: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, STAGES: tl.constexpr,
+    VECTORS: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
     """Q vectors are a pixel. `grid` is (blocks of vectors, strips, rows of a strip)."""
     height, width, ho, wo = image
@@ -94,10 +134,12 @@ def _depthwise(
     x0 = column // Q * window[1] - window[3]
     weights = ()  # type: tuple[object, ...]
     if HELD:
-        for tap in tl.static_range(KH * KW):
-            weights += (tl.load(taps + tap * (Q * WIDTH) + channel),)
+        for ky in tl.static_range(KH):
+            weights += _row_of_weights(taps + channel, ky, Q, KW, WIDTH, DOTS)
     else:
         weights += (taps + channel,)
+    if FILL and PTX:
+        outside = (table + 3 * row).to(tl.pointer_type(tl.int8))
     numbers = ()  # type: tuple[object, ...]  # of each channel, for the end
     if table is not None:
         for i in tl.static_range(3):
@@ -113,10 +155,10 @@ def _depthwise(
         for _ in tl.static_range(KH):
             sums += (zero,)
         for oy in tl.range(first - (KH - 1), end, num_stages=STAGES):
-            now = _line(image_x, oy + KH - 1 - window[2], x0, channel, image, window, outside, Q, KW, WIDTH, FILL)
+            now = _line(image_x, oy + KH - 1 - window[2], x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
             moved = ()  # type: tuple[object, ...]
             for j in tl.static_range(KH):
-                moved += (_added(sums[j], now, weights, KH - 1 - j, Q, KW, WIDTH, HELD),)
+                moved += (_added(sums[j], now, weights, KH - 1 - j, Q, KW, WIDTH, HELD, DOTS),)
             if oy >= first:
                 at = line + oy * pitch
                 _finish(moved[0], out, added, at, real, numbers, bounds, CLAMP, table is not None)
@@ -126,15 +168,18 @@ def _depthwise(
             total = zero
             for ky in tl.static_range(KH):
                 iy = oy * window[0] + ky * window[4] - window[2]
-                seen = _line(image_x, iy, x0, channel, image, window, outside, Q, KW, WIDTH, FILL)
-                total = _added(total, seen, weights, ky, Q, KW, WIDTH, HELD)
+                seen = _line(image_x, iy, x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
+                total = _added(total, seen, weights, ky, Q, KW, WIDTH, HELD, DOTS)
             at = line + oy * pitch
             _finish(total, out, added, at, real, numbers, bounds, CLAMP, table is not None)
 
 
 @triton.jit
-def _line(x, iy, x0, channel, image, window, outside, Q, KW: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """What each column of taps sees of row iy of an image, as it is stored."""
+def _line(
+    x, iy, x0, channel, image, window, outside, Q,
+    KW: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, PTX: tl.constexpr, DOTS: tl.constexpr,
+):  # fmt: skip
+    """What each column of taps sees of row iy of an image, as it is stored; with DOTS words of three columns."""
     height, width, _ho, _wo = image
     start = x + iy.to(tl.int64) * (width * Q * WIDTH)
     inside = (iy >= 0) & (iy < height)
@@ -143,22 +188,57 @@ def _line(x, iy, x0, channel, image, window, outside, Q, KW: tl.constexpr, WIDTH
         ix = x0 + kx * window[5]
         mask = inside & (ix >= 0) & (ix < width)
         place = start + ((ix * (Q * WIDTH))[:, None] + channel)
-        if FILL:
+        if FILL and PTX:
+            found += (tl.load(tl.where(mask[:, None], place, outside + tl.arange(0, WIDTH)[None, :])),)
+        elif FILL:
             found += (tl.load(place, mask=mask[:, None], other=outside),)
         else:
             found += (tl.load(place, mask=mask[:, None], other=0),)
+    if DOTS:
+        words = ()  # type: tuple[object, ...]
+        for i in tl.static_range(0, KW, 3):
+            words += (_across(found[i], found[min(i + 1, KW - 1)], found[min(i + 2, KW - 1)]),)
+        return words
+    else:
+        return found
+
+
+@triton.jit
+def _across(a, b, c):
+    """int8 [VECTORS, WIDTH] of three columns -> int32, whose bytes they are, from the lowest up; the highest may be anything."""
+    return tl.inline_asm_elementwise(_ACROSS, "=r,=r,=r,=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _row_of_weights(taps, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, DOTS: tl.constexpr):
+    """Row ky of taps, as `_line` has what they see."""
+    found = ()  # type: tuple[object, ...]
+    if DOTS:
+        for i in tl.static_range(0, KW, 3):
+            word = tl.load(taps + (ky * KW + i) * (Q * WIDTH)) & 255
+            for j in tl.static_range(1, min(3, KW - i)):
+                word |= (tl.load(taps + (ky * KW + i + j) * (Q * WIDTH)) & 255) << 8 * j
+            found += (word,)
+    else:
+        for kx in tl.static_range(KW):
+            found += (tl.load(taps + (ky * KW + kx) * (Q * WIDTH)),)
     return found
 
 
 @triton.jit
-def _added(total, seen, weights, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr):
+def _added(total, seen, weights, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, DOTS: tl.constexpr):
     """total + row ky of taps of what they see."""
-    for kx in tl.static_range(KW):
-        if HELD:
-            w = weights[ky * KW + kx]
+    COUNT: tl.constexpr = (KW + 2) // 3 if DOTS else KW
+    row = weights
+    FIRST: tl.constexpr = ky * COUNT if HELD else 0
+    if not HELD:
+        row = _row_of_weights(weights[0], ky, Q, KW, WIDTH, DOTS)
+    for i in tl.static_range(COUNT):
+        if DOTS:
+            asked = [seen[i], row[FIRST + i], total]
+            total = tl.inline_asm_elementwise(_DOT, "=r,r,r,r", asked, dtype=tl.int32, is_pure=True, pack=1)
         else:
-            w = tl.load(weights[0] + (ky * KW + kx) * (Q * WIDTH))
-        total += seen[kx].to(total.dtype) * w
+            total += seen[i].to(total.dtype) * row[FIRST + i]
     return total
 
 
@@ -168,7 +248,7 @@ def _finish(total, out, added, at, real, numbers, bounds, CLAMP: tl.constexpr, I
     if INTEGER:  # as `requantized` does it, of channels that lie along vectors
         y = tl.fma((total + numbers[2].to(tl.int32, bitcast=True)).to(tl.float32), numbers[1], numbers[0])
         y = tl.minimum(tl.maximum(y, bounds[0]), bounds[1])
-        total = (y + MAGIC) - MAGIC
+        total = (y + MAGIC).to(tl.int32, bitcast=True)  # the low byte is the integer
     else:
         if added[0] is not None:
             total += numbers[0]
