@@ -25,6 +25,7 @@ from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.winograd import WinogradKernel, transformed
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -195,6 +196,25 @@ def convolutions(tell: Callable[[str], None]) -> None:
                     same(run(images, window, *given, -9.0, 9.0, outside=-3 if integer else 0), wanted)
 
 
+def minimal_filtering(tell: Callable[[str], None]) -> None:
+    channels = 2 * current().lanes
+    for number, out in enumerate((5, 33) if current().minimal else ()):
+        sizes, window = Filter(as_format("int8_channel"), out, channels, (3, 3)), Window((1, 1), (number, 1, 2, 0), (1, 1))
+        codes, x = random_codes(sizes.format, sizes.codes_shape), torch.randint(-128, 128, (2, 9, 7 + number, channels), dtype=torch.int8)
+        scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
+        table = conv_ops.conv_requantization_table(conv_ops.pack_conv(codes, 3), None, **scales)
+        data, run = transformed(codes, sizes), WinogradKernel(sizes)
+        assert data is not None
+        wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)
+        for flush in ENDS:
+            tell(f"minimal filtering {sizes.numbers} {window.numbers} flush with {flush}")
+            images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
+            given = placed(data.flatten(), flush).view(data.shape), placed(table.flatten(), flush).view(table.shape)
+            scratch(flush)
+            with guarded_allocations(flush):
+                same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
+
+
 def weights(tell: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
     names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
@@ -237,6 +257,7 @@ def main(progress: str, one_too_far: bool) -> None:
         products(tell)
         integer_products(tell)
         convolutions(tell)
+        minimal_filtering(tell)
         weights(tell)
 
 

@@ -34,6 +34,8 @@ _CPU = torch.device("cpu")
 
 # What depthwise kernels multiply by, by the packed bytes that it comes from.
 _taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+# And what minimal filtering multiplies by; None: sums may be too large for it.
+_transformed: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -79,6 +81,14 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
     return made[integer]
 
 
+def _transformed_of(weight: Tensor, sizes: Filter) -> Tensor | None:
+    from halfbyte.kernels.cpu.winograd import transformed
+
+    if weight not in _transformed:
+        _transformed[weight] = transformed(convolution.unpack(PackedConv(sizes, cpu_tiles.NAME, weight)), sizes)
+    return _transformed[weight]
+
+
 class _Plan(NamedTuple):
     """What calls on images of one shape share; everything that does not change from call to call has been checked."""
 
@@ -90,6 +100,7 @@ class _Plan(NamedTuple):
     table_shape: tuple[int, int, int]
     depthwise: bool
     kernel: Any  # None: there is nothing to multiply
+    minimal: Any  # a WinogradKernel where that is faster
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -110,6 +121,7 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.winograd import WinogradKernel, pays, supports
 
     sizes, window = from_numbers(format, numbers, moves)
     shape = out_shape(x, sizes, window)
@@ -122,12 +134,17 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     if by_image:
         check_one_scale(sizes)
     kernel: Any = None
+    minimal: Any = None
+    isa = current()
     if 0 not in shape and x.numel():
         if depthwise(sizes):
             kernel = DepthwiseKernel(sizes, x.dtype)
         else:
             kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
-    return _Plan(sizes, window, shape, (h * w * c, 1, w * c, c), _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel)
+            if x.dtype == torch.int8 and supports(sizes, window, isa) and pays(sizes, (shape[0], *shape[2:]), isa):
+                minimal = WinogradKernel(sizes)
+    strides = h * w * c, 1, w * c, c
+    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, minimal)
 
 
 def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
@@ -181,4 +198,7 @@ def qconv2d(
         return x.new_empty(plan.out_shape)
     if x.stride() != plan.strides:
         x = channels_last(x)
-    return plan.kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
+    kernel = plan.kernel
+    if plan.minimal is not None and (fewer := _transformed_of(weight, plan.sizes)) is not None:
+        kernel, weights = plan.minimal, fewer
+    return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]

@@ -43,6 +43,7 @@ class AVX2(ISA):
     register = "v"
     direct_tile = (4, 2)
     multiplies_sums = True
+    minimal = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -123,6 +124,9 @@ class AVX2(ISA):
         if bits == 4:
             return acc + self._byte_products(f, weights, a.bits(self.quads))
         return acc + self._products(f, weights, a.bits(self.shorts))
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        return acc + self._products(f, a.bits(self.shorts), b.bits(self.shorts))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc

@@ -1,0 +1,368 @@
+"""3 x 3 convolutions of codes with stride 1 by minimal filtering: int8 -> int8, exactly, with a quarter of the multiplications.
+
+    576 * y = A^T [sum over ci of (G w G^T) * (B^T x B)] A       F(4x4, 3x3): 36 products for 16 outputs, where there are 144
+
+(S. Winograd, "Arithmetic complexity of computations", 1980; A. Lavin and S. Gray, "Fast algorithms for convolutional neural networks",
+2016.) The matrices are multiplied by what makes them integers, 24 for each dimension. It is for instruction sets whose products of codes
+are products of int16 anyway. Weights are transformed beforehand, and take 8 bytes for each code then.
+
+Arithmetic. |x| <= 128 and |w| <= 128, so |B^T x B| <= 12800 and |G w G^T| <= 6272 fit int16. Sums are exact modulo 2^32. What is left
+of them after a multiplication by the inverse of 9 modulo 2^32 and a shift by 6 is y, exactly, where |y| < 2^25, which `transformed`
+makes sure of. Then as `tile.RequantizingTile`.
+
+Threads draw items: a run of tiles of 4 x 4 outputs times a part of the columns of outputs. An item's tiles of the image are transformed
+into the thread's own memory, unless the item before had the same; for each column all products, tile by tile, are made there, too, and
+transformed into outputs. Tiles that reach beyond the image are first copied, with what stands for 0 around.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call, thread
+from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import PANEL
+
+T = TypeVar("T", int, Value)
+
+WINOGRAD = Block(
+    (
+        *LINEAR.fields,
+        # items: runs of tiles x parts of the columns
+        *("items", "parts", "tiles", "run", "columns", "channels"),
+        # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
+        *("thread_bytes", "plane_bytes", "products_at", "image_tile_at", "out_tile_at"),
+        # the image and the outputs
+        *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
+        *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
+    ),
+    LINEAR.floats,
+)
+M, SIZE = 4, 6  # outputs of a tile and pixels under it, each way
+WEIGHTS = ((6, 0, 0), (-1, -1, -1), (-1, 1, -1), (1, 2, 4), (1, -2, 4), (0, 0, 3))  # G
+SHIFT, INVERSE = 6, pow(9, -1, 1 << 32)  # 576 = 2^6 * 9
+POSITIONS = SIZE**2
+_RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache
+_ITEMS_A_THREAD = 4
+_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
+# A cycle of one of Zen 3's cores: products of `direct.py` and of this, bytes of weights from the third-level cache; and cycles for a
+# position of a tile's image or outputs.
+_DIRECT_PRODUCTS, _PRODUCTS, _WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 25, 22, 8, 0.18, 0.37
+
+
+def pixels(x: Sequence[T]) -> list[T]:
+    """B^T x of six pixels."""
+    a, b, c, d = x[4] - (x[2] << 2), x[3] - (x[1] << 2), x[4] - x[2], (x[3] - x[1]) << 1
+    return [((x[0] - x[2]) << 2) + c, a + b, a - b, c + d, c - d, ((x[1] - x[3]) << 2) + (x[5] - x[3])]
+
+
+def outputs(p: Sequence[T]) -> list[T]:
+    """A^T p of six products, four numbers."""
+    near, far, across, beyond = (p[1] + p[2]) << 2, p[3] + p[4], (p[1] - p[2]) << 2, p[3] - p[4]
+    return [p[0] + near + far, across + (beyond << 1), near + (far << 2), across + ((beyond + p[5]) << 3)]
+
+
+def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
+    """The weights as the kernel reads them, int16 [columns, 36, Ci / 2, 2 * lanes, 2]; None where y may be too large for it."""
+    w = codes.values().reshape(sizes.out, 3, 3, sizes.channels).to(torch.int32)
+    if 128 * int(w.abs().sum((1, 2, 3), dtype=torch.int64).max()) >= 1 << 31 - SHIFT:
+        return None
+    g = torch.tensor(WEIGHTS, dtype=torch.float64)
+    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.double()).to(torch.int16).flatten(0, 1)  # small integers: exact
+    column = 2 * current().lanes
+    columns = -(-sizes.out // column)
+    made = torch.nn.functional.pad(made, (0, 0, 0, columns * column - sizes.out))
+    return made.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4).contiguous()
+
+
+def build(isa: ISA) -> Module:
+    """A module with one phase: winograd(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    _Winograd(isa, module.function("winograd", ["ptr", "i64", "i64"])).emit()
+    return module
+
+
+class _Winograd:
+    def __init__(self, isa: ISA, f: Function) -> None:
+        self.isa, self.f, self.rows = isa, f, isa.direct_tile[0]  # tiles that are multiplied together
+        self.args, number, _ = f.parameters
+        self.width = 2 * isa.lanes  # channels of a vector of int16, and outputs of a column
+        self.image = self.pointer("scratch") + number * self.get("thread_bytes")
+        self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
+        self.buffer = f.alloca(isa.ints, POSITIONS, 64)
+
+    def get(self, name: str) -> Value:
+        return WINOGRAD.load(self.args, name)
+
+    def pointer(self, name: str) -> Value:
+        return WINOGRAD.load(self.args, name, "ptr")
+
+    def emit(self) -> None:
+        f, get = self.f, self.get
+        counter, parts, columns = self.args + WINOGRAD.offset("counter"), get("parts"), get("columns")
+        there = f.variable(f.value("i64", -1))
+        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
+            part, run = item % parts, item // parts
+            first = run * get("run")
+            count = f.umin(get("run"), get("tiles") - first)
+            with f.when(there.value.equals(run).equals(0)):
+                for t in f.loop(count):
+                    self._image(first + t, t)
+                there.value = run
+            for column in f.loop((part + 1) * columns // parts, part * columns // parts):
+                self._multiply(column, (count + (self.rows - 1)) // self.rows)
+                for t in f.loop(count):
+                    self._outputs(first + t, t, column)
+
+    def _place(self, tile: Value) -> tuple[Value, Value, Value]:
+        """A tile's image, and its first output's line and place in that."""
+        wide, high = self.get("tiles_wide"), self.get("tiles_high")
+        return tile // wide // high, tile // wide % high * M, tile % wide * M
+
+    # The image
+
+    def _image(self, tile: Value, t: Value) -> None:
+        """Transforms the pixels under a tile."""
+        f, get, rows = self.f, self.get, self.rows
+        b, y, x = self._place(tile)
+        y, x, pixel, line, channels = y - get("top"), x - get("left"), get("pixel_bytes"), get("line_bytes"), get("channels")
+        image = self.pointer("x") + b * get("image_bytes")
+        inside = self._within(y, x) & self._within(y + (SIZE - 1), x + (SIZE - 1))
+        with f.when(inside.equals(0)):
+            to, outside = f.variable(self.image_tile), self.pointer("outside")
+            for h in f.loop(SIZE):
+                for w in f.loop(SIZE):
+                    source = self._within(y + h, x + w).select(image + (y + h) * line + (x + w) * pixel, outside)
+                    for c in f.loop(channels, step=self.width):
+                        to.value.store(source.load(vector("i8", self.width), c), c)
+                    to.value = to.value + channels
+        start = inside.select(image + y * line + x * pixel, self.image_tile)
+        line, pixel = inside.select(line, channels * SIZE), inside.select(pixel, channels)
+        row_bytes = 2 * self.width
+        plane = self.get("plane_bytes")
+        row = self.image + t // rows * (channels * (2 * rows)) + t % rows * row_bytes
+        kind = vector("i8", self.width)
+        for c in f.loop(channels, step=self.width):
+            for i in range(SIZE):
+                at = start + line * i + c
+                for j, value in enumerate(pixels([at.load(kind, pixel * j).to("i16") for j in range(SIZE)])):
+                    self.buffer.store(value, (i * SIZE + j) * row_bytes, row_bytes)
+                f.fence()
+            place = row + c * (2 * rows)
+            for j in range(SIZE):
+                lines = [self.buffer.load(self.isa.shorts, (i * SIZE + j) * row_bytes, row_bytes) for i in range(SIZE)]
+                for i, value in enumerate(pixels(lines)):
+                    place.store(value, plane * (i * SIZE + j), row_bytes)
+                f.fence()
+
+    def _within(self, y: Value, x: Value) -> Value:
+        """Whether a pixel lies in the image; unsigned, so that what is negative does not."""
+        f = self.f
+        below = [f.emit("i1", f"icmp ult i64 {a.name}, {self.get(size).name}") for a, size in ((y, "height"), (x, "width"))]
+        return below[0] & below[1]
+
+    # Products
+
+    def _multiply(self, column: Value, groups: Value) -> None:
+        """Sums over the channels, for each position and tile, of a column of outputs."""
+        f, isa, rows = self.f, self.isa, self.rows
+        channels, record = self.get("channels"), POSITIONS * self.width * 4
+        size = 4 * isa.lanes
+        matrix = channels * (2 * self.width)
+        for p in f.loop(POSITIONS):
+            weights = self.pointer("weights") + (column * POSITIONS + p) * matrix
+            tiles, to = f.variable(self.image + p * self.get("plane_bytes")), f.variable(self.products + p * (4 * self.width))
+            for group in f.loop(groups):
+                sums = [f.variable(f.value(isa.ints, 0)) for _ in range(2 * rows)]
+                at, w = f.variable(tiles.value), f.variable(weights)
+                for _ in f.loop(channels, step=self.width):
+                    with f.when(group.equals(0)):  # the next position's, which lie behind these
+                        for line in range(0, 2 * self.width * self.width, 64):
+                            f.prefetch(w.value + matrix + line, 2)
+                    values = [s.value for s in sums]
+                    for pair in range(self.width // 2):
+                        both = [w.value.load(isa.shorts, (2 * pair + v) * size, size) for v in range(2)]
+                        for i in range(rows):
+                            a = at.value.load("i32", 2 * self.width * i + 4 * pair, 4).splat(isa.lanes)
+                            for v, factor in enumerate(both):
+                                n = 2 * i + v
+                                values[n] = isa.pinned(f, isa.dot_shorts(f, values[n], factor, a))
+                        f.fence()
+                    for s, value in zip(sums, values, strict=True):
+                        s.value = value
+                    at.value = at.value + 2 * self.width * rows
+                    w.value = w.value + 2 * size * (self.width // 2)
+                for n, s in enumerate(sums):
+                    to.value.store(s.value, n // 2 * record + n % 2 * size, size)
+                tiles.value = tiles.value + channels * (2 * rows)
+                to.value = to.value + record * rows
+
+    # Outputs
+
+    def _outputs(self, tile: Value, t: Value, column: Value) -> None:
+        """Transforms a tile's sums, requantizes them, and writes what lies inside."""
+        f, get, width = self.f, self.get, self.width
+        b, y, x = self._place(tile)
+        stride, line = get("out_stride"), get("out_line_bytes")
+        out = self.pointer("out") + (b * get("out_height") + y) * line + x * stride + column * width
+        high, wide, some = f.umin(get("out_height") - y, f.value("i64", M)), f.umin(get("out_width") - x, f.value("i64", M)), get("n")
+        some = f.umin(some - column * width, f.value("i64", width))
+        whole = high.equals(M) & wide.equals(M) & some.equals(width)
+        to = whole.select(out, self.out_tile)
+        steps = whole.select(line, f.value("i64", M * width)), whole.select(stride, f.value("i64", width))
+        sums, table = self.products + t * (POSITIONS * width * 4), self.pointer("bias") + column * (4 * width)
+        for v in f.loop(2):
+            self._requantize(sums + v * (4 * self.isa.lanes), table + v * (4 * self.isa.lanes), to + v * self.isa.lanes, steps)
+        with f.when(whole.equals(0)):
+            for i in f.loop(high):
+                for j in f.loop(wide):
+                    for n in f.loop(some):
+                        (out + i * line + j * stride + n).store((self.out_tile + (i * M + j) * width + n).load("i8"))
+
+    def _requantize(self, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
+        """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
+        f, isa, size = self.f, self.isa, 4 * self.isa.lanes
+        for i in range(SIZE):
+            line = [sums.load(isa.ints, (i * SIZE + j) * (4 * self.width), size) for j in range(SIZE)]
+            for j, value in enumerate(outputs(line)):
+                self.buffer.store(value, (i * M + j) * size, size)
+            f.fence()
+        offset, multiplier, start = (
+            (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
+        )
+        low, high = ((self.args + WINOGRAD.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
+        for j in range(M):
+            column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(SIZE)]
+            for i, value in enumerate(outputs(column)):
+                exact = (value * INVERSE).shift_signed(SHIFT)
+                real = f.fma((exact + start).to("float"), multiplier, offset).max_or(low).min_or(high)
+                (to + steps[0] * i + steps[1] * j).store((real + ROUND).bits(isa.ints).to("i8"))
+            f.fence()
+
+
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    out_shape: tuple[int, int, int, int]
+    memory: int
+    threads: int
+    outside: Tensor
+
+
+_kept = Kept[_Call]()
+_numbers = itertools.count()
+
+
+def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
+    """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
+    moves = window.stride == window.dilation == (1, 1)
+    plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
+    return isa.minimal and plain and moves and sizes.channels % (2 * isa.lanes) == 0
+
+
+def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
+    """Whether it takes fewer cycles than `direct.py`, for outputs [B, Ho, Wo]."""
+    batch, height, width = out
+    matrix, group = sizes.out * sizes.channels, isa.direct_tile[0]
+    tiles = batch * -(-height // M) * -(-width // M)
+    products = POSITIONS * -(-tiles // group) * group * matrix
+    ends = tiles * POSITIONS * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
+    cycles = products / _PRODUCTS + ends + 2 * POSITIONS * matrix / _WEIGHT_BYTES
+    return cycles < batch * height * width * 9 * matrix / _DIRECT_PRODUCTS
+
+
+class WinogradKernel:
+    """The compiled convolution of int8 images of any size.
+
+    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
+    `transformed` made; `table` [3, N] as `tile.RequantizingTile` has it, N padded to whole panels.
+    """
+
+    def __init__(self, sizes: Filter) -> None:
+        self.sizes, self.isa = sizes, current()
+        self.run = runtime.runner()
+        self.number = next(_numbers)
+
+    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
+        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
+        key = self.number, x.shape, window.numbers, outside, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        _memory, scratch = thread.memory(call.memory)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
+        self.run(call.address, call.threads)
+        return out
+
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
+        sizes, rows, column = self.sizes, self.isa.direct_tile[0], 2 * self.isa.lanes
+        batch, channels, height, width = x.shape
+        ho, wo = window.out_size((height, width), sizes.kernel)
+        high, wide, columns = -(-ho // M), -(-wo // M), -(-sizes.out // column)
+        tiles = batch * high * wide
+        groups = -(-tiles // rows)
+        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
+        runs = -(-groups // max(1, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
+        if most > 1:
+            runs = max(runs, min(most * _ITEMS_A_THREAD, groups // _LEAST_GROUPS))
+        run = -(-groups // runs) * rows
+        runs = -(-tiles // run)
+        parts = max(1, min(columns, -(-most * _ITEMS_A_THREAD // runs))) if most > 1 else 1
+        plane = run * channels * 2 + 64  # or all planes would have the same places in the first-level cache
+        products_at = POSITIONS * plane
+        image_tile_at = products_at + run * POSITIONS * column * 4
+        out_tile_at = image_tile_at + (POSITIONS * channels + 63 & ~63)
+        thread_bytes = out_tile_at + M * M * column
+        edge = torch.full((channels,), outside, dtype=torch.int8)
+        items = runs * parts
+        threads = min(most, items)
+        buffer = WINOGRAD.buffer(
+            {
+                "first_phase": jit.load("winograd", build, self.isa)["winograd"],
+                "openmp": runtime.openmp_address(),
+                "n": sizes.out,
+                "out_stride": sizes.out,
+                "table_stride": 4 * PANEL * -(-sizes.out // PANEL),
+                "items": items,
+                "parts": parts,
+                "tiles": tiles,
+                "run": run,
+                "columns": columns,
+                "channels": channels,
+                "thread_bytes": thread_bytes,
+                "plane_bytes": plane,
+                "products_at": products_at,
+                "image_tile_at": image_tile_at,
+                "out_tile_at": out_tile_at,
+                "height": height,
+                "width": width,
+                "out_height": ho,
+                "out_width": wo,
+                "tiles_high": high,
+                "tiles_wide": wide,
+                "top": window.padding[0],
+                "left": window.padding[2],
+                "image_bytes": height * width * channels,
+                "line_bytes": width * channels,
+                "pixel_bytes": channels,
+                "out_line_bytes": wo * sizes.out,
+                "outside": edge.data_ptr(),
+            }
+        )
+        return _Call(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, edge)

@@ -1,0 +1,165 @@
+"""Minimal filtering of 3 x 3 convolutions: exact by its identity, its bounds, and against the reference."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from samples import random_codes
+from support import RUNNABLE
+from torch import Tensor
+
+from halfbyte.formats import as_format
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels import conv_reference
+from halfbyte.kernels.cpu import jit, runtime, winograd
+from halfbyte.kernels.cpu.isas import ISAS, current
+from halfbyte.kernels.cpu.winograd import WinogradKernel, outputs, pixels, transformed
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.ops import conv as ops
+from halfbyte.ops import cpu_conv
+
+MINIMAL = [isa for isa in RUNNABLE if isa.minimal]
+isas = pytest.mark.parametrize("isa", MINIMAL, ids=lambda isa: isa.name)
+INT8 = as_format("int8_channel")
+AROUND = ((1, 1), (1, 1))
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(runtime, "threads", lambda: 2)
+
+
+def both(of_one, numbers: list[list[int]]) -> list[list[int]]:
+    """A transformation of one dimension in both."""
+    lines = [of_one(line) for line in numbers]
+    return [list(line) for line in zip(*(of_one(list(column)) for column in zip(*lines, strict=True)), strict=True)]
+
+
+def weights(w: list[int]) -> list[int]:
+    return [sum(a * b for a, b in zip(row, w, strict=True)) for row in winograd.WEIGHTS]
+
+
+def test_a_tile_is_the_convolution_times_its_factor() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        x = [[rng.randint(-128, 127) for _ in range(6)] for _ in range(6)]
+        w = [[rng.randint(-128, 127) for _ in range(3)] for _ in range(3)]
+        products = [[a * b for a, b in zip(*lines, strict=True)] for lines in zip(both(pixels, x), both(weights, w), strict=True)]
+        y = both(outputs, products)
+        for i, j in itertools.product(range(4), range(4)):
+            wanted = sum(w[a][b] * x[i + a][j + b] for a in range(3) for b in range(3))
+            assert y[i][j] == 576 * wanted
+            modulo = y[i][j] * winograd.INVERSE % 2**32  # as the kernel has it
+            assert (modulo - (modulo >> 31 << 32)) >> winograd.SHIFT == wanted
+
+
+def reach(of_one, size: int) -> int:
+    """The largest sum of magnitudes of a transformation's coefficients."""
+    columns = [of_one([int(i == at) for i in range(size)]) for at in range(size)]
+    return max(sum(map(abs, row)) for row in zip(*columns, strict=True))
+
+
+def test_factors_fit_int16() -> None:
+    assert reach(pixels, 6) ** 2 * 128 == 12800 < 2**15
+    assert reach(weights, 3) ** 2 * 128 == 6272 < 2**15
+    for step in (lambda x: [x[4] - (x[2] << 2), x[3] - (x[1] << 2), (x[3] - x[1]) << 1, (x[0] - x[2]) << 2],):  # on the way to pixels
+        assert reach(step, 6) * reach(pixels, 6) * 128 < 2**15
+
+
+def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
+    return {"in_scale": 0.02, "in_zero": in_zero, "out_scale": 0.03 * k**0.5 * 2**8, "out_zero": out_zero}
+
+
+def run(codes: Codes, sizes: Filter, x: Tensor, window: Window, bias: Tensor | None, clamp: tuple[int, int], **more: float) -> Tensor:
+    made = transformed(codes, sizes)
+    assert made is not None
+    table = ops.conv_requantization_table(ops.pack_conv(codes, 3), bias, **more)
+    return WinogradKernel(sizes)(x, window, made, table, *map(float, clamp), outside=int(more["in_zero"]))
+
+
+def image(shape: tuple[int, int, int, int], rng: torch.Generator) -> Tensor:
+    b, c, h, w = shape
+    return torch.randint(-128, 128, (b, h, w, c), generator=rng, dtype=torch.int8).permute(0, 3, 1, 2)
+
+
+@isas
+def test_images_of_all_sizes_are_those_of_the_reference(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    rng, torchs = random.Random(1), torch.Generator().manual_seed(1)
+    for case in range(60):
+        channels, out = rng.choice((1, 2, 3, 5)) * 2 * isa.lanes, rng.choice((1, 5, 16, 17, 32, 33, 64, 70))
+        sizes = Filter(as_format(rng.choice(("int8_channel", "int8_tensor"))), out, channels, (3, 3))
+        window = Window((1, 1), tuple(rng.randint(0, 3) for _ in range(4)), (1, 1))  # type: ignore[arg-type]
+        x = image((rng.randint(1, 3), channels, rng.randint(3, 14), rng.randint(3, 14)), torchs)
+        codes = random_codes(sizes.format, sizes.codes_shape, case)
+        bias = torch.randn(out, generator=torchs) * 10 if rng.random() < 0.5 else None
+        more = scales(sizes.k, rng.randint(-128, 127), rng.randint(-128, 127))
+        assert winograd.supports(sizes, window, current())
+        y = run(codes, sizes, x, window, bias, (-100, 120), **more)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        wanted = conv_reference.qconv2d(x, codes, (3, 3), window, bias, clamp=(-100, 120), **more)  # type: ignore[arg-type]
+        assert bool(wanted.agrees(y).all()), (sizes, window, x.shape)
+
+
+def of_one_code(channels: int, code: int) -> Codes:
+    data = torch.full((2, 9 * channels), code, dtype=torch.int8)
+    return Codes(INT8, (2, 9 * channels), data, torch.ones(2, 1, dtype=INT8.scale), None)
+
+
+@isas
+@pytest.mark.parametrize("code", [-127, 127])
+@pytest.mark.parametrize("value", [-128, 127])
+def test_the_largest_sums_are_exact(isa, code: int, value: int, monkeypatch) -> None:
+    """As many channels as there may be, all codes at their ends: y is just below 2^25."""
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    channels = 224
+    sizes, window = Filter(INT8, 2, channels, (3, 3)), Window((1, 1), (0,) * 4, (1, 1))
+    codes, x = of_one_code(channels, code), torch.full((1, 6, 6, channels), value, dtype=torch.int8).permute(0, 3, 1, 2)
+    y = 9 * channels * code * value
+    assert 2**24 < abs(y) < 2**25
+    more = {"in_scale": 1.0, "in_zero": 0, "out_scale": abs(y) / 100, "out_zero": 0}
+    assert run(codes, sizes, x, window, None, (-128, 127), **more).unique().tolist() == [100 if y > 0 else -100]
+
+
+@isas
+def test_sums_that_may_be_too_large_go_another_way(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    channels = 256
+    sizes, codes = Filter(INT8, 2, channels, (3, 3)), of_one_code(channels, 127)
+    assert transformed(codes, sizes) is None
+    x = image((1, channels, 16, 16), torch.Generator().manual_seed(0))
+    more = scales(sizes.k, 3, -5)
+    y = ops.qconv2d(x, ops.pack_conv(codes, 3), None, 1, AROUND, **more)  # type: ignore[arg-type]
+    wanted = conv_reference.qconv2d(x, codes, (3, 3), Window((1, 1), (1,) * 4, (1, 1)), None, **more)  # type: ignore[arg-type]
+    assert bool(wanted.agrees(y).all())
+
+
+@isas
+def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    cpu_conv._plans.clear()
+    channels, taken = 64, list[Tensor]()
+    sizes = Filter(INT8, 64, channels, (3, 3))
+    codes, x = random_codes(INT8, sizes.codes_shape, 0), image((1, channels, 28, 28), torch.Generator().manual_seed(0))
+    kernel = WinogradKernel.__call__
+    monkeypatch.setattr(WinogradKernel, "__call__", lambda *a, **k: taken.append(kernel(*a, **k)) or taken[-1])
+    more, packed = scales(sizes.k, 3, -5), ops.pack_conv(codes, 3)
+    for stride in (1, 2):
+        y = ops.qconv2d(x, packed, None, stride, AROUND, **more)  # type: ignore[arg-type]
+        wanted = conv_reference.qconv2d(x, codes, (3, 3), Window((stride,) * 2, (1,) * 4, (1, 1)), None, **more)  # type: ignore[arg-type]
+        assert bool(wanted.agrees(y).all())
+    assert len(taken) == 1
+    cpu_conv._plans.clear()
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.minimal], ids=lambda isa: isa.name)
+def test_products_are_made_in_registers(isa) -> None:
+    """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
+    loops = jit.compile_assembly(winograd.build(isa), isa).split("\n.L")
+    (loop,) = (part.splitlines() for part in loops if "vpmaddwd" in part)
+    products = isa.direct_tile[0] * 2 * isa.lanes  # pairs of channels times tiles times vectors
+    assert sum("vpmaddwd" in line for line in loop) == sum("vpaddd" in line for line in loop) == products
+    assert not any("%rsp" in line for line in loop if "mm" in line)
