@@ -299,15 +299,19 @@ def _ptx(text: str, inputs: list[Tensor], outputs: int) -> list[Tensor]:
     registers: dict[str, Tensor] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
 
     def value(word: str) -> Any:
-        return registers[word] if word in registers else torch.tensor(int(word, 0))
+        return registers[word] if word in registers else torch.tensor(0 if word == "%smid" else int(word, 0))
 
     for line in re.sub(r"//.*|[{}]", "", text).split(";"):
         op, *words = line.replace(",", " ").split() or [""]
         if not op or op == ".reg":
             continue
         to, args = words[0], [value(word) for word in words[1:]]
-        if op == "mov.b32":
+        if op in ("mov.b32", "mov.u32"):
             found = args[0] + 0 * inputs[0]
+        elif op == "cvt.u32.u16":
+            found = args[0] & 0xFFFF
+        elif op == "add.u32":
+            found = args[0] + args[1] & 0xFFFFFFFF
         elif op in ("and.b32", "xor.b32", "or.b32"):
             found = {"and": torch.bitwise_and, "xor": torch.bitwise_xor, "or": torch.bitwise_or}[op[:-4]](*args)
         elif op in ("shr.b32", "shr.u32"):
@@ -371,7 +375,9 @@ def _inline_asm(text: Any, constraints: str, args: list[Value], dtype: Any, is_p
 
 
 def _registers(t: Tensor, pack: int) -> list[Tensor]:
-    """Elements `pack` by `pack` in 32-bit registers."""
+    """Elements `pack` by `pack` in 32-bit registers, or single ones in 16 bits."""
+    if pack * t.element_size() == 2:
+        return [t.reshape(-1).view(torch.int16).long() & 0xFFFF]
     bits = t.contiguous().reshape(-1, pack).view(torch.int32)
     return [bits[:, i].long() & 0xFFFFFFFF for i in range(bits.shape[1])]
 
@@ -467,6 +473,7 @@ _LANGUAGE = _Language(
     arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=_TORCH[dtype])),
     full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, _raw(value), dtype=_TORCH[dtype])),
+    to_tensor=_scalar,
     zeros_like=lambda like: Value(torch.zeros_like(like.t)),
     full_like=lambda like, value: Value(torch.full_like(like.t, value)),
     expand_dims=lambda value, axis: Value(value.t.unsqueeze(axis)),

@@ -47,7 +47,7 @@ def _quiet() -> Iterator[None]:
         ("int4_g64_zp", torch.bfloat16, (128, 64, 2), 1),
         ("int4_channel", torch.float16, (64, 64, 4), 5),
         ("q8_0", torch.bfloat16, (64, 64, 3), 5),
-        ("int8_channel", torch.float16, (64, 128, 2), 2),
+        ("int8_channel", torch.float16, (64, 128, 3), 2),
         ("int8_g64_offset", torch.bfloat16, (128, 64, 4), 1),
         ("int8_g128_zp", torch.bfloat16, (64, 32, 5), 3),
     ],

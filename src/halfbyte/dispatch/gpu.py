@@ -40,7 +40,8 @@ class GpuCandidate:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
 
 
-def _hopper_tiles(config: Any, count: int) -> Tiles:
+def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
+    count = -(-problem.m // config.block_m) * -(-problem.n // (2 * config.rows))
     return Tiles(config.block_m, 2 * config.rows, max(1, config.programs // count), count % config.programs != 0)
 
 
@@ -51,7 +52,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
-        lambda c, p: _hopper_tiles(c, -(-p.m // c.block_m) * -(-p.n // (2 * c.rows))),
+        _hopper_tiles,
     ),
     GpuCandidate(
         "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",
@@ -64,6 +65,10 @@ GPU_LINEAR = (
     GpuCandidate(
         "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
         lambda c, p: Tiles(c.block_m, 64 * c.panels),
+    ),
+    GpuCandidate(
+        "rounded", "int8", "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
+        _hopper_tiles,
     ),
 )  # fmt: skip
 COMPUTES = ("auto", "float", "int8")

@@ -102,6 +102,9 @@ class Skill(NamedTuple):
 
     norm     how the times of reading and of arithmetic add up: 1, one after the other, as where the same warps do both; 2, partly at once
     unpacks  the weight is written and read once more in the activations' type
+    scaling  of integers, what the scales of a block take, over 128 products of the same rows: of rows of x and blocks of the weight; of
+             blocks on both sides
+    floats   it multiplies in floating point, whatever becomes of the activations before
     """
 
     memory: float
@@ -109,6 +112,8 @@ class Skill(NamedTuple):
     more: float
     norm: int
     unpacks: bool = False
+    scaling: tuple[float, float] = (0.0, 0.0)
+    floats: bool = True
 
 
 # Fitted to times on an H100.
@@ -116,12 +121,11 @@ SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
     "dequantized": Skill(0.93, 0.97, 4e-6, norm=2, unpacks=True),
-    "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1),
-    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2),
+    "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1, scaling=(0.80, 1.30), floats=False),
+    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False),
+    "rounded": Skill(0.90, 1.08, 9e-6, norm=2),
 }
-# Of the integer units' rate, where scales come between the products: of rows of x and blocks of 128 of the weight; of blocks on both sides.
-_OF_SCALED_ROWS = 0.53
-_OF_SCALED_BLOCKS = 0.49
+_BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
 # Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
 _OF_SCALED_BYTES = 0.4
 _CACHE = 2.5  # times the memory's bandwidth
@@ -149,10 +153,12 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
         seconds += (geo.nbytes + n * k * element) / (ceilings.bandwidth * skill.memory)
         nbytes = n * k * element + element * m * (k + n)
     if problem.compute == "int8":
+        seconds += _QUANTIZE_START + (element + (element if skill.floats else 1)) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
+    if not skill.floats:
         rate = ceilings.integer
         if geo.block_rows > 1:
-            rate *= (_OF_SCALED_ROWS if problem.activation.startswith("row") else _OF_SCALED_BLOCKS) * min(1.0, geo.padded / 128)
-        seconds += _QUANTIZE_START + (element + 1) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
+            scaling = skill.scaling[not problem.activation.startswith("row")]
+            rate /= _BETWEEN_SCALES + scaling * max(1.0, 128 / geo.padded)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)
         if candidate == "skinny" and gpu.arch == "sm_90" and problem.format.bits == 8 and geo.padded < gpu_tiles.RECORD:

@@ -34,7 +34,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -43,7 +42,7 @@ from halfbyte.machine import Gpu
 # Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, by bits, and of the rest of a program's life.
 _RECORD_US = {
     4: {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04},
-    8: {(64, 256): 1.50, (64, 128): 0.98, (64, 64): 0.80, (64, 32): 0.74, (128, 128): 1.55, (128, 64): 1.25},
+    8: {(64, 256): 1.45, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
 _PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
@@ -55,6 +54,14 @@ def _plane_text(shift: int, mask: str, magic: str) -> str:
 
 
 _TWOS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+# Two bytes of a register and a constant -> two numbers, as decode.py makes them of four.
+_TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
+_TWO_BF16 = gl.constexpr(
+    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140;"
+    "and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 $0, s, n, m;}"
+)
+# The constant, of which the compiler does not know that it is one: else it would write it into a register again for each use.
+_HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
 _PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
 _PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
@@ -146,6 +153,25 @@ def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+    nbytes = beside(problem, config)
+    memory = launcher.workspace(out.device, nbytes) if nbytes else None
+    multiply(problem, config, x, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory)
+
+
+def beside(problem: Problem, config: Config) -> int:
+    """Bytes of memory where the sums of programs that share tiles meet."""
+    return 16 * config.programs * config.rows * config.block_m if _tiles(problem, config) % config.programs else 0
+
+
+def _tiles(problem: Problem, config: Config) -> int:
+    return -(-problem.n // (2 * config.rows)) * -(-problem.m // config.block_m)
+
+
+def multiply(
+    problem: Problem, config: Config, x: Tensor, views: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor | None
+) -> None:
+    """The same with `beside(problem, config)` bytes of memory."""
+    codes, scale, zero = views
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -167,11 +193,9 @@ def launch(
         zero=geo.format.zero,
         clamp=epilogue.clamps,
     )
-    tiles = -(-problem.n // (2 * config.rows)) * -(-problem.m // config.block_m)
     scratch: tuple[Tensor, Tensor] | None = None
-    if tiles % config.programs:
-        nbytes = 16 * config.programs * config.rows * config.block_m
-        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, 2 * _PIECES.value * tiles)
+    if memory is not None and beside(problem, config):
+        scratch = memory.view(torch.float32), launcher.locks(out.device, 2 * _PIECES.value * _tiles(problem, config))
     launcher.run(
         _gemm,
         (config.programs,),
@@ -318,11 +342,11 @@ def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S
 
 
 @gluon.jit
-def _plane(codes, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
     if S.bits == 8:
-        BYTES: gl.constexpr = BYTES_F16 if DTYPE == gl.float16 else BYTES_BF16
-        both = gl.inline_asm_elementwise(BYTES, "=r,=r,r", [codes], dtype=gl.int32, is_pure=True, pack=2)
+        TWO: gl.constexpr = _TWO_F16 if DTYPE == gl.float16 else _TWO_BF16
+        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
     elif DTYPE == gl.float16:
@@ -338,9 +362,10 @@ def _tails(tails, r, rn, sizes, S: gl.constexpr):
     GROUPS: gl.constexpr = S.groups
     found = ()
     for i in gl.static_range(2):
-        for g in gl.static_range(GROUPS):
-            at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + rn
-            found += (gl.load(tails[i if S.zero != "none" else 0] + at),)  # type: ignore[assignment]
+        row = tails[i if S.zero != "none" else 0] + (r // S.wide * GROUPS).to(gl.int64) * sizes[2]
+        for _ in gl.static_range(GROUPS):
+            found += (gl.load(row + rn),)  # type: ignore[assignment]
+            row += sizes[2]
     return found
 
 
@@ -359,40 +384,56 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     step = 0
+    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
+    high = gl.inline_asm_elementwise(_HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     end, whole, start, rest = _share(sizes, S)
     at = start - start
     while at < end:
         tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
         first_n = (pn * 2 + HALF) * ROWS
-        rn = gl.minimum(first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)), sizes[2] - 1)
+        rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND))
+        if ROWS == 64:  # a panel is there as a whole, or not at all
+            rn += gl.minimum(first_n, sizes[2] - ROWS)
+        else:
+            rn = gl.minimum(first_n + rn, sizes[2] - 1)
         acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
         now = _tails(tails, first, rn, sizes, S)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        w0 = _plane(_codes(ws.index(step % STAGES), 0, HALF, OPERAND, S), now, 0, OPERAND, DTYPE, S)
+        w0 = _plane(_codes(ws.index(step % STAGES), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
         for r in range(count):
             last = step + S.parts - 1  # of the stages of this record
             following = last + gl.where(r + 1 < count, 1, 0)
             after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
-            # While a plane is multiplied the next is made, in the registers of the one before, which the wait leaves free.
+            # While a plane is multiplied the next is made, in the registers of the one before, which the wait leaves free. Bytes are read
+            # in front of that: what follows a wgmma waits until its operand was taken.
+            if S.bits == 8:
+                codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
             a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
-            codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
-            w1 = _plane(codes, now, 1, OPERAND, DTYPE, S)
-            a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-            a, w0 = warpgroup_mma_wait(1, deps=[a, w0])
+            if S.bits == 4:
+                codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
+            w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
             if S.bits == 8:
                 mbarrier.wait(full.index(last % STAGES), (last // STAGES) & 1)
                 codes = _codes(ws.index(last % STAGES), 2, HALF, OPERAND, S)
-            w2 = _plane(codes, now, 2, OPERAND, DTYPE, S)
+            a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
+            a, w0 = warpgroup_mma_wait(1, deps=[a, w0])
+            w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
+            if S.bits == 8:
+                codes = _codes(ws.index(last % STAGES), 3, HALF, OPERAND, S)
             a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
             a, w1 = warpgroup_mma_wait(1, deps=[a, w1])
             if S.bits == 8:
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
-                codes = _codes(ws.index(last % STAGES), 3, HALF, OPERAND, S)
-            w3 = _plane(codes, now, 3, OPERAND, DTYPE, S)
+            w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
+            if S.bits == 8:
+                mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+                codes = _codes(ws.index(following % STAGES), 0, HALF, OPERAND, S)
             a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
             a, w2 = warpgroup_mma_wait(1, deps=[a, w2])
-            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-            w0 = _plane(_codes(ws.index(following % STAGES), 0, HALF, OPERAND, S), after, 0, OPERAND, DTYPE, S)
+            if S.bits == 4:
+                mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+                codes = _codes(ws.index(following % STAGES), 0, HALF, OPERAND, S)
+            w0 = _plane(codes, high, after, 0, OPERAND, DTYPE, S)
             acc, w3 = warpgroup_mma_wait(0, deps=[a, w3])
             mbarrier.arrive(empty.index(last % STAGES), count=1)
             now = after
