@@ -1,7 +1,10 @@
-"""Linear layers that get the same input, computed at once: queries, keys and values; gate and up.
+"""Linear layers that get the same input, computed at once: queries, keys and values; gate and up. And GELU in the product before it.
 
 Their weights become one, row under row, and their outputs are parts of one product; no number changes. A token then takes fewer and
 larger products, which matters where each is short: activations are quantized once, and threads or thread blocks meet less often.
+
+A GELU (not its tanh approximation) is computed with the product that it takes, before that is written: no number changes by more than
+2^-20 of what goes into it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.errors import UnsupportedError
@@ -22,11 +26,15 @@ from halfbyte.nn.modules import PART, QuantLinear, QuantModule
 # Children of one module that transformers calls one after the other with one and the same tensor.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
 
+# A linear layer and the activation that its parent calls with its output and nothing else.
+ACTIVATED = (("dense", "intermediate_act_fn"), ("dense", "transform_act_fn"), ("fc1", "activation_fn"), ("fc1", "act"))
 
-def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
+
+def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> list[str]:
     """Computes quantized siblings together, in place, and returns the names of the groups, "model.layers.0.mlp.gate_proj+up_proj".
 
-    siblings  names of children that their parent calls in this order with one and the same tensor
+    siblings   names of children that their parent calls in this order with one and the same tensor
+    activated  names of a child and of the GELU that its parent calls with its output, "layer.0.intermediate.dense+intermediate_act_fn"
 
     Siblings that differ in format, width, device or way of computing stay as they are. What is saved is what would be saved without.
     """
@@ -34,15 +42,31 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> lis
     for prefix, parent in list(model.named_modules()):
         for names in siblings:
             parts = [getattr(parent, name, None) for name in names]
-            linears = [
-                p for p in parts if type(p) is QuantLinear and not (p._forward_hooks or p._forward_pre_hooks or "forward" in vars(p))
-            ]
+            linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
             if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:
                 group = _Group.of(linears)
                 for i, (name, linear) in enumerate(zip(names, linears, strict=True)):
                     setattr(parent, name, FusedLinear(group, i, linear))
                 fused.append(f"{prefix}.{'+'.join(names)}".lstrip("."))
+        for name, function in activated:
+            linear, after = getattr(parent, name, None), getattr(parent, function, None)
+            if type(linear) is QuantLinear and not _watched(linear) and _is_gelu(after):
+                setattr(parent, name, GeluLinear(linear))
+                setattr(parent, function, nn.Identity())
+                fused.append(f"{prefix}.{name}+{function}".lstrip("."))
     return fused
+
+
+def _watched(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _is_gelu(module: object) -> bool:
+    if not isinstance(module, nn.Module) or _watched(module):
+        return False
+    # transformers has one of its own, which calls torch's.
+    own = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
+    return own or (type(module) is nn.GELU and module.approximate == "none")
 
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
@@ -136,6 +160,18 @@ class FusedLinear(QuantLinear):
         super()._apply(fn, recurse)
         self._group.set_bias(self._index, self.bias)
         return self
+
+
+class GeluLinear(QuantLinear):
+    """gelu(x W^T + bias)"""
+
+    def __init__(self, linear: QuantLinear) -> None:
+        super().__init__(linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
+        setattr(self, PART, getattr(linear, PART, None))
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear_gelu(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
 
 
 def _part(group: _Group, index: int) -> Packed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
@@ -38,10 +39,12 @@ def linear(
     activation: str,
     low: float,
     high: float,
+    gelu: bool = False,
 ) -> Tensor:
-    kernel = _linear_kernels.get((format, n, k, x.dtype, compute, activation))
+    """`gelu` takes the clamp's place."""
+    kernel = _linear_kernels.get((format, n, k, x.dtype, compute, activation, gelu))
     if kernel is None:
-        kernel = _linear_kernel(x, weight, format, n, k, compute, activation)
+        kernel = _linear_kernel(x, weight, format, n, k, compute, activation, gelu)
     shape = x.shape
     fits = weight.shape == (kernel.nbytes,) and weight.dtype == torch.uint8 and weight.is_cpu
     if not shape or shape[-1] != k or not fits or not low <= high:
@@ -57,7 +60,7 @@ def linear(
         empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
         for term in (bias, residual):
             empty = empty if term is None else empty.add_(term)
-        return empty.clamp_(low, high)
+        return functional.gelu(empty) if gelu else empty.clamp_(low, high)
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
     if not x.is_contiguous():
@@ -68,7 +71,11 @@ def linear(
     return kernel(x, weight.data_ptr(), bias, low, high, residual)  # type: ignore[no-any-return]
 
 
-def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str) -> Any:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str) -> Tensor:
+    return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=True)
+
+
+def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> Any:
     """Check what does not change from call to call, and find the kernel."""
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu.isas import current
@@ -77,8 +84,8 @@ def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compu
     check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
     fmt = as_format(format)
     inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
-    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation)
-    _linear_kernels[format, n, k, x.dtype, compute, activation] = kernel
+    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation, gelu=gelu)
+    _linear_kernels[format, n, k, x.dtype, compute, activation, gelu] = kernel
     return kernel
 
 

@@ -115,6 +115,18 @@ def linear(
     return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
 
 
+def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block") -> Tensor:
+    """gelu(linear(x, packed, bias)), the exact one (not its tanh approximation): x [..., K] -> [..., N].
+
+    On the CPU it is computed before the product is rounded and written, with an error of at most 2^-20 of its argument; elsewhere,
+    and where gradients are asked for, by torch after the product. Everything else is as for `linear`.
+    """
+    n, k = _matrix(packed)
+    if plain(x) and x.is_cpu and not differentiated(x, bias, None):
+        return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation)
+    return OPS.linear_gelu.default(x, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+
+
 def qlinear(
     x: Tensor,
     packed: Packed,

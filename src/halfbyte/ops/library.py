@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfbyte.errors import ArgumentError
@@ -24,6 +25,7 @@ _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, str compute, str activation, "
     "float low, float high) -> Tensor"
 )
+_library.define("linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
@@ -115,13 +117,33 @@ def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: st
 
 
 _gradients = Gradients(OPS.linear.default, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0))
+
+
+def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, -_INFINITE, _INFINITE))
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """Under autograd, which needs what goes into GELU."""
+    if differentiated(x, bias, None):
+        return _linear_then_gelu(x, weight, bias, *settings)
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPS.linear_gelu.default(x, weight, bias, *settings)  # type: ignore[no-any-return]
+
+
+_library.impl("linear_gelu", cpu.linear_gelu, "CPU")
+_library.impl("linear_gelu", _linear_then_gelu, "CUDA")
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
+    _library.impl("linear_gelu", _linear_gelu, f"Autograd{_device}")
     _library.impl("linear", _home.linear, _device)
     _library.impl("linear", partial(differentiable, _gradients, _home.linear), f"Autograd{_device}")
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
+torch.library.register_fake(
+    "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes), lib=_library
+)
 torch.library.register_fake(
     "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library
 )

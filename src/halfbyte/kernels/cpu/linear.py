@@ -1,4 +1,4 @@
-"""y = x · dequantize(W)ᵀ + bias + residual, clamped, on the CPU: compiles what a call needs, plans its tiles, and runs it.
+"""y = x · dequantize(W)ᵀ + bias + residual, clamped or through GELU, on the CPU: compiles what a call needs, plans its tiles, and runs it.
 
 Conditions that the caller has checked: x is [M, K] with contiguous rows in float32, bfloat16 or float16; the packed weight
 has layout `cpu_tiles` and its full size; a bias is contiguous float32 [N]; a residual is contiguous [M, N] in x's dtype; all are on
@@ -78,6 +78,7 @@ class LinearKernel:
     """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M.
 
     zeroed   rows of x have zeros behind them, up to whole units
+    gelu     outputs go through it, and are not clamped
     isa      None for the one that is taken here
     """
 
@@ -91,6 +92,7 @@ class LinearKernel:
         activation: Activation,
         *,
         zeroed: bool = False,
+        gelu: bool = False,
         isa: ISA | None = None,
     ) -> None:
         self.isa, self.geometry = isa or current(), Geometry(fmt, n, k)
@@ -109,7 +111,7 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         pairs = has_pairs(fmt)
         self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
-        self.tile_spec = TileSpec(inner, *weight, pairs, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out)
+        self.tile_spec = TileSpec(inner, *weight, pairs, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out, gelu=gelu)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
@@ -129,7 +131,7 @@ class LinearKernel:
 
     @functools.cached_property
     def _on_matrix_unit(self) -> LinearKernel:
-        return LinearKernel(*self._of, isa=self.isa.matrix, zeroed=self._zeroed)
+        return LinearKernel(*self._of, isa=self.isa.matrix, zeroed=self._zeroed, gelu=self.tile_spec.gelu)
 
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
         """x [..., K], or [M, K] with contiguous rows -> [..., N]; `weights` is the address of the packed bytes.
@@ -236,5 +238,7 @@ def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def linear_kernel(fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation) -> LinearKernel:
-    return LinearKernel(fmt, n, k, dtype, inner, activation)
+def linear_kernel(
+    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: bool = False
+) -> LinearKernel:
+    return LinearKernel(fmt, n, k, dtype, inner, activation, gelu=gelu)

@@ -12,7 +12,8 @@ point's share taken off, is multiplied by the activation's scale, and is added t
 the weight's scale. float: products of the codes and float32 activations are summed by fused multiply-adds for each block,
 then scaled as above. bf16: as float, with pairs of bfloat16 products summed by the CPU's dot-product instruction.
 
-All of K is done in one pass, so an output is written once, with its bias and what there is of a residual added, and clamped.
+All of K is done in one pass, so an output is written once, with its bias and what there is of a residual added, and clamped, or put
+through GELU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
@@ -45,6 +47,7 @@ class TileSpec:
     by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
     rows     R
     out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
+    gelu     outputs go through `gelu.gelu`
     """
 
     inner: Inner
@@ -59,6 +62,7 @@ class TileSpec:
     rows: int
     vectors: int
     out: str
+    gelu: bool = False
 
     @property
     def signed(self) -> bool:
@@ -69,7 +73,7 @@ class TileSpec:
         scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
         scheme += "_pairs" if self.pairs else ""
         shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
-        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}"
+        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{'_gelu' if self.gelu else ''}"
 
 
 def build(spec: TileSpec, isa: ISA) -> Module:
@@ -332,7 +336,7 @@ class Tile:
             if residual is not None:
                 raw = (to + residual).load(vector(self.out_element, isa.lanes), column * self.out_bytes, self.out_bytes)
                 value = value + isa.to_float(raw, spec.out)
-            to.store(isa.from_float(value.max_or(low).min_or(high), spec.out), column * self.out_bytes, self.out_bytes)
+            to.store(isa.from_float(self._finished(value, low, high), spec.out), column * self.out_bytes, self.out_bytes)
             f.fence()
 
     def _write_some(self, first: Value, residual: Value) -> None:
@@ -346,8 +350,11 @@ class Tile:
                 value = value + self.bias.load("float", (c + first) * 4, 4)
                 # Where there is none, this reads the output's own memory, and what it finds there is not taken.
                 other = isa.to_float((to + residual).load(self.out_element, 0, self.out_bytes), spec.out)
-                value = residual.equals(0).select(value, value + other).max_or(low).min_or(high)
+                value = self._finished(residual.equals(0).select(value, value + other), low, high)
                 to.store(isa.from_float(value, spec.out), 0, self.out_bytes)
+
+    def _finished(self, value: Value, low: Value, high: Value) -> Value:
+        return gelu(self.f, value) if self.spec.gelu else value.max_or(low).min_or(high)
 
     def _clamp(self) -> tuple[Value, Value]:
         low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4) for at in (0, 4))

@@ -1,0 +1,33 @@
+"""GELU in the kernels against float64."""
+
+import math
+
+import pytest
+import torch
+from support import RUNNABLE, elementwise
+
+from halfbyte.kernels.cpu.gelu import BOUND, gelu
+from halfbyte.kernels.cpu.isa import ISA
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_the_error_is_within_its_bound(isa: ISA) -> None:
+    steps = torch.arange(-(1 << 17), 1 << 17) / 2.0**14  # -8 … 8
+    sizes = torch.logspace(-38, 38, 1 << 13)
+    x = torch.cat((steps, sizes, -sizes, torch.tensor([5.6, -5.6, 0.0, -0.0]).repeat(4)))
+    y = elementwise(lambda v: gelu(v.fn, v), torch.float32, x, isa=isa)
+    exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
+    assert bool(((y.double() - exact).abs() <= BOUND * x.double().abs() + TINY).all())
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_what_is_not_finite(isa: ISA) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0]).repeat(4)
+    assert elementwise(lambda v: gelu(v.fn, v), torch.float32, x, isa=isa)[:4].nan_to_num(7.0).tolist() == [
+        7.0,
+        torch.finfo().max,
+        0.0,
+        0.0,
+    ]
