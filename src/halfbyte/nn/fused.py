@@ -49,9 +49,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                     setattr(parent, name, FusedLinear(group, i, linear))
                 fused.append(f"{prefix}.{'+'.join(names)}".lstrip("."))
         for name, function in activated:
-            linear, after = getattr(parent, name, None), getattr(parent, function, None)
-            if type(linear) is QuantLinear and not _watched(linear) and _is_gelu(after):
-                setattr(parent, name, GeluLinear(linear))
+            dense, after = getattr(parent, name, None), getattr(parent, function, None)
+            if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
+                setattr(parent, name, GeluLinear(dense))
                 setattr(parent, function, nn.Identity())
                 fused.append(f"{prefix}.{name}+{function}".lstrip("."))
     return fused
