@@ -82,8 +82,8 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
     w = codes.values().reshape(sizes.out, 3, 3, sizes.channels).to(torch.int32)
     if 128 * int(w.abs().sum((1, 2, 3), dtype=torch.int64).max()) >= 1 << 31 - SHIFT:
         return None
-    g = torch.tensor(WEIGHTS, dtype=torch.float64)
-    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.double()).to(torch.int16).flatten(0, 1)  # small integers: exact
+    g = torch.tensor(WEIGHTS, dtype=torch.float32)
+    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16).flatten(0, 1)  # small integers: exact
     column = 2 * current().lanes
     columns = -(-sizes.out // column)
     made = torch.nn.functional.pad(made, (0, 0, 0, columns * column - sizes.out))
