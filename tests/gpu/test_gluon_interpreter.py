@@ -60,7 +60,9 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         check_linear(gemm_hopper, config, problem, CPU, interpreted=False, weight_rounded=True, epilogue=programs > 1)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("int4_channel", "row"), ("int4_g128", "row"), ("q8_0", "block")])
+@pytest.mark.parametrize(
+    ("name", "activation"), [("int4_channel", "row"), ("int8_channel", "row"), ("int4_g128", "row"), ("q8_0", "block")]
+)
 def test_gemm_int8_hopper(name: str, activation: Activation) -> None:
     codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(70, 450).to(torch.bfloat16), torch.randn(140)
     problem = Problem("linear", 70, 140, 450, codes.format, x.dtype, "int8", activation)
