@@ -57,7 +57,7 @@ M, SIZE = 4, 6  # outputs of a tile and pixels under it, each way
 WEIGHTS = ((6, 0, 0), (-1, -1, -1), (-1, 1, -1), (1, 2, 4), (1, -2, 4), (0, 0, 3))  # G
 SHIFT, INVERSE = 6, pow(9, -1, 1 << 32)  # 576 = 2^6 * 9
 POSITIONS = SIZE**2
-_RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache
+_RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
 # A cycle of one of Zen 3's cores: products of `direct.py` and of this, bytes of weights from the third-level cache; and cycles for a
@@ -318,7 +318,7 @@ class WinogradKernel:
         tiles = batch * high * wide
         groups = -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        runs = -(-groups // max(1, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
+        runs = -(-groups // max(_LEAST_GROUPS, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
         if most > 1:
             runs = max(runs, min(most * _ITEMS_A_THREAD, groups // _LEAST_GROUPS))
         run = -(-groups // runs) * rows
