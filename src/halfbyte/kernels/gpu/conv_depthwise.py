@@ -31,6 +31,7 @@ from halfbyte.machine import Gpu
 
 _VECTORS = 128
 _ROWS = 32  # of a strip at most: two rows more are read than written
+_LEAST_ROWS = 8  # as a program's weights take as long to read as some rows
 _PROGRAMS = 4  # of a multiprocessor at least, if there is as much to do
 _STAGES = 5
 _HELD = 9  # taps whose weights fit the registers
@@ -57,7 +58,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess: strips as high as leaves all multiprocessors enough to do."""
     ho, line = problem.out[0], problem.out[1] * problem.sizes.out // _width(problem)
     vectors = min(_VECTORS, triton.next_power_of_2(line))
-    most = min(_ROWS, ho, max(1, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms)))
+    most = min(_ROWS, ho, max(_LEAST_ROWS, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms)))
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     return (Config(vectors, -(-ho // -(-ho // most)), _STAGES, ptx),)
 
