@@ -74,7 +74,7 @@ def test_bytes_are_read_by_twos_on_hopper() -> None:
     for [binary] in compile_all([linear_job(HOPPER, "sm_90", format=name, **problem) for name in ("q8_0", "int8_channel")]):
         assert binary.spills == 0
         assert re.search(r"HGMMA\.64x\d+x16\.F32\.BF16 R\d+, R\d+, gdesc", binary.assembly)
-        assert binary.assembly.count("LDS.U16") == 80  # 8 for a tile's first plane, 32 for each record; two warpgroups
+        assert binary.assembly.count("LDS.U16") == 96  # 16 for a tile's first two planes, 32 for each record; two warpgroups
         assert "SHFL" not in binary.assembly
         assert len(re.findall(r"\bLDS\.[SU]8\b", binary.assembly)) <= 8  # of Triton's own, at the start of each partition
 

@@ -29,10 +29,10 @@ from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.machine import Gpu
 
-_VECTORS = 128
+_VECTORS = 64
 _ROWS = 32  # of a strip at most: two rows more are read than written
-_LEAST_ROWS = 8  # as a program's weights take as long to read as some rows
-_PROGRAMS = 4  # of a multiprocessor at least, if there is as much to do
+_LEAST_ROWS = 4  # as a program's weights take as long to read as some rows
+_PROGRAMS = 2  # of a multiprocessor at least, if there is as much to do
 _STAGES = 5
 _HELD = 9  # taps whose weights fit the registers
 

@@ -293,9 +293,12 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
             else:
                 xt = xs.index(stage).slice(PART * COLUMNS, COLUMNS, dim=0)
             acc = warpgroup_mma(ws.index(t if S.resident else stage).slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(stage), count=1)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # for the step before
+            if t > 0:
+                mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
             step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
         at = (first_n + HALF * 64, FIRST, b, y, x)
         if INTEGER:
             _write_codes(acc, table, out, N, at, image, window, bounds, row, S)

@@ -1,8 +1,8 @@
 """y [M, N] = x [M, K] · Wᵀ with many rows M on Hopper: TMA, weights from registers into wgmma, a persistent grid.
 
 Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ: one warp keeps records (128 k; of bytes half a record) of both operands
-on their way to shared memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. A quarter of a record (a
-plane) becomes floating point while the wgmma of the quarter before it runs, and one warpgroup's waits lie under the other's products.
+on their way to shared memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. Half a record (two
+planes) becomes floating point while the wgmma of the half before it runs, and one warpgroup's waits lie under the other's products.
 
     4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
              and constant, one that multiplies by the scale
@@ -42,7 +42,7 @@ from halfbyte.machine import Gpu
 # Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, by bits, and of the rest of a program's life.
 _RECORD_US = {
     4: {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04},
-    8: {(64, 256): 1.45, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
+    8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
 _PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
@@ -357,6 +357,16 @@ def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE
 
 
 @gluon.jit
+def _two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Planes FIRST and FIRST + 1 of the record in shared memory, or of its half, as weights in DTYPE."""
+    first = _codes(ws, FIRST, HALF, OPERAND, S)
+    second = first
+    if S.bits == 8:
+        second = _codes(ws, FIRST + 1, HALF, OPERAND, S)
+    return _plane(first, high, tails, FIRST, OPERAND, DTYPE, S), _plane(second, high, tails, FIRST + 1, OPERAND, DTYPE, S)
+
+
+@gluon.jit
 def _tails(tails, r, rn, sizes, S: gl.constexpr):
     """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
     GROUPS: gl.constexpr = S.groups
@@ -399,42 +409,29 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
         acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
         now = _tails(tails, first, rn, sizes, S)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        w0 = _plane(_codes(ws.index(step % STAGES), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
+        if S.bits == 8:
+            mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+        w0, w1 = _two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
         for r in range(count):
             last = step + S.parts - 1  # of the stages of this record
             following = last + gl.where(r + 1 < count, 1, 0)
             after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
-            # While a plane is multiplied the next is made, in the registers of the one before, which the wait leaves free. Bytes are read
-            # in front of that: what follows a wgmma waits until its operand was taken.
-            if S.bits == 8:
-                codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
+            # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
+            # the other warpgroup whose products lie over this one's work.
             a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
-            if S.bits == 4:
-                codes = _codes(ws.index(step % STAGES), 1, HALF, OPERAND, S)
-            w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
-            if S.bits == 8:
-                mbarrier.wait(full.index(last % STAGES), (last // STAGES) & 1)
-                codes = _codes(ws.index(last % STAGES), 2, HALF, OPERAND, S)
             a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-            a, w0 = warpgroup_mma_wait(1, deps=[a, w0])
-            w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
-            if S.bits == 8:
-                codes = _codes(ws.index(last % STAGES), 3, HALF, OPERAND, S)
+            w2, w3 = _two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
             a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
-            a, w1 = warpgroup_mma_wait(1, deps=[a, w1])
+            a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
+            a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
             if S.bits == 8:
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
-            w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
-            if S.bits == 8:
-                mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-                codes = _codes(ws.index(following % STAGES), 0, HALF, OPERAND, S)
-            a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
-            a, w2 = warpgroup_mma_wait(1, deps=[a, w2])
-            if S.bits == 4:
-                mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-                codes = _codes(ws.index(following % STAGES), 0, HALF, OPERAND, S)
-            w0 = _plane(codes, high, after, 0, OPERAND, DTYPE, S)
-            acc, w3 = warpgroup_mma_wait(0, deps=[a, w3])
+            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+            w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
+            # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
+            ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
+            mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
+            acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
             mbarrier.arrive(empty.index(last % STAGES), count=1)
             now = after
             step += S.parts
