@@ -81,6 +81,9 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         block_n = 64
     if -(-n // 64) * -(-m // 64) * problem.sizes.groups <= gpu.sms:  # few tiles: as small as they can be
         block_n, block_m = 64, 32
+        thin = -(-n // 64) * -(-m // 16) * problem.sizes.groups
+        if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: nobody shares K
+            block_m, step = 16, 128 if whole and padded_channels(problem.sizes) % 128 == 0 else step
     tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
     # To share K takes time of its own; 4 bits, made floats in registers, are worth more of it.
     slow = bits == 4 and not integer
