@@ -115,6 +115,39 @@ def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: s
     grouped.launch(problem, grouped.configs(problem, gpu)[0], x, weight, ids, out, torch.empty(experts, n, device="meta"))
 
 
+def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> Job:
+    """The kernels of a layer of Llama for one token and a cache of `size`, in their order."""
+    return Job("aot:launch_layer", arch, {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "size": size})
+
+
+def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> None:
+    from halfbyte.kernels.gpu import attend, skinny
+    from halfbyte.kernels.problem import Epilogue, Norm
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def product(n: int, k: int, *, norm: bool, gated: bool) -> None:
+        problem = Problem("linear", 1, n, k, as_format("int4_g128"), torch.bfloat16)
+        config = skinny.fitted(problem, skinny.configs(problem, gpu)[0], norm=norm, gated=gated)
+        assert config is not None
+        geo = gpu_tiles.geometry(problem.format, (n, k))
+        views = gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
+        epilogue = Epilogue(None, None if norm else empty(1, n), gated=gated)
+        before = Norm(empty(k), 1e-5) if norm else None
+        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue, before)
+
+    dim = hidden // heads
+    width = (heads + 2 * kv_heads) * dim
+    product(width, hidden, norm=True, gated=False)
+    cache = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim))
+    rotary, mask, length = (empty(1, dim), empty(1, dim)), empty(1, size, dtype=torch.bool), empty(1, dtype=torch.int64)
+    attend.launch(gpu, empty(1, width), rotary, cache, length, mask, empty(1, hidden), dim**-0.5)
+    product(hidden, hidden, norm=False, gated=False)
+    product(2 * inner, hidden, norm=True, gated=True)
+    product(hidden, inner, norm=False, gated=False)
+
+
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -59,14 +59,14 @@ def check_linear(
     if interpreted and dtype == torch.bfloat16:
         error = error + UNIT[dtype] * (expected.abs() + error)
         if weight_rounded:
-            error = error + 2 * UNIT[dtype] * (x.double().abs() @ _terms(codes).T)
+            error = error + 2 * UNIT[dtype] * (x.double().abs() @ terms(codes).T)
     expected = expected.clamp(*torch.tensor([low, high]).double().tolist())
     wrong = ~reference.agrees(y, expected, error)
     worst = float(((y.double() - expected).abs() / error).nan_to_num(nan=torch.inf).max())
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are off by up to {worst:.2f} times the bound"
 
 
-def _terms(codes: Any) -> torch.Tensor:
+def terms(codes: Any) -> torch.Tensor:
     """|scale * u| + |offset| of each weight: what the interpreter's cut products are relative to."""
     q = codes.values().double() - codes.format.q_min
     offset = 0 if codes.zero is None else codes.spread(codes.zero.double()).abs()

@@ -101,17 +101,30 @@ class Combination(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Norm:
+    """What happens to activations before they are multiplied: x * weight / sqrt(mean(x²) + eps), the mean over each row.
+
+    weight  [k] in the activations' type
+    """
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 
     bias      floating point [n], or None
     residual  [m, n] in the activations' type, or None
+    gated     the sum is that of two: silu(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns. `skinny` alone has it
     """
 
     bias: Tensor | None = None
     residual: Tensor | None = None
     low: float = -math.inf
     high: float = math.inf
+    gated: bool = False
 
     @property
     def clamps(self) -> bool:

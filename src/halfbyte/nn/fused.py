@@ -138,6 +138,16 @@ class FusedLinear(QuantLinear):
         setattr(self, PART, getattr(linear, PART, None))
         self.train(linear.training)
 
+    @property
+    def index(self) -> int:
+        """Its place among those that it is computed with."""
+        return self._index
+
+    @property
+    def together(self) -> tuple[Packed, Tensor | None]:
+        """The weight and the bias of all that it is computed with, row under row."""
+        return self._group.packed, self._group.bias
+
     def codes(self) -> Codes:
         whole, rows = ops.unpack(self._group.packed), self._group.rows(self._index)
         return Codes.from_tensors(whole.format, self._packed.shape, {name: t[rows] for name, t in whole.tensors().items()})

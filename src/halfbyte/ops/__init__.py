@@ -6,6 +6,7 @@ checks.py     what arguments must be, on every device
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs
 grouped.py    mixture of experts, on all of them
+decoding.py   the steps of a decoder layer for one token, on all of them
 """
 
 from halfbyte.ops import library as library

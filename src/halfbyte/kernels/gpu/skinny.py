@@ -20,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.skinny_tile import BAND, Config, compiled_for, mode, sums
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import Epilogue, Norm, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -118,17 +119,49 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
     return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
 
 
+def takes(problem: Problem, config: Config, *, norm: bool, gated: bool) -> bool:
+    """Whether one block has all of K, as a norm and gates need it, and gates two bands of whole panels."""
+    if gated and (config.bands < 2 or problem.n % (2 * gpu_tiles.PANEL)):
+        return False
+    return config.split == 1 or not (norm or gated)
+
+
+def fitted(problem: Problem, config: Config, *, norm: bool, gated: bool) -> Config | None:
+    """`config` as a norm or gates need it, and with few registers; None where the shape is not for them."""
+    if gated:
+        config = replace(config, bands=max(2, config.bands))
+    elif norm and config.bands == config.batch == config.stages == 1:
+        config = replace(config, records=1)
+    return config if takes(problem, config, norm=norm, gated=gated) else None
+
+
 def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
+    problem: Problem,
+    config: Config,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    out: Tensor,
+    epilogue: Epilogue,
+    norm: Norm | None = None,
 ) -> None:
-    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
+
+    Raises KernelError where `config` is not `fitted` to the norm or the gates.
+    """
+    if not takes(problem, config, norm=norm is not None, gated=epilogue.gated):
+        raise KernelError(f"{config} of {problem} takes no norm and no gates: take what `fitted` gives, or compute them apart")
     static, per = compiled_for(problem, config, clamps=epilogue.clamps)
+    static = replace(static, norm=norm is not None, gated=epilogue.gated)
     tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
         nbytes = 4 * config.split * tiles * static.outputs * config.columns
         scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, tiles)
-    options = {"launch_pdl": True} if config.pdl else {}
+    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
+    if epilogue.gated and config.pdl:
+        options["maxnreg"] = min(255, 1024 // config.warps)  # two blocks for each multiprocessor: left alone the compiler takes more
     launcher.run(
         _skinny,
         (tiles, config.split),
@@ -143,6 +176,7 @@ def launch(
         x.stride(0),
         per,
         (epilogue.low, epilogue.high),
+        None if norm is None else (norm.weight, norm.eps),
         static,
         num_warps=config.warps,
         **options,
@@ -153,7 +187,7 @@ def launch(
 
 
 @triton.jit(do_not_specialize=["M", "per"])
-def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.constexpr):
+def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, S: tl.constexpr):
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
@@ -164,8 +198,14 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.minimum(pm * COLUMNS + tl.arange(0, S.width) % COLUMNS, M - 1)
-    total = sums(x, rows, weight, N, K, stride, per, first, pn, S)
-    if S.split:
+    total = sums(x, rows, weight, N, K, stride, per, first, pn, norm, S)
+    if S.gated:
+        HALF: tl.constexpr = S.outputs // 2
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
+        small = tl.exp(-tl.abs(gate))
+        y = gate * tl.where(gate < 0, small, 1.0) / (1 + small) * up
+        write(y, out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, bounds[0], bounds[1], S.clamp)
+    elif S.split:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         part = scratch[0] + tl.program_id(0).to(tl.int64) * (OUTPUTS * COLUMNS) + local

@@ -12,6 +12,10 @@ Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to
     weights   the weight is made in x's type, from a scale (and offset) rounded to it: one multiplication, or fused multiply-add
     exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
               pieces that hold all of their bits, and the six products of pieces that matter are summed
+
+A norm of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and each row's sums are divided by
+the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight and
+half from the lower, so that a gate and what it gates meet in one block.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.epilogue import mean_square
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -73,6 +78,8 @@ class Static:
     whole: bool  # one block along K
     even: bool  # nothing of K is missing in any step
     clamp: bool
+    norm: bool = False
+    gated: bool = False
 
     @property
     def groups(self) -> int:
@@ -142,8 +149,11 @@ def mode(problem: Problem) -> str:
 
 
 @triton.jit
-def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
-    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns."""
+def sums(x, rows, weight, N, K, stride, per, first, pn, norm, S: tl.constexpr):
+    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns.
+
+    norm  None, or (its weight [K], eps): that of x is multiplied
+    """
     if S.block > 0:
         full = (K - 1) // S.block
         records = tl.cdiv(full * S.padded + K - full * S.block, 128)
@@ -156,23 +166,30 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
     row = tl.arange(0, BATCH * ROWS)
     row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
     n_padded = tl.cdiv(N, 64) * 64
-    row_n = tl.minimum(pn * S.outputs + row % ROWS // (16 * S.slices) * 16 + row % 16, n_padded - 1)
+    row_n = tl.minimum(_row(row % ROWS // (16 * S.slices) * 16 + row % 16, pn, N, S), n_padded - 1)
     column = tl.arange(0, WIDTH)
     column_record = first + column // S.columns * per
     xp = x + rows.to(tl.int64) * stride
+    factor = xp
+    if S.norm:
+        factor = norm[0] + tl.zeros_like(rows)
     if BATCH > 1:
         column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
-        xp = xp[None, None, :]
+        xp, factor = xp[None, None, :], factor[None, None, :]
     else:
         column_record = column_record[None, :]
-        xp = xp[None, :]
+        xp, factor = xp[None, :], factor[None, :]
     if S.bits == 4:
-        codes, codes_record = _words_at(weight[0], pn, n_padded, records, per, first, S)
+        codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_record = row_record[:, None]
     if S.ahead > 0:
-        _fetch_weight(weight, n_padded, records, per, first, pn, S)
+        if S.gated:
+            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs // 2, S)
+            _fetch_weight(weight, n_padded, records, per, first, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
+        else:
+            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
     if S.pdl:
         gdc_wait()
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
@@ -182,7 +199,10 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
         loaded = ()
         for r in tl.static_range(RECORDS):
             w = _masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S)
-            loaded += ((w, _load_x(xp, column_record + t + r, records, K, S)),)  # type: ignore[assignment]
+            xs = _load_x(xp, column_record + t + r, records, K, S)
+            if S.norm:
+                xs = (xs.to(tl.float32) * _load_x(factor, column_record + t + r, records, K, S).to(tl.float32)).to(xs.dtype)
+            loaded += ((w, xs),)  # type: ignore[assignment]
         scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
         for r in tl.static_range(RECORDS):
             tails = (scales_now[r * S.groups : (r + 1) * S.groups], zeros_now[r * S.groups : (r + 1) * S.groups])
@@ -193,7 +213,18 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, S: tl.constexpr):
         total = tl.sum(total, axis=0)
     if S.slices > 1:
         total = _same_slices(total, S)
+    if S.norm:
+        total *= tl.rsqrt(mean_square(x, rows, K, stride, S) + norm[1])[None, :]
     return total
+
+
+@triton.jit
+def _row(i, pn, N, S: tl.constexpr):
+    """The row of the weight that is the tile's row i, or would be, were there more."""
+    if S.gated:
+        return i // (S.outputs // 2) * (N // 2) + pn * (S.outputs // 2) + i % (S.outputs // 2)
+    else:
+        return pn * S.outputs + i
 
 
 @triton.jit
@@ -207,7 +238,7 @@ def _per_row(values, S: tl.constexpr):
 
 
 @triton.jit
-def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
+def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
     """Pointers to the words of the tile's first records [batch, slices, bands, kt 2, 256], and the record of each batch and slice.
 
     Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
@@ -215,44 +246,49 @@ def _words_at(codes, pn, n_padded, records, per, first, S: tl.constexpr):
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
-    band = pn * BANDS % 4 + tl.arange(0, BANDS)
-    if BANDS > 4:
-        band = tl.minimum(band, n_padded // 16 - 1 - pn * BANDS // 4 * 4)  # the last tile may reach over the last panel
+    TILE: tl.constexpr = BANDS // 2 if S.gated else BANDS  # of them follow each other
+    i = tl.arange(0, BANDS)
+    band = pn * TILE % 4 + i % TILE
+    if TILE > 4:
+        end = N // 32 if S.gated else n_padded // 16
+        band = tl.minimum(band, end - 1 - pn * TILE // 4 * 4)  # the last tile may reach over the last panel
+    if S.gated:
+        band += i // TILE * (N // 32)  # whole panels
     band = band[None, None, :, None, None]
     kt = tl.arange(0, 2)[None, None, None, :, None]
     word = tl.arange(0, 256)[None, None, None, None, :]
     slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
     record = first + slice_ * per
-    base = codes + (pn * BANDS // 4).to(tl.int64) * records * 2048
+    base = codes + (pn * TILE // 4).to(tl.int64) * records * 2048
     return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
 
 
 @triton.jit
-def _fetch_weight(weight, n_padded, records, per, first, pn, S: tl.constexpr):
-    """Bring what this block reads first of the weight to the L2 cache, while the kernel before is still running."""
+def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, S: tl.constexpr):
+    """Bring what this block reads first of ROWS rows of the weight, from row n on, to the L2 cache, while the kernel before is still
+    running. Rows that are not in one panel are whole panels."""
     PARTS: tl.constexpr = S.batch * S.slices
-    ROWS: tl.constexpr = S.outputs
     WORDS: tl.constexpr = S.bits == 4
     CHUNKS: tl.constexpr = PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
     i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
     if WORDS:
         record = first + i // 2 % PARTS * per + i // (2 * PARTS) % S.ahead
-        panel = pn * ROWS // 64 + i // (2 * PARTS * S.ahead)
-        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + pn * ROWS % 64 * 16
+        panel = n // 64 + i // (2 * PARTS * S.ahead)
+        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + n % 64 * 16
         inside = (i < CHUNKS) & (record < records) & (panel < n_padded // 64)
         _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
     else:
         record = first + i % PARTS * per
-        n = pn * ROWS + i // PARTS
-        inside = (i < CHUNKS) & (n < n_padded)
-        _fetch(weight[0] + (n.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
+        row = n + i // PARTS
+        inside = (i < CHUNKS) & (row < n_padded)
+        _fetch(weight[0] + (row.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
     if S.mode != "sums" or not S.whole:
         BLOCKS: tl.constexpr = PARTS * S.ahead * S.groups
         i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
         record = first + i % PARTS * per + i // PARTS % S.ahead
-        row = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.ahead)
-        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - pn * ROWS, ROWS), 0)
-        at = row.to(tl.int64) * n_padded + pn * ROWS
+        block = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.ahead)
+        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - n, ROWS), 0)
+        at = block.to(tl.int64) * n_padded + n
         _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
         if S.zero != "none":
             _fetch(weight[2] + at, rows * (weight[2].dtype.element_ty.primitive_bitwidth // 8))

@@ -1,0 +1,209 @@
+"""A norm before a product and gates after it, one token's attention: in one kernel each, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from aot import Binary, compile_all, layer_job
+from float_support import UNIT, terms
+from samples import random_codes
+from torch import Tensor
+
+from halfbyte.errors import KernelError
+from halfbyte.formats import as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.gpu import attend, skinny, skinny_tile
+from halfbyte.kernels.problem import Epilogue, Norm, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import GPUS, Gpu
+
+H, B, F = torch.float16, torch.bfloat16, torch.float32
+EPS = 1e-5
+
+
+def run(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, where: tuple[Gpu, torch.device, bool], *, norm: bool, gated: bool, **how: Any
+) -> None:
+    """Twice on NaN-poisoned memory: the same bits, near the reference.
+
+    The kernel rounds x times the norm's weight, as the reference here does; the mean of K squares is off by K / 2 roundings of float32,
+    the root and the sigmoid by a few.
+    """
+    gpu, device, interpreted = where
+    problem = Problem("linear", m, n, k, as_format(name), dtype)
+    config = skinny.fitted(problem, replace(skinny.configs(problem, gpu)[0], **how), norm=norm, gated=gated)
+    assert config is not None
+    codes = random_codes(problem.format, (n, k))
+    views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(problem.format, (n, k)))
+    x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
+    z, root = x, torch.ones(m, 1, dtype=torch.float64)
+    if norm:
+        z = (x.float() * factor.float()).to(dtype)
+        root = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
+    columns = n // 2 if gated else n
+    residual = torch.randn(m, columns).to(dtype)
+    found = []
+    for _ in range(2):
+        out = torch.full((m, columns), torch.nan, dtype=dtype, device=device)
+        before = Norm(factor.to(device), EPS) if norm else None
+        skinny.launch(problem, config, x.to(device), *views, out, Epilogue(None, residual.to(device), gated=gated), before)
+        found.append(out.cpu())
+    assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8)), "the second run gave other bits"
+    expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
+    cut = interpreted and dtype == B  # where a GPU rounds: x times the norm's weight, the weight, the result
+    if (skinny_tile.mode(problem) != "sums" and dtype != F) or cut:
+        error = error + (4 if cut else 2) * UNIT[dtype] * (z.double().abs() @ terms(codes).T)
+    expected, error = expected * root, error * root
+    error = error + (k * 2.0**-25 + 2.0**-21) * expected.abs()
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        of_gate, of_up = error.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+        error = 1.1 * of_gate * (up.abs() + of_up) + torch.nn.functional.silu(gate).abs() * of_up + 2.0**-20 * expected.abs()
+    expected = expected + residual.double()
+    error = error + 2.0**-22 * (expected.abs() + residual.double().abs())
+    if cut:
+        error = error + UNIT[dtype] * (expected.abs() + error)
+    wrong = ~reference.agrees(found[0], expected, error)
+    worst = float(((found[0].double() - expected).abs() / error).nan_to_num(nan=torch.inf).max())
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are off by up to {worst:.2f} times the bound"
+
+
+@pytest.fixture
+def where(gpu: Gpu, device: torch.device, interpreted: bool) -> tuple[Gpu, torch.device, bool]:
+    return gpu, device, interpreted
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "dtype", "how"),
+    [
+        ("int4_g128", 1, B, {"bands": 4, "records": 1}),
+        ("int4_g128", 1, H, {"bands": 1, "records": 2, "ahead": 2}),
+        ("int4_g128_zp", 3, H, {}),
+        ("q4_0", 1, B, {}),
+        ("q4_0", 7, H, {}),
+        ("q8_0", 1, H, {"split": 1}),
+        ("int8_channel_zp", 2, F, {"split": 1}),
+        ("int4_g20_zp", 2, H, {}),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_norm_and_gates(name: str, m: int, dtype: torch.dtype, how: dict[str, Any], gated: bool, where: Any) -> None:
+    run(name, m, 256 if gated else 70, 384 if gated else 300, dtype, where, norm=True, gated=gated, **how)
+
+
+@pytest.mark.parametrize("bands", [2, 8, 16])
+def test_gates_alone(bands: int, where: Any) -> None:
+    """Tiles of the upper half that reach over its end."""
+    run("int4_g128", 1, 384, 256, H, where, norm=False, gated=True, bands=bands, columns=1, slices=8, records=1)
+
+
+def test_what_does_not_fit(gpu: Gpu) -> None:
+    problem = Problem("linear", 1, 192, 256, as_format("int4_g128"), H)
+    config = skinny.configs(problem, gpu)[0]
+    assert skinny.fitted(problem, config, norm=True, gated=True) is None, "half of 192 rows are no whole panels"
+    assert skinny.fitted(problem, replace(config, split=2), norm=True, gated=False) is None
+    x, out = torch.zeros(1, 256, dtype=H), torch.zeros(1, 96, dtype=H)
+    with pytest.raises(KernelError, match="takes no norm and no gates"):
+        skinny.launch(problem, config, x, x, x, None, out, Epilogue(gated=True))
+
+
+def attention(qkv: Tensor, rotary: Any, cache: Any, length: int, mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64, from the formulas of the kernel's text: y, keys, values."""
+    keys, values = (t.double().clone() for t in cache)
+    batch, kv_heads, size, dim = keys.shape
+    x = qkv.double().view(batch, heads + 2 * kv_heads, dim)
+    cos, sin = (t.double().expand(batch, dim)[:, None] for t in rotary)
+    turned = x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
+    q, k, v = turned[:, :heads], turned[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    keys[:, :, length], values[:, :, length] = k.to(qkv.dtype).double(), v
+    scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
+    seen = (torch.arange(size) <= length).expand(batch, size)
+    scores = scores.masked_fill(~(seen if mask is None else seen & mask)[:, None, None], -torch.inf)
+    return torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1), values).reshape(batch, heads * dim), keys, values
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype"),
+    [(1, 8, 2, 64, 100, 57, F), (3, 6, 3, 20, 77, 76, H), (2, 3, 1, 16, 300, 0, B), (2, 4, 4, 128, 65, 40, B), (1, 8, 1, 32, 200, 150, H)],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_one_token(
+    batch: int, heads: int, kv_heads: int, dim: int, size: int, length: int, dtype: torch.dtype, masked: bool, where: Any
+) -> None:
+    gpu, device, _ = where
+    assert attend.supports(heads, kv_heads, dim, dtype) is None
+    qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
+    rotary: Any = tuple(torch.randn(1 if masked else batch, dim).to(dtype) for _ in range(2))
+    cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
+    for tensor in cache:
+        tensor[:, :, length:] = torch.nan  # what is not there yet
+    mask = None
+    if masked:
+        mask = torch.rand(batch, size) < 0.7
+        mask[:, length] = True
+    clean = tuple(t.nan_to_num(0) for t in cache)
+    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads)
+    bits = []
+    for advance in (0, 1):
+        out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
+        there: Any = tuple(t.to(device, copy=True) for t in cache)
+        count = torch.tensor([length], device=device)
+        at_mask = None if mask is None else mask.to(device)
+        turns: Any = tuple(t.to(device) for t in rotary)
+        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance)
+        assert count.item() == length + advance
+        bits.append(out.cpu())
+    assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"
+    # Scores are off by some roundings of float32 for each number that is summed, relative to the sum of magnitudes; keys by one of their
+    # type, where float32 and float64 round to different sides.
+    found, unit = bits[0].double(), max(UNIT[dtype], 2.0**-24)
+    size_of = float(qkv.double().square().mean().sqrt() * clean[0].double().abs().max()) * 4
+    error = (2.0**-22 * dim * size_of + (2 * unit if dtype != F else 0) * size_of) * float(values.abs().max())
+    assert bool(((found - expected).abs() <= error + 2 * unit * expected.abs()).all())
+    for cached, wanted in zip(there, (keys, values), strict=True):
+        assert bool(
+            ((cached[:, :, length].cpu().double() - wanted[:, :, length]).abs() <= 2 * unit * (1 + wanted[:, :, length].abs() * 2)).all()
+        )
+        assert bool(cached[:, :, length + 1 :].isnan().all()), "nothing else is written"
+        assert torch.equal(cached[:, :, :length].cpu(), wanted[:, :, :length].to(dtype))
+
+
+def test_a_full_cache_gives_nan(where: Any) -> None:
+    gpu, device, _ = where
+    qkv, turn = torch.randn(1, 4 * 16, device=device), torch.ones(1, 16, device=device)
+    cache: Any = tuple(torch.randn(1, 1, 5, 16, device=device) for _ in range(2))
+    before, out = [t.clone() for t in cache], torch.zeros(1, 32, device=device)
+    attend.launch(gpu, qkv, (turn, turn), cache, torch.tensor([5], device=device), None, out, 0.25)
+    assert bool(out.isnan().all())
+    assert all(torch.equal(a, b) for a, b in zip(before, cache, strict=True))
+
+
+def test_what_attention_is_not_for() -> None:
+    assert "share" in (attend.supports(7, 2, 64, B) or "")
+    assert "two halves" in (attend.supports(2, 2, 63, B) or "")
+    assert "float64" in (attend.supports(2, 2, 64, torch.float64) or "")
+    assert "registers" in (attend.supports(64, 1, 128, B) or "")
+
+
+# Ahead of time
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, list[Binary]]:
+    arches = ("sm_80", "sm_90")
+    jobs = [layer_job(arch, hidden=4096, inner=14336, heads=32, kv_heads=8, size=576) for arch in arches]
+    return dict(zip(arches, compile_all(jobs), strict=True))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_layer_compiles_without_spills(arch: str, layers: dict[str, list[Binary]]) -> None:
+    assert len(layers[arch]) == 5
+    for binary in layers[arch]:
+        assert binary.spills == 0, f"{binary.kernel} {binary.options}: {binary.spills}"
+        assert binary.shared <= GPUS[arch].shared
+        overlaps = "griddepcontrol.wait" in binary.ptx and "griddepcontrol.launch_dependents" in binary.ptx
+        assert overlaps == (arch == "sm_90"), "on Hopper each kernel of the chain may start before the one before it has ended"

@@ -1,0 +1,184 @@
+"""Decoder layers that take one token in five kernels say what transformers' own say; here in torch's operations, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.codes import Codes
+from halfbyte.integrations import decoding
+from halfbyte.integrations.decoding import shorten_
+from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.fused import fuse_
+from halfbyte.ops.decoding import attend, normed_linear
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+KINDS: dict[str, Callable[..., Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=99, initializer_range=0.2)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, vocab_size=99, initializer_range=0.2, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=99, initializer_range=0.2)),
+}
+
+
+def pair(kind: str) -> tuple[Any, Any]:
+    """(plain, shortened)"""
+    torch.manual_seed(5)
+    model = KINDS[kind]().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    model.set_attn_implementation("sdpa")
+    quantize_(model, Config("q4_0", compute="float", skip=["lm_head"]))
+    fuse_(model)
+    short = copy.deepcopy(model)
+    assert shorten_(short) == ["model.layers.0", "model.layers.1"]
+    assert shorten_(short) == [], "they are short already"
+    return model, short
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often a layer went the short way."""
+    calls: list[int] = []
+
+    def counting(*args: Any, **how: Any) -> Tensor:
+        calls.append(1)
+        return attend(*args, **how)
+
+    monkeypatch.setattr(decoding, "attend", counting)
+    return calls
+
+
+def steps(model: Any, ids: Tensor, mask: Tensor | None = None, count: int = 3) -> Tensor:
+    """Logits after a prompt and `count` single tokens, with a static cache."""
+    kept = StaticCache(config=model.config, max_cache_len=24)
+    found = []
+    with torch.no_grad():
+        for _ in range(count + 1):
+            logits = model(input_ids=ids, attention_mask=mask, past_key_values=kept, logits_to_keep=1).logits[:, -1]
+            found.append(logits)
+            ids = logits.argmax(-1, keepdim=True)
+            mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_logits(kind: str, everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the order of sums in float32."""
+    plain, short = pair(kind)
+    calls = counted(monkeypatch)
+    ids = torch.randint(99, (2, 7))
+    expected, found = steps(plain, ids), steps(short, ids)
+    assert len(calls) == 3 * 2, "tokens after the prompt, in each layer"
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_padding_on_the_left(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = pair("llama")
+    calls = counted(monkeypatch)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    ids = torch.randint(99, (2, 7))
+    expected, found = steps(plain, ids, mask), steps(short, ids, mask)
+    assert calls
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = pair("llama")
+    calls = counted(monkeypatch)
+    ids = torch.randint(99, (1, 4))
+    assert torch.equal(steps(short, ids), steps(plain, ids)), "another device"
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    with torch.no_grad():
+        assert torch.equal(short(ids).logits, plain(ids).logits), "a prompt"
+        long = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (short, plain)]
+    assert torch.equal(*long), "a cache that grows"
+    assert not calls
+
+
+def test_other_layers_stay() -> None:
+    model = KINDS["llama"]()
+    assert shorten_(model) == [], "not quantized"
+    quantize_(model, Config("q4_0", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
+    fuse_(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert shorten_(model) == [], "a hook, and a layer that is not quantized"
+    other = KINDS["llama"]()
+    quantize_(other, Config("int8_channel", compute="int8"))
+    fuse_(other)
+    assert shorten_(other) == [], "integers were asked for"
+
+
+def test_under_torch_compile(everywhere: None) -> None:
+    _, short = pair("llama")
+    ids = torch.randint(99, (1, 5))
+    expected = steps(short, ids)
+    compiled: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    kept: Any = StaticCache(config=short.config, max_cache_len=24)
+    with torch.no_grad():
+        logits = short(input_ids=ids, past_key_values=kept, logits_to_keep=1).logits[:, -1]
+        for step in range(3):
+            assert torch.allclose(logits, expected[step], rtol=1e-4, atol=1e-4)
+            logits = compiled(input_ids=logits.argmax(-1, keepdim=True), past_key_values=kept).logits[:, -1]
+    assert kept.layers[0].cumulative_length.item() == 5 + 3
+
+
+# The operations
+
+
+def test_normed_linear() -> None:
+    weight = torch.randn(40, 64) / 8
+    packed = ops.pack(ops.quantize(weight, "q8_0"))
+    x, norm, bias = torch.randn(2, 3, 64) * 5, torch.randn(64), torch.randn(40)
+    wide = x.double()
+    z = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    expected = z @ ops.dequantize(packed, torch.float32).double().T + bias.double()
+    assert torch.allclose(normed_linear(x, norm, 1e-5, packed, bias).double(), expected, rtol=1e-4, atol=1e-4)
+    gate, up = expected.chunk(2, -1)
+    found = normed_linear(x, norm, 1e-5, packed, bias, gated=True).double()
+    assert torch.allclose(found, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments() -> None:
+    packed = ops.pack(ops.quantize(torch.randn(3, 32), "q8_0"))
+    assert isinstance(ops.unpack(packed), Codes)
+    with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., 32\] and norm \[32\] of one dtype"):
+        normed_linear(torch.randn(1, 32), torch.randn(31), 1e-5, packed)
+    with pytest.raises(ArgumentError, match="half of 3 outputs"):
+        normed_linear(torch.randn(1, 32), torch.randn(32), 1e-5, packed, gated=True)
+    turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
+    for width in (7, 4 * 8, 7 * 8):
+        with pytest.raises(ArgumentError, match="attend takes qkv"):
+            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, 1.0)
+    with pytest.raises(ArgumentError, match="attend takes qkv"):
+        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), 1.0)
