@@ -23,6 +23,7 @@ from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
 from halfbyte.integrations import attention
+from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.safetensors import load_json
 from halfbyte.nn.convert import Config
@@ -219,13 +220,15 @@ def _clear_errors(path: Path) -> Any:
 
 
 def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
-    """On the device, computing in `dtype` if one is given, in evaluation mode, projections of one input computed together."""
+    """On the device, computing in `dtype` if one is given, in evaluation mode, projections of one input computed together, and layers in
+    few kernels."""
     model = model.to(device)
     if dtype is not None:
         _compute_in(model, dtype)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(attention.NAME)
     fuse_(model)
+    shorten_(model)
     return model.eval()
 
 
