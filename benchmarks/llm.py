@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -205,7 +206,7 @@ class Torch:
         model = self.model
 
         def forward(**inputs: Any) -> Any:
-            return model(**inputs).logits.argmax(-1)
+            return greedy(model(**inputs).logits)
 
         with torch.inference_mode():
             cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
@@ -226,6 +227,14 @@ class Torch:
             with torch.cuda.graph(graph):
                 run()
         return graph, [layer.cumulative_length for layer in cache.layers]
+
+
+def greedy(logits: Any) -> Any:
+    """The likeliest token [...] of logits [..., v]: argmax in two steps, as torch gives all of a long row to one block (34 us)."""
+    width = math.gcd(logits.shape[-1], 256)
+    best, at = logits.unflatten(-1, (-1, width)).max(-1)
+    first = best.argmax(-1, keepdim=True)
+    return (first * width + at.gather(-1, first)).squeeze(-1)
 
 
 def reading_seconds(nbytes: int) -> float:
