@@ -1,4 +1,4 @@
-"""Decoder layers that take one token in five kernels say what transformers' own say; here in torch's operations, on a CPU."""
+"""Decoder layers that take one token in few kernels say what transformers' own say; here in torch's operations, on a CPU."""
 
 from __future__ import annotations
 

@@ -121,31 +121,33 @@ def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, siz
 
 
 def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> None:
-    from halfbyte.kernels.gpu import attend, skinny
-    from halfbyte.kernels.problem import Epilogue, Norm
+    from halfbyte.kernels.gpu import attend, norm, skinny
+    from halfbyte.kernels.problem import Epilogue
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def product(n: int, k: int, *, norm: bool, gated: bool) -> None:
+    def product(n: int, k: int, *, first: bool, gated: bool = False) -> None:
         problem = Problem("linear", 1, n, k, as_format("int4_g128"), torch.bfloat16)
-        config = skinny.fitted(problem, skinny.configs(problem, gpu)[0], norm=norm, gated=gated)
-        assert config is not None
+        config = skinny.configs(problem, gpu)[0]
+        if gated:
+            config = skinny.gated(problem, config)
         geo = gpu_tiles.geometry(problem.format, (n, k))
         views = gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
-        epilogue = Epilogue(None, None if norm else empty(1, n), gated=gated)
-        before = Norm(empty(k), 1e-5) if norm else None
-        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue, before)
+        if first:
+            norm.launch(gpu, empty(1, k), empty(k), 1e-5, empty(1, k))
+        epilogue = Epilogue(None, None if first else empty(1, n), gated=gated)
+        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue)
 
     dim = hidden // heads
     width = (heads + 2 * kv_heads) * dim
-    product(width, hidden, norm=True, gated=False)
+    product(width, hidden, first=True)
     cache = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim))
     rotary, mask, length = (empty(1, dim), empty(1, dim)), empty(1, size, dtype=torch.bool), empty(1, dtype=torch.int64)
     attend.launch(gpu, empty(1, width), rotary, cache, length, mask, empty(1, hidden), dim**-0.5)
-    product(hidden, hidden, norm=False, gated=False)
-    product(2 * inner, hidden, norm=True, gated=True)
-    product(hidden, inner, norm=False, gated=False)
+    product(hidden, hidden, first=False)
+    product(2 * inner, hidden, first=True, gated=True)
+    product(hidden, inner, first=False)
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

@@ -101,17 +101,6 @@ class Combination(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Norm:
-    """What happens to activations before they are multiplied: x * weight / sqrt(mean(x²) + eps), the mean over each row.
-
-    weight  [k] in the activations' type
-    """
-
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 

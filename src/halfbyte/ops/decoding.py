@@ -1,8 +1,8 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
 `halfbyte::normed_linear` and `halfbyte::attend`.
 
-A language model's step for one token is a chain of short kernels. Each of these ops is one of them on an NVIDIA GPU, where it fits, and
-the same formula in torch's operations everywhere else.
+A language model's step for one token is a chain of short kernels. Each of these ops is one or two of them on an NVIDIA GPU, where it fits,
+that start while the one before is still running; and the same formula in torch's operations everywhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu_linear, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.problem import Epilogue, Norm, Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
@@ -102,37 +102,42 @@ def _normed_cuda(
 ) -> Tensor:
     _check_normed(x, norm, n, k, gated)
     rows = x.numel() // k if k else 0
+    here = gpu(x.get_device())
     plan = None
     if n and 0 < rows <= _MOST_ROWS and not (gated and bias is not None) and triton_trouble() is None:
-        plan = _plan(format, rows, n, k, x.dtype, gated, gpu(x.get_device()))
+        plan = _plan(format, rows, n, k, x.dtype, gated, here)
     if plan is None:
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
+    from halfbyte.kernels.gpu import norm as norm_kernel
     from halfbyte.kernels.gpu import skinny
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
     problem, config = plan
+    z = torch.empty((rows, k), dtype=x.dtype, device=x.device)
     out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
     views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(problem.format, (n, k)))
     with on(x):
-        epilogue, before = Epilogue(bias, gated=gated), Norm(aligned(norm), eps)
-        skinny.launch(problem, config, aligned(x).view(rows, k), *views, out.view(rows, -1), epilogue, before)
+        norm_kernel.launch(here, x.contiguous().view(rows, k), norm.contiguous(), eps, z)
+        skinny.launch(problem, config, z, *views, out.view(rows, -1), Epilogue(bias, gated=gated))
     return out
 
 
 @lru_cache(maxsize=1024)
 def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, here: Gpu) -> tuple[Problem, Any] | None:
-    """The problem and a config of `skinny` for it, the best that can take a norm; None where another kernel is faster without."""
-    from halfbyte.kernels.gpu import skinny
+    """The problem and a config of `skinny` for it; None where another kernel is faster, which takes no gates and need not start early."""
+    from halfbyte.kernels.gpu import norm, skinny
 
     problem = Problem("linear", rows, n, k, as_format(format), dtype)
     choice = choose_gpu_linear(problem, here)
-    if here.backend != "cuda" or choice.taken is None or choice.taken.candidate.home != "skinny":
+    if here.backend != "cuda" or k > norm.MOST or choice.taken is None or choice.taken.candidate.home != "skinny":
         return None
+    if not gated:
+        return problem, choice.taken.config
     options = (choice.taken, *choice.others)
-    fitted = (skinny.fitted(problem, o.config, norm=True, gated=gated) for o in options if o.candidate.home == "skinny")
-    config = next((config for config in fitted if config is not None), None)
+    fitting = (skinny.gated(problem, o.config) for o in options if o.candidate.home == "skinny")
+    config = next((config for config in fitting if config is not None), None)
     return None if config is None else (problem, config)
 
 

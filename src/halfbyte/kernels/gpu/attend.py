@@ -4,11 +4,16 @@
     keys[b, h, length], values[b, h, length] = k, v;   y [B, H * D] = softmax(scale * q · keysᵀ) · values over 0 … length where mask is true
 
 keys, values [B, Hkv, T, D] are a cache of fixed size, `length` tokens of which are there; each query head reads the key head of its group
-of H / Hkv. The last block to finish adds `advance` to length. The tokens of a key head are shared by `splits` blocks, each with a sum and a
-maximum of its own (Dao et al., Flash-Decoding, 2023), which meet in a workspace; the last to arrive adds them up, always in one order.
+of H / Hkv. The last block to finish adds `advance` to length. The tokens of a key head are dealt out in tiles to `splits` blocks, each
+with a sum and a maximum of its own (Dao et al., Flash-Decoding, 2023), which meet in a workspace; the last to arrive adds them up, always
+in one order.
 
-Arithmetic: float32 throughout, with sums instead of the matrix units' products, which would round scores; keys are rounded to the cache's
-type as they enter it. Where the cache is full already the result is NaN, and nothing is written.
+What takes time here is one memory access that waits for another. So which tile a block has first does not depend on the length: it is on
+its way to the L2 cache before the kernel before has ended, and is read together with everything else.
+
+Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
+in float32; keys are rounded to the cache's type as they enter it. Where the cache is full already the result is NaN, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -22,26 +27,32 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import dot
 from halfbyte.machine import Gpu
 
 _LOG2E = 1.4426950408889634
-_TILE = 4096  # numbers of the largest product that is summed at once, by 128 threads
+_MOST = 4096  # numbers of a key head's result, by 128 threads
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Static:
-    """What the kernel is compiled for. `group`, `half` and `parts` are `heads` of a key head, `dim` / 2 and `splits`, up to powers of two;
-    `tokens` are read at a time."""
+    """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
+    take; `tokens` are a tile; the sums of `chunk` blocks are read at a time."""
 
     dim: int
-    half: int
+    wide: int
     heads: int
-    group: int
+    rows: int
     splits: int
-    parts: int
+    chunk: int
     tokens: int
     pdl: bool
+
+    @property
+    def group(self) -> int:
+        """`heads` up to a power of two."""
+        return int(triton.next_power_of_2(self.heads))
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -50,19 +61,27 @@ def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | N
         return f"it computes in {', '.join(map(str, _DTYPES))}, not {dtype}"
     if kv_heads < 1 or heads % kv_heads or dim % 2:
         return f"{heads} heads of {dim} do not share {kv_heads} key heads, or have no two halves"
-    if _TILE // (triton.next_power_of_2(heads // kv_heads) * triton.next_power_of_2(dim // 2)) < 4:
+    if _rows(heads // kv_heads) * _wide(dim) > _MOST:
         return f"{heads // kv_heads} heads of {dim} for each key head are too many for a block's registers"
     return None
 
 
-def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, gpu: Gpu) -> Static:
-    """For caches of `size` tokens: as many blocks as fill the GPU, each with at least as many tokens as it reads at a time."""
-    group, half = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(dim // 2)
-    tokens = min(32, _TILE // (group * half))
-    most = min(32, 2 * _TILE // (group * half))  # whose sums the last block reads at once
-    wanted = max(1, min(most, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
+def _rows(heads: int) -> int:
+    return max(16, int(triton.next_power_of_2(heads)))
+
+
+def _wide(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> Static:
+    """For caches of `size` tokens: as many blocks as fill the GPU, each with a tile or more."""
+    group, wide = heads // kv_heads, _wide(dim)
+    tokens = 32 if dtype != torch.float32 and wide <= 128 else 16
+    splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
+    chunk = min(triton.next_power_of_2(splits), max(1, 8192 // (triton.next_power_of_2(group) * wide)))
     pdl = gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
-    return Static(dim, half, heads // kv_heads, group, wanted, triton.next_power_of_2(wanted), tokens, pdl)
+    return Static(dim, wide, group, _rows(group), splits, chunk, tokens, pdl)
 
 
 def launch(
@@ -84,9 +103,9 @@ def launch(
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
-    s = static(batch, heads, kv_heads, size, dim, gpu)
+    s = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
     programs = batch * kv_heads
-    sums = programs * s.splits * s.group * 2 * s.half
+    sums = programs * s.splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * s.splits * s.group)).view(torch.float32)
     strides = (*(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0)
     launcher.run(
@@ -113,117 +132,157 @@ def launch(
 @triton.jit(do_not_specialize=["advance"])
 def _attend(qkv, rotary, cache, length, mask, out, scratch, kv_heads, size, strides, scale, advance, S: tl.constexpr):
     DIM: tl.constexpr = S.dim
-    HALF: tl.constexpr = S.half
-    GROUP: tl.constexpr = S.group
     HEADS: tl.constexpr = S.heads
     TOKENS: tl.constexpr = S.tokens
+    ROWS: tl.constexpr = S.rows
+    WIDE: tl.constexpr = S.wide
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
     batch, head = program // kv_heads, program % kv_heads
-    i = tl.arange(0, HALF)
-    g = tl.arange(0, GROUP)
-    inside = i < DIM // 2
-    mine = (g < HEADS)[:, None] & inside[None, :]
-    width = (HEADS + 2) * kv_heads * DIM
+    first = program.to(tl.int64) * size * DIM
+    start = tl.program_id(1) * TOKENS
+    d = tl.arange(0, WIDE)
+    g = tl.arange(0, ROWS)
+    inside = d < DIM
     if S.pdl:
+        PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
+        i = tl.arange(0, TOKENS * WIDE // PIECE) * PIECE
+        i = first + start * DIM + tl.minimum(i, (size - start) * DIM - 1)
+        _prefetch(cache[0] + i)
+        _prefetch(cache[1] + i)
         gdc_wait()
     now = tl.load(length).to(tl.int32)
-    cos0, cos1 = _halves(rotary[0] + batch * strides[0] + i, inside, DIM)
-    sin0, sin1 = _halves(rotary[1] + batch * strides[1] + i, inside, DIM)
-    row = qkv + batch.to(tl.int64) * width
-    q0, q1 = _halves(row + (head * HEADS + g[:, None]) * DIM + i[None, :], mine, DIM)
-    q0, q1 = _turned(q0, q1, cos0[None, :], cos1[None, :], sin0[None, :], sin1[None, :])
-    q0, q1 = q0 * scale, q1 * scale
-    new = row + (HEADS * kv_heads + head) * DIM + i
-    k0, k1 = _halves(new, inside, DIM)
-    k0, k1 = _turned(k0, k1, cos0, cos1, sin0, sin1)
-    v0, v1 = _halves(new + kv_heads * DIM, inside, DIM)
+    t = start + tl.arange(0, TOKENS)
+    keys, values, seen = _tile(cache, mask, first, t, size, batch * strides[2], inside, S)
+    half = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    mine = (g < HEADS)[:, None] & inside[None, :]
+    row = qkv + batch.to(tl.int64) * ((HEADS + 2) * kv_heads * DIM)
+    at = row + (head * HEADS + g[:, None]) * DIM
+    new = row + (HEADS * kv_heads + head) * DIM
+    # Everything is on its way before anything is waited for.
+    q = tl.load(at + d[None, :], mask=mine, other=0.0)
+    q_half = tl.load(at + half[None, :], mask=mine, other=0.0)
+    k = tl.load(new + d, mask=inside, other=0.0)
+    k_half = tl.load(new + half, mask=inside, other=0.0)
+    v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0)
+    cos = tl.load(rotary[0] + batch * strides[0] + d, mask=inside, other=0.0)
+    sin = tl.load(rotary[1] + batch * strides[1] + d, mask=inside, other=0.0)
+    cos, sin = cos.to(tl.float32), tl.where(d < DIM // 2, -1.0, 1.0) * sin.to(tl.float32)
+    q = (q.to(tl.float32) * cos[None, :] + q_half.to(tl.float32) * sin[None, :]) * scale
     # What is attended to is what the cache will hold.
-    dtype: tl.constexpr = cache[0].dtype.element_ty
-    k0, k1 = k0.to(dtype).to(tl.float32), k1.to(dtype).to(tl.float32)
-    first = program.to(tl.int64) * size * DIM
-    per = tl.cdiv(tl.cdiv(tl.minimum(now + 1, size), S.splits), TOKENS) * TOKENS
-    start = tl.program_id(1) * per
-    end = tl.minimum(start + per, tl.minimum(now + 1, size))
-    most = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    sum0, sum1 = tl.zeros((GROUP, HALF), tl.float32), tl.zeros((GROUP, HALF), tl.float32)
-    for step in range(start, end, TOKENS):
+    k = (k.to(tl.float32) * cos + k_half.to(tl.float32) * sin).to(keys.dtype)
+    q0, q1 = _pieces(q, keys.dtype)
+    end = tl.minimum(now + 1, size)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, WIDE), tl.float32)
+    for step in range(start, end, TOKENS * S.splits):
         t = step + tl.arange(0, TOKENS)
-        known = (t < tl.minimum(now, end))[:, None] & inside[None, :]
-        is_new = (t == now)[:, None]
-        at = first + t[:, None] * DIM + i[None, :]
-        old0, old1 = _halves(cache[0] + at, known, DIM)
-        old2, old3 = _halves(cache[1] + at, known, DIM)
-        old0, old1 = tl.where(is_new, k0[None, :], old0), tl.where(is_new, k1[None, :], old1)
-        old2, old3 = tl.where(is_new, v0[None, :], old2), tl.where(is_new, v1[None, :], old3)
-        seen = t < end
-        if mask is not None:
-            seen &= tl.load(mask + batch * strides[2] + t, mask=seen, other=0) != 0
-        scores = tl.sum(q0[:, None, :] * old0[None, :, :] + q1[:, None, :] * old1[None, :, :], axis=2)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        keys_now = tl.where((t == now)[:, None], k[None, :], keys)
+        # What is not there yet may be anything.
+        values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
+        seen_now = seen & (t <= now)
+        keys, values, seen = _tile(cache, mask, first, t + TOKENS * S.splits, end, batch * strides[2], inside, S)
+        scores = _product(q0, q1, tl.trans(keys_now), tl.zeros((ROWS, TOKENS), tl.float32))
+        scores = tl.where(seen_now[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
         base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
         weights = tl.exp2(scores - base[:, None])
         less = tl.exp2(most - base)
         total = total * less + tl.sum(weights, axis=1)
-        sum0 = sum0 * less[:, None] + tl.sum(weights[:, :, None] * old2[None, :, :], axis=1)
-        sum1 = sum1 * less[:, None] + tl.sum(weights[:, :, None] * old3[None, :, :], axis=1)
+        w0, w1 = _pieces(weights, keys.dtype)
+        sums = _product(w0, w1, values_now, sums * less[:, None])
         most = larger
-    if (start <= now) & (now < end):
-        at = first + now * DIM + i
-        tl.store(cache[0] + at, k0.to(dtype), mask=inside)
-        tl.store(cache[0] + at + DIM // 2, k1.to(dtype), mask=inside)
-        tl.store(cache[1] + at, v0.to(dtype), mask=inside)
-        tl.store(cache[1] + at + DIM // 2, v1.to(dtype), mask=inside)
-    part = program * S.splits + tl.program_id(1)
-    at = (part * GROUP + g[:, None]) * (2 * HALF) + i[None, :]
-    tl.store(scratch[0] + at, sum0)
-    tl.store(scratch[0] + at + HALF, sum1)
-    tl.store(scratch[1] + (2 * part) * GROUP + g, most)
-    tl.store(scratch[1] + (2 * part + 1) * GROUP + g, total)
+    if (now < size) & (now // TOKENS % S.splits == tl.program_id(1)):
+        entry = first + now * DIM + d
+        tl.store(cache[0] + entry, k, mask=inside)
+        tl.store(cache[1] + entry, v, mask=inside)
+    part = (program * S.splits + tl.program_id(1)) * S.group
+    tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
+    tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
+    tl.store(scratch[1] + 2 * part + S.group + g, total, mask=g < S.group)
     tl.debug_barrier()  # what this block wrote comes before its arrival
     if tl.atomic_add(scratch[2] + program, 1, sem="acq_rel") == S.splits - 1:
-        to = out + (batch.to(tl.int64) * kv_heads + head) * (HEADS * DIM) + g[:, None] * DIM + i[None, :]
-        _add_up(scratch, program, to, mine, now < size, S)
+        # All blocks of a head have read the length before its last one comes here. One thread counts, and nothing waits for it.
+        thread = tl.arange(0, 128)
+        heads_done = tl.atomic_add(scratch[2] + tl.num_programs(0) + thread * 0, 1, mask=thread == 0, sem="relaxed")
+        _add_up(scratch, program, out + (batch.to(tl.int64) * kv_heads + head) * (HEADS * DIM), now < size, S)
         tl.store(scratch[2] + program, 0)
-        # All blocks of a head have read the length before its last one comes here.
-        if tl.atomic_add(scratch[2] + tl.num_programs(0), 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.store(scratch[2] + tl.num_programs(0), 0)
-            tl.store(length, now.to(tl.int64) + advance)
+        last = (thread == 0) & (heads_done == tl.num_programs(0) - 1)
+        tl.store(scratch[2] + tl.num_programs(0) + thread * 0, 0, mask=last)
+        tl.store(length + thread * 0, now.to(tl.int64) + advance, mask=last)
 
 
 @triton.jit
-def _halves(at, inside, DIM: tl.constexpr):
-    """float32: what lies there, and half a head on."""
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return first, tl.load(at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+def _prefetch(pointers):
+    """To the L2 cache. Nothing is read, so that it does not matter if it is still being written."""
+    tl.inline_asm_elementwise(
+        "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def _turned(x0, x1, cos0, cos1, sin0, sin1):
-    return x0 * cos0 - x1 * sin0, x1 * cos1 + x0 * sin1
+def _tile(cache, mask, first, t, end, row, inside, S: tl.constexpr):
+    """keys, values [tokens, wide], and which of them may be seen, before `end`."""
+    there = (t < end)[:, None] & inside[None, :]
+    at = first + t[:, None] * S.dim + tl.arange(0, S.wide)[None, :]
+    keys = tl.load(cache[0] + at, mask=there, other=0.0)
+    values = tl.load(cache[1] + at, mask=there, other=0.0)
+    if mask is None:
+        seen = t < end
+    else:
+        seen = tl.load(mask + row + t, mask=t < end, other=0) != 0
+    return keys, values, seen
 
 
 @triton.jit
-def _add_up(scratch, program, to, mine, fits, S: tl.constexpr):
+def _pieces(x, dtype: tl.constexpr):
+    """x float32 as the sum of two numbers of `dtype`; float32: x, and what nothing reads."""
+    if dtype == tl.float32:
+        return x, x
+    else:
+        large = x.to(dtype)
+        return large, (x - large.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _product(a0, a1, b, total):
+    total = dot(a0, b, total)
+    if a1.dtype != tl.float32:
+        total += dot(a1, b, tl.zeros_like(total))  # beside the other, not after it
+    return total
+
+
+@triton.jit
+def _add_up(scratch, program, to, fits, S: tl.constexpr):
     """The softmax of all parts of a head, from the sums and maxima of each."""
     GROUP: tl.constexpr = S.group
-    HALF: tl.constexpr = S.half
-    p = tl.arange(0, S.parts)
-    part = program * S.splits + p
-    there = (p < S.splits)[:, None]
-    g = tl.arange(0, GROUP)[None, :]
-    most = tl.load(scratch[1] + (2 * part[:, None]) * GROUP + g, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(scratch[1] + (2 * part[:, None] + 1) * GROUP + g, mask=there, other=0.0, cache_modifier=".cg")
-    at = (part[:, None, None] * GROUP + tl.arange(0, GROUP)[None, :, None]) * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
-    sum0 = tl.load(scratch[0] + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-    sum1 = tl.load(scratch[0] + at + HALF, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-    largest = tl.max(most, axis=0)
-    weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest)[None, :])
-    all_of_it = tl.sum(total * weights, axis=0)[:, None]
-    y0 = tl.sum(sum0 * weights[:, :, None], axis=0) / all_of_it
-    y1 = tl.sum(sum1 * weights[:, :, None], axis=0) / all_of_it
-    tl.store(to, tl.where(fits, y0, float("nan")).to(to.dtype.element_ty), mask=mine)
-    tl.store(to + S.dim // 2, tl.where(fits, y1, float("nan")).to(to.dtype.element_ty), mask=mine)
+    WIDE: tl.constexpr = S.wide
+    CHUNK: tl.constexpr = S.chunk
+    g, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
+    most = tl.full((GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    sums = tl.zeros((GROUP, WIDE), tl.float32)
+    for first in range(0, S.splits, CHUNK):
+        parts = ()
+        larger = most
+        for p in tl.static_range(CHUNK):
+            there = first + p < S.splits
+            part = (program * S.splits + first + p) * S.group
+            mine = there & (g < S.heads)[:, None] & (d < S.dim)[None, :]
+            its_sums = tl.load(scratch[0] + (part + g[:, None]) * S.wide + d[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+            its_most = tl.load(scratch[1] + 2 * part + g, mask=there, other=float("-inf"), cache_modifier=".cg")
+            its_total = tl.load(scratch[1] + 2 * part + S.group + g, mask=there, other=0.0, cache_modifier=".cg")
+            parts += ((its_sums, its_most, its_total),)  # type: ignore[assignment]
+            larger = tl.maximum(larger, its_most)
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        less = tl.exp2(most - base)
+        total, sums = total * less, sums * less[:, None]
+        for p in tl.static_range(CHUNK):
+            weight = tl.exp2(parts[p][1] - base)
+            total += parts[p][2] * weight
+            sums += parts[p][0] * weight[:, None]
+        most = larger
+    y = tl.where(fits, sums / total[:, None], float("nan")).to(to.dtype.element_ty)
+    tl.store(to + g[:, None] * S.dim + d[None, :], y, mask=(g < S.heads)[:, None] & (d < S.dim)[None, :])

@@ -25,7 +25,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.skinny_tile import BAND, Config, compiled_for, mode, sums
-from halfbyte.kernels.problem import Epilogue, Norm, Problem
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -119,20 +119,14 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
     return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
 
 
-def takes(problem: Problem, config: Config, *, norm: bool, gated: bool) -> bool:
-    """Whether one block has all of K, as a norm and gates need it, and gates two bands of whole panels."""
-    if gated and (config.bands < 2 or problem.n % (2 * gpu_tiles.PANEL)):
-        return False
-    return config.split == 1 or not (norm or gated)
+def gated(problem: Problem, config: Config) -> Config | None:
+    """`config` as gates need it: all of K in one block, and two bands of whole panels; None where the shape is not for them."""
+    config = replace(config, bands=max(2, config.bands))
+    return config if _takes_gates(problem, config) else None
 
 
-def fitted(problem: Problem, config: Config, *, norm: bool, gated: bool) -> Config | None:
-    """`config` as a norm or gates need it, and with few registers; None where the shape is not for them."""
-    if gated:
-        config = replace(config, bands=max(2, config.bands))
-    elif norm and config.bands == config.batch == config.stages == 1:
-        config = replace(config, records=1)
-    return config if takes(problem, config, norm=norm, gated=gated) else None
+def _takes_gates(problem: Problem, config: Config) -> bool:
+    return config.bands >= 2 and config.split == 1 and problem.n % (2 * gpu_tiles.PANEL) == 0
 
 
 def launch(
@@ -144,16 +138,15 @@ def launch(
     zero: Tensor | None,
     out: Tensor,
     epilogue: Epilogue,
-    norm: Norm | None = None,
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
 
-    Raises KernelError where `config` is not `fitted` to the norm or the gates.
+    Raises KernelError where `config` is not for gates that are asked for.
     """
-    if not takes(problem, config, norm=norm is not None, gated=epilogue.gated):
-        raise KernelError(f"{config} of {problem} takes no norm and no gates: take what `fitted` gives, or compute them apart")
+    if epilogue.gated and not _takes_gates(problem, config):
+        raise KernelError(f"{config} of {problem} takes no gates: take what `gated` gives, or compute them apart")
     static, per = compiled_for(problem, config, clamps=epilogue.clamps)
-    static = replace(static, norm=norm is not None, gated=epilogue.gated)
+    static = replace(static, gated=epilogue.gated)
     tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
@@ -176,7 +169,6 @@ def launch(
         x.stride(0),
         per,
         (epilogue.low, epilogue.high),
-        None if norm is None else (norm.weight, norm.eps),
         static,
         num_warps=config.warps,
         **options,
@@ -187,7 +179,7 @@ def launch(
 
 
 @triton.jit(do_not_specialize=["M", "per"])
-def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, S: tl.constexpr):
+def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.constexpr):
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
@@ -198,7 +190,10 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.minimum(pm * COLUMNS + tl.arange(0, S.width) % COLUMNS, M - 1)
-    total = sums(x, rows, weight, N, K, stride, per, first, pn, norm, S)
+    residual = None
+    if added[1] is not None and not S.gated and not S.split:
+        residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
+    total = sums(x, rows, weight, N, K, stride, per, first, pn, residual, S)
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
@@ -216,4 +211,4 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
             write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
             tl.store(lock, 0)
     else:
-        write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
+        write(total, out, (added[0], None), rn, rm, M, N, bounds[0], bounds[1], S.clamp)

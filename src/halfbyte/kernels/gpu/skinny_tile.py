@@ -13,9 +13,8 @@ Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to
     exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
               pieces that hold all of their bits, and the six products of pieces that matter are summed
 
-A norm of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and each row's sums are divided by
-the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight and
-half from the lower, so that a gate and what it gates meet in one block.
+Gates take no pass of their own: half of a tile's rows are from the upper half of the weight and half from the lower, so that a gate and
+what it gates meet in one block.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.arithmetic import dot
-from halfbyte.kernels.gpu.epilogue import mean_square
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -78,7 +76,8 @@ class Static:
     whole: bool  # one block along K
     even: bool  # nothing of K is missing in any step
     clamp: bool
-    norm: bool = False
+    early: bool
+    once: bool  # one step is all
     gated: bool = False
 
     @property
@@ -111,6 +110,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     chunks = config.split * config.batch * config.slices
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
+    early = config.pdl and config.stages == 1 and geo.format.bits == 4
     return Static(
         bands=config.bands,
         columns=config.columns,
@@ -119,7 +119,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         records=config.records,
         stages=config.stages,
         threads=32 * config.warps,
-        ahead=min(config.ahead, per) if config.pdl else 0,
+        ahead=min(config.ahead, per) if config.pdl and not early else 0,
         split=config.split > 1,
         mode=mode(problem),
         ptx=config.ptx,
@@ -131,6 +131,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         whole=geo.block_rows == 1,
         even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
         clamp=clamps,
+        early=early,
+        once=early and per == config.records,
     ), per
 
 
@@ -149,10 +151,10 @@ def mode(problem: Problem) -> str:
 
 
 @triton.jit
-def sums(x, rows, weight, N, K, stride, per, first, pn, norm, S: tl.constexpr):
+def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexpr):
     """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns.
 
-    norm  None, or (its weight [K], eps): that of x is multiplied
+    residual  None, or (pointers, mask) of what is added at the end: it is read with x, not after the sums
     """
     if S.block > 0:
         full = (K - 1) // S.block
@@ -170,15 +172,12 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, S: tl.constexpr):
     column = tl.arange(0, WIDTH)
     column_record = first + column // S.columns * per
     xp = x + rows.to(tl.int64) * stride
-    factor = xp
-    if S.norm:
-        factor = norm[0] + tl.zeros_like(rows)
     if BATCH > 1:
         column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
-        xp, factor = xp[None, None, :], factor[None, None, :]
+        xp = xp[None, None, :]
     else:
         column_record = column_record[None, :]
-        xp, factor = xp[None, :], factor[None, :]
+        xp = xp[None, :]
     if S.bits == 4:
         codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
     else:
@@ -190,31 +189,64 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, S: tl.constexpr):
             _fetch_weight(weight, n_padded, records, per, first, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
         else:
             _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
+    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
+    if S.early:  # weights of the first step are on their way to registers before the kernel before has ended
+        loaded = _load_codes(codes, codes_record, 0, records, S)
     if S.pdl:
         gdc_wait()
+    if residual is not None:
+        added = tl.load(residual[0], mask=residual[1], other=0.0)
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
-    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
-    for t in tl.range(0, per, RECORDS, num_stages=S.stages):
-        scales_now, zeros_now = scales, zeros
-        loaded = ()
-        for r in tl.static_range(RECORDS):
-            w = _masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S)
-            xs = _load_x(xp, column_record + t + r, records, K, S)
-            if S.norm:
-                xs = (xs.to(tl.float32) * _load_x(factor, column_record + t + r, records, K, S).to(tl.float32)).to(xs.dtype)
-            loaded += ((w, xs),)  # type: ignore[assignment]
-        scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
-        for r in tl.static_range(RECORDS):
-            tails = (scales_now[r * S.groups : (r + 1) * S.groups], zeros_now[r * S.groups : (r + 1) * S.groups])
-            total = _record(loaded[r][0], loaded[r][1], tails[0], tails[1], total, S)
+    start = 0
+    if S.early:
+        total = _records(loaded, _load_xs(xp, column_record, records, K, S), scales, zeros, total, S)
+        start += RECORDS
+        scales, zeros = _tails(weight, row_record + RECORDS, row_n, n_padded, records, S)
+    if not S.once:
+        for t in tl.range(start, per, RECORDS, num_stages=S.stages):
+            scales_now, zeros_now = scales, zeros
+            loaded = _load_codes(codes, codes_record, t, records, S)
+            xs = _load_xs(xp, column_record + t, records, K, S)
+            scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
+            total = _records(loaded, xs, scales_now, zeros_now, total, S)
     if S.mode == "sums" and S.whole:
         total *= _per_row(tl.load(weight[1] + row_n), S)
     if BATCH > 1:
         total = tl.sum(total, axis=0)
     if S.slices > 1:
         total = _same_slices(total, S)
-    if S.norm:
-        total *= tl.rsqrt(mean_square(x, rows, K, stride, S) + norm[1])[None, :]
+    if residual is not None:
+        total += added.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _load_codes(codes, codes_record, t, records, S: tl.constexpr):
+    """The codes of a step's records, from t on."""
+    RECORDS: tl.constexpr = S.records
+    loaded = ()
+    for r in tl.static_range(RECORDS):
+        loaded += (_masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _load_xs(xp, column_record, records, K, S: tl.constexpr):
+    """x of a step's records."""
+    RECORDS: tl.constexpr = S.records
+    loaded = ()
+    for r in tl.static_range(RECORDS):
+        loaded += (_load_x(xp, column_record + r, records, K, S),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _records(codes, xs, scales, zeros, total, S: tl.constexpr):
+    """total + the products of a step."""
+    RECORDS: tl.constexpr = S.records
+    for r in tl.static_range(RECORDS):
+        tails = (scales[r * S.groups : (r + 1) * S.groups], zeros[r * S.groups : (r + 1) * S.groups])
+        total = _record(codes[r], xs[r], tails[0], tails[1], total, S)
     return total
 
 
