@@ -1,7 +1,7 @@
-"""Decoder layers of Llama and its like, for one new token of each sequence: seven kernels a layer on an NVIDIA GPU.
+"""Decoder layers of Llama and its like, for one new token of each sequence: eight kernels a layer on an NVIDIA GPU.
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values; two kernels
-    a   = attend(qkv, …)                                      rotary positions, the cache's new entry, attention
+    a   = attend(qkv, …)                                      rotary positions, the cache's new entry, attention; two kernels
     x   = linear(a, o, residual=x)
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up; two kernels
     x   = linear(h, down, residual=x)
@@ -31,7 +31,7 @@ DEVICES = ("cuda",)
 
 
 def shorten_(model: nn.Module) -> list[str]:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in seven kernels, in place; returns their names.
+    """Lets decoder layers whose projections `fuse_` has put together take one token in eight kernels, in place; returns their names.
 
     What is rounded is less than before: silu(gate) * up and what attention sees of positions and weights stay in float32, or as good as
     that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are.

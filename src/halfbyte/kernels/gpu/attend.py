@@ -1,12 +1,12 @@
-"""One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in one kernel.
+"""One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[D/2:], x[:D/2]) * sin     (Su et al., RoFormer, 2021)
     keys[b, h, length], values[b, h, length] = k, v;   y [B, H * D] = softmax(scale * q · keysᵀ) · values over 0 … length where mask is true
 
 keys, values [B, Hkv, T, D] are a cache of fixed size, `length` tokens of which are there; each query head reads the key head of its group
-of H / Hkv. The last block to finish adds `advance` to length. The tokens of a key head are dealt out in tiles to `splits` blocks, each
-with a sum and a maximum of its own (Dao et al., Flash-Decoding, 2023), which meet in a workspace; the last to arrive adds them up, always
-in one order.
+of H / Hkv. The tokens of a key head are dealt out in tiles to `splits` blocks, each with a sum and a maximum of its own (Dao et al.,
+Flash-Decoding, 2023). The second kernel adds them up, and `advance` to length: to start it early takes less time than to find out, in
+the first, which block is the last.
 
 What takes time here is one memory access that waits for another. So which tile a block has first does not depend on the length: it is on
 its way to the L2 cache before the kernel before has ended, and is read together with everything else.
@@ -38,7 +38,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile; the sums of `chunk` blocks are read at a time."""
+    take; `tokens` are a tile; the parts of `chunk` blocks are added up at a time."""
 
     dim: int
     wide: int
@@ -79,7 +79,7 @@ def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: to
     group, wide = heads // kv_heads, _wide(dim)
     tokens = 32 if dtype != torch.float32 and wide <= 128 else 16
     splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
-    chunk = min(triton.next_power_of_2(splits), max(1, 8192 // (triton.next_power_of_2(group) * wide)))
+    chunk = min(triton.next_power_of_2(splits), max(1, 16384 // (triton.next_power_of_2(group) * wide)))
     pdl = gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
     return Static(dim, wide, group, _rows(group), splits, chunk, tokens, pdl)
 
@@ -107,6 +107,8 @@ def launch(
     programs = batch * kv_heads
     sums = programs * s.splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * s.splits * s.group)).view(torch.float32)
+    parts = scratch, scratch[sums:]
+    options = {"launch_pdl": True} if s.pdl else {}
     strides = (*(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0)
     launcher.run(
         _attend,
@@ -116,21 +118,20 @@ def launch(
         cache,
         length,
         None if mask is None else mask.view(torch.uint8),
-        out,
-        (scratch, scratch[sums:], launcher.locks(out.device, programs + 1)),
+        parts,
         kv_heads,
         size,
         strides,
         scale * _LOG2E,
-        advance,
         s,
         num_warps=4,
-        **({"launch_pdl": True} if s.pdl else {}),
+        **options,
     )
+    launcher.run(_add_up, (programs,), parts, length, out, advance, s, num_warps=8, **options)
 
 
-@triton.jit(do_not_specialize=["advance"])
-def _attend(qkv, rotary, cache, length, mask, out, scratch, kv_heads, size, strides, scale, advance, S: tl.constexpr):
+@triton.jit
+def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, scale, S: tl.constexpr):
     DIM: tl.constexpr = S.dim
     HEADS: tl.constexpr = S.heads
     TOKENS: tl.constexpr = S.tokens
@@ -201,17 +202,7 @@ def _attend(qkv, rotary, cache, length, mask, out, scratch, kv_heads, size, stri
     part = (program * S.splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
-    tl.store(scratch[1] + 2 * part + S.group + g, total, mask=g < S.group)
-    tl.debug_barrier()  # what this block wrote comes before its arrival
-    if tl.atomic_add(scratch[2] + program, 1, sem="acq_rel") == S.splits - 1:
-        # All blocks of a head have read the length before its last one comes here. One thread counts, and nothing waits for it.
-        thread = tl.arange(0, 128)
-        heads_done = tl.atomic_add(scratch[2] + tl.num_programs(0) + thread * 0, 1, mask=thread == 0, sem="relaxed")
-        _add_up(scratch, program, out + (batch.to(tl.int64) * kv_heads + head) * (HEADS * DIM), now < size, S)
-        tl.store(scratch[2] + program, 0)
-        last = (thread == 0) & (heads_done == tl.num_programs(0) - 1)
-        tl.store(scratch[2] + tl.num_programs(0) + thread * 0, 0, mask=last)
-        tl.store(length + thread * 0, now.to(tl.int64) + advance, mask=last)
+    tl.store(scratch[1] + 2 * part + S.group + g, tl.where(now < size, total, float("nan")), mask=g < S.group)
 
 
 @triton.jit
@@ -254,26 +245,31 @@ def _product(a0, a1, b, total):
     return total
 
 
-@triton.jit
-def _add_up(scratch, program, to, fits, S: tl.constexpr):
-    """The softmax of all parts of a head, from the sums and maxima of each."""
+@triton.jit(do_not_specialize=["advance"])
+def _add_up(scratch, length, out, advance, S: tl.constexpr):
+    """The softmax of all parts of a key head, from the sums and maxima of each."""
     GROUP: tl.constexpr = S.group
     WIDE: tl.constexpr = S.wide
     CHUNK: tl.constexpr = S.chunk
+    if S.pdl:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
     g, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
+    mine = (g < S.heads)[:, None] & (d < S.dim)[None, :]
     most = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
     sums = tl.zeros((GROUP, WIDE), tl.float32)
+    if S.pdl:
+        gdc_wait()
     for first in range(0, S.splits, CHUNK):
         parts = ()
         larger = most
         for p in tl.static_range(CHUNK):
             there = first + p < S.splits
-            part = (program * S.splits + first + p) * S.group
-            mine = there & (g < S.heads)[:, None] & (d < S.dim)[None, :]
-            its_sums = tl.load(scratch[0] + (part + g[:, None]) * S.wide + d[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-            its_most = tl.load(scratch[1] + 2 * part + g, mask=there, other=float("-inf"), cache_modifier=".cg")
-            its_total = tl.load(scratch[1] + 2 * part + S.group + g, mask=there, other=0.0, cache_modifier=".cg")
+            part = (program * S.splits + first + p) * GROUP
+            its_sums = tl.load(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], mask=there & mine, other=0.0)
+            its_most = tl.load(scratch[1] + 2 * part + g, mask=there, other=float("-inf"))
+            its_total = tl.load(scratch[1] + 2 * part + GROUP + g, mask=there, other=0.0)
             parts += ((its_sums, its_most, its_total),)  # type: ignore[assignment]
             larger = tl.maximum(larger, its_most)
         base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -284,5 +280,7 @@ def _add_up(scratch, program, to, fits, S: tl.constexpr):
             total += parts[p][2] * weight
             sums += parts[p][0] * weight[:, None]
         most = larger
-    y = tl.where(fits, sums / total[:, None], float("nan")).to(to.dtype.element_ty)
-    tl.store(to + g[:, None] * S.dim + d[None, :], y, mask=(g < S.heads)[:, None] & (d < S.dim)[None, :])
+    to = out + program.to(tl.int64) * (S.heads * S.dim) + g[:, None] * S.dim + d[None, :]
+    tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), mask=mine)
+    if program == 0:
+        tl.store(length, tl.load(length) + advance)

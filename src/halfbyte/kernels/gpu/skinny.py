@@ -120,7 +120,12 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def gated(problem: Problem, config: Config) -> Config | None:
-    """`config` as gates need it: all of K in one block, and two bands of whole panels; None where the shape is not for them."""
+    """`config` as gates need it: all of K in one block, and two bands of whole panels; None where the shape is not for them.
+
+    One row of x: two bands, four records at a time, so that much of a block is read before the kernel before has ended.
+    """
+    if config.columns == 1 and config.bands * config.records == 4 and config.pdl:
+        config = replace(config, bands=2, records=min(4, -(-problem.k // (config.slices * gpu_tiles.RECORD))))
     config = replace(config, bands=max(2, config.bands))
     return config if _takes_gates(problem, config) else None
 
