@@ -121,7 +121,7 @@ def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, siz
 
 
 def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> None:
-    from halfbyte.kernels.gpu import attend, norm, skinny
+    from halfbyte.kernels.gpu import attend, skinny
     from halfbyte.kernels.problem import Epilogue
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -134,10 +134,8 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
             config = skinny.gated(problem, config)
         geo = gpu_tiles.geometry(problem.format, (n, k))
         views = gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
-        if first:
-            norm.launch(gpu, empty(1, k), empty(k), 1e-5, empty(1, k))
-        epilogue = Epilogue(None, None if first else empty(1, n), gated=gated)
-        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue)
+        epilogue, before = Epilogue(None, None if first else empty(1, n), gated=gated), (empty(k), 1e-5) if first else None
+        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue, before)
 
     dim = hidden // heads
     width = (heads + 2 * kv_heads) * dim

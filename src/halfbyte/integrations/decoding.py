@@ -1,9 +1,9 @@
-"""Decoder layers of Llama and its like, for one new token of each sequence: eight kernels a layer on an NVIDIA GPU.
+"""Decoder layers of Llama and its like, for one new token of each sequence: six kernels a layer on an NVIDIA GPU.
 
-    qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values; two kernels
+    qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
     a   = attend(qkv, …)                                      rotary positions, the cache's new entry, attention; two kernels
     x   = linear(a, o, residual=x)
-    h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up; two kernels
+    h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
 Prompts, caches that are not static, training and everything else goes the way of transformers' own layer.
@@ -31,10 +31,10 @@ DEVICES = ("cuda",)
 
 
 def shorten_(model: nn.Module) -> list[str]:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in eight kernels, in place; returns their names.
+    """Lets decoder layers whose projections `fuse_` has put together take one token in six kernels, in place; returns their names.
 
-    What is rounded is less than before: silu(gate) * up and what attention sees of positions and weights stay in float32, or as good as
-    that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are.
+    What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
+    float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are.
     """
     shortened = []
     for name, module in model.named_modules():

@@ -115,12 +115,17 @@ def _normed_cuda(
     if bias is not None:
         check_bias(bias, n, x.device)
     problem, config = plan
-    z = torch.empty((rows, k), dtype=x.dtype, device=x.device)
     out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
     views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(problem.format, (n, k)))
     with on(x):
-        norm_kernel.launch(here, x.contiguous().view(rows, k), norm.contiguous(), eps, z)
-        skinny.launch(problem, config, z, *views, out.view(rows, -1), Epilogue(bias, gated=gated))
+        before, inside = norm.contiguous(), skinny.takes_norm(config)
+        z = x.contiguous().view(rows, k)
+        if not inside:
+            y = torch.empty_like(z)
+            norm_kernel.launch(here, z, before, eps, y)
+            z = y
+        epilogue = Epilogue(bias, gated=gated)
+        skinny.launch(problem, config, z, *views, out.view(rows, -1), epilogue, (before, eps) if inside else None)
     return out
 
 

@@ -30,3 +30,18 @@ def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
     mask = (rn < N)[:, None] & (rm < M)[None, :]
     y = finish(total, added, rn, rm, N, low, high, CLAMP, out.dtype.element_ty, mask)
     tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=mask)
+
+
+@triton.jit
+def mean_square(x, rows, K, stride, S: tl.constexpr):
+    """float32 [columns]: of the rows of x in [slices * columns] columns, the same in all slices. S: a `skinny_tile.Static`."""
+    SLICES: tl.constexpr = S.slices
+    COLUMNS: tl.constexpr = S.columns
+    CHUNK: tl.constexpr = 16 * S.threads // S.columns
+    at = tl.arange(0, CHUNK)
+    squares = tl.zeros((COLUMNS, CHUNK), tl.float32)
+    row = tl.max(tl.reshape(rows, (SLICES, COLUMNS)), axis=0)
+    for k in range(0, K, CHUNK):
+        v = tl.load(x + row.to(tl.int64)[:, None] * stride + (k + at)[None, :], mask=(k + at < K)[None, :], other=0.0).to(tl.float32)
+        squares += v * v
+    return tl.sum(squares, axis=1) / K

@@ -194,7 +194,7 @@ def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, st
     added = (None, None)
     if bias is not None:
         added = (bias + at * N, None)
-    total = skinny_tile.sums(x, rows // share, mine, N, K, stride, per, 0, pn, None, S)
+    total = skinny_tile.sums(x, rows // share, mine, N, K, stride, per, 0, pn, None, None, S)
     total = tl.where(e < experts, total, float("nan"))
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     write(total, out, added, rn, rm, pairs, N, 0.0, 0.0, False)

@@ -130,6 +130,11 @@ def gated(problem: Problem, config: Config) -> Config | None:
     return config if _takes_gates(problem, config) else None
 
 
+def takes_norm(config: Config) -> bool:
+    """Whether one block has all of K, and no part of it is a warp's own."""
+    return config.split == config.batch == 1
+
+
 def _takes_gates(problem: Problem, config: Config) -> bool:
     return config.bands >= 2 and config.split == 1 and problem.n % (2 * gpu_tiles.PANEL) == 0
 
@@ -143,8 +148,10 @@ def launch(
     zero: Tensor | None,
     out: Tensor,
     epilogue: Epilogue,
+    norm: tuple[Tensor, float] | None = None,
 ) -> None:
-    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
+    """x [M, K] (unit stride along K), after an RMS norm (weight [K] of x's type, eps) if there is one, times the weight whose sections are
+    codes, scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
 
     Raises KernelError where `config` is not for gates that are asked for.
     """
@@ -174,6 +181,7 @@ def launch(
         x.stride(0),
         per,
         (epilogue.low, epilogue.high),
+        norm,
         static,
         num_warps=config.warps,
         **options,
@@ -184,7 +192,7 @@ def launch(
 
 
 @triton.jit(do_not_specialize=["M", "per"])
-def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.constexpr):
+def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, S: tl.constexpr):
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
@@ -198,7 +206,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, S: tl.
     residual = None
     if added[1] is not None and not S.gated and not S.split:
         residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
-    total = sums(x, rows, weight, N, K, stride, per, first, pn, residual, S)
+    total = sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S)
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))

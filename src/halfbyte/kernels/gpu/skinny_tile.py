@@ -13,8 +13,9 @@ Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to
     exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
               pieces that hold all of their bits, and the six products of pieces that matter are summed
 
-Gates take no pass of their own: half of a tile's rows are from the upper half of the weight and half from the lower, so that a gate and
-what it gates meet in one block.
+A norm of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and each row's sums are divided by
+the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight and
+half from the lower, so that a gate and what it gates meet in one block.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.epilogue import mean_square
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -151,9 +153,10 @@ def mode(problem: Problem) -> str:
 
 
 @triton.jit
-def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexpr):
+def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.constexpr):
     """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns.
 
+    norm      None, or (its weight [K], eps): that of x is multiplied
     residual  None, or (pointers, mask) of what is added at the end: it is read with x, not after the sums
     """
     if S.block > 0:
@@ -190,6 +193,10 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexp
         else:
             _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
     scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
+    if norm is not None:
+        fp = norm[0] + tl.zeros_like(rows)[None, :]
+        if S.early:
+            factors = _load_xs(fp, column_record, records, K, S)
     if S.early:  # weights of the first step are on their way to registers before the kernel before has ended
         loaded = _load_codes(codes, codes_record, 0, records, S)
     if S.pdl:
@@ -199,7 +206,13 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexp
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
     start = 0
     if S.early:
-        total = _records(loaded, _load_xs(xp, column_record, records, K, S), scales, zeros, total, S)
+        xs = _load_xs(xp, column_record, records, K, S)
+    if norm is not None:
+        root = tl.rsqrt(mean_square(x, rows, K, stride, S) + norm[1])
+    if S.early:
+        if norm is not None:
+            xs = _times(xs, factors, S)
+        total = _records(loaded, xs, scales, zeros, total, S)
         start += RECORDS
         scales, zeros = _tails(weight, row_record + RECORDS, row_n, n_padded, records, S)
     if not S.once:
@@ -207,6 +220,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexp
             scales_now, zeros_now = scales, zeros
             loaded = _load_codes(codes, codes_record, t, records, S)
             xs = _load_xs(xp, column_record + t, records, K, S)
+            if norm is not None:
+                xs = _times(xs, _load_xs(fp, column_record + t, records, K, S), S)
             scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
             total = _records(loaded, xs, scales_now, zeros_now, total, S)
     if S.mode == "sums" and S.whole:
@@ -215,6 +230,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, residual, S: tl.constexp
         total = tl.sum(total, axis=0)
     if S.slices > 1:
         total = _same_slices(total, S)
+    if norm is not None:
+        total *= root[None, :]
     if residual is not None:
         total += added.to(tl.float32)
     return total
@@ -228,6 +245,23 @@ def _load_codes(codes, codes_record, t, records, S: tl.constexpr):
     for r in tl.static_range(RECORDS):
         loaded += (_masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S),)  # type: ignore[assignment]
     return loaded
+
+
+@triton.jit
+def _times(xs, factors, S: tl.constexpr):
+    """x times the norm's weight, rounded to x's type, before both change lanes: the compiler would have each do so by itself otherwise."""
+    RECORDS: tl.constexpr = S.records
+    found = ()
+    for r in tl.static_range(RECORDS):
+        if S.ptx and xs[r].dtype == tl.bfloat16:
+            zero = tl.full(xs[r].shape, -0.0, tl.bfloat16)
+            y = tl.inline_asm_elementwise(
+                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [xs[r], factors[r], zero], dtype=tl.bfloat16, is_pure=False, pack=2
+            )
+        else:
+            y = (xs[r].to(tl.float32) * factors[r].to(tl.float32)).to(xs[r].dtype)
+        found += (y,)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
