@@ -3,7 +3,7 @@
     Phi(x) = 1/2 + x * P(x^2) / Q(x^2)   for |x| <= 5.6;   beyond, Phi(-5.6) = 1.1e-8 counts as 0
 
 P and Q have degree 5, fitted to the least maximum of the error, 1e-8. All coefficients are positive, so that in float32 each sum is
-exact to a few units of its last place: |GELU(x) as computed - GELU(x)| <= 2^-20 * |x| follows (`BOUND`), and 2^-23 * |x| was seen.
+exact to a few units of its last place: |GELU(x) as computed - GELU(x)| <= 2^-20 * |x| follows (`BOUND`), and 2^-22 * |x| was seen.
 That of -infinity is 0, NaN stays NaN.
 """
 
