@@ -12,7 +12,7 @@ from fuzzing import KINDS, Kind, run
 def test_damaged_files_are_read_or_refused(kind: Kind) -> None:
     outcome = run(kind, 400, seed=1)
     assert outcome.messages["refused"] > 80
-    assert outcome.messages["read"] > 8
+    assert outcome.messages["read"] > 3  # some changes do not matter: one in thirty to a tokenizer, whose words and merges name each other
 
 
 def test_the_check_finds_what_it_looks_for() -> None:
