@@ -11,6 +11,8 @@ is compiled for the job's architecture as the just-in-time compiler would do it 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import importlib.util
 import json
@@ -19,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +36,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 2
+PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # where tests run side by side, so do their compilers
 
 
 @dataclass(frozen=True)
@@ -150,29 +153,47 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
+    found: list[list[Binary]] = [[] for _ in jobs]
+    for i, worker in enumerate(_workers()):
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps([asdict(job) for job in jobs[i::PROCESSES]]) + "\n")
+        worker.stdin.flush()
+    answers = [json.loads(worker.stdout.readline() or '"a compiler ended"') for worker in _workers() if worker.stdout is not None]
+    for i, answer in enumerate(answers):
+        assert not isinstance(answer, str), answer
+        for j, binaries in enumerate(answer):
+            found[i + j * PROCESSES] = [Binary(**binary) for binary in binaries]
+    return found
+
+
+@functools.cache
+def _workers() -> list[subprocess.Popen[str]]:
+    """Processes that compile, for as long as this one lives: to import torch and Triton takes as long as some kernels do."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "gpu"), env.get("PYTHONPATH", "")])
-    shares = [jobs[i::PROCESSES] for i in range(PROCESSES)]
-    found: list[list[Binary]] = [[] for _ in jobs]
-    with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for i, share in enumerate(shares):
-            output = Path(folder) / f"{i}.json"
-            arguments = [sys.executable, __file__, json.dumps([asdict(job) for job in share]), str(output)]
-            workers.append((subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT), output))
-        errors = [process.communicate()[1] for process, _ in workers]
-        for first, (process, output) in enumerate(workers):
-            assert process.returncode == 0, errors[first][-4000:]
-            for i, binaries in enumerate(json.loads(output.read_text())):
-                found[first + i * PROCESSES] = [Binary(**binary) for binary in binaries]
-    return found
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen([sys.executable, __file__], env=env, cwd=ROOT, **pipes) for _ in range(PROCESSES)]
+
+    def end() -> None:
+        for worker in workers:
+            worker.communicate()  # at the end of its input a worker ends
+
+    atexit.register(end)
+    return workers
 
 
 # In the process that compiles
 
 
-def _main(jobs: str, output: str) -> None:
-    Path(output).write_text(json.dumps([[asdict(binary) for binary in _compile(Job(**job))] for job in json.loads(jobs)]))
+def _main() -> None:
+    """Jobs in, binaries or what went wrong out: a line of JSON each. What a compiler prints goes elsewhere."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        try:
+            answer: Any = [[asdict(binary) for binary in _compile(Job(**job))] for job in json.loads(line)]
+        except Exception:
+            answer = traceback.format_exc()[-4000:]
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _compile(job: Job) -> list[Binary]:
@@ -222,13 +243,12 @@ def _binary(call: Any, gpu: Gpu) -> Binary:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
-    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    sass = compiled.asm["sass"]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
+        sass = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", sass)}
     spills = 4 * len(re.findall(r"\bSTL\b", sass)) + 8 * len(re.findall(r"\bSTL\.64", sass)) + 16 * len(re.findall(r"\bSTL\.128", sass))
     return Binary(**common, ptx=compiled.asm["ptx"], assembly=sass, registers=numbers["REG"], spills=spills, stack=numbers["STACK"])
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()
