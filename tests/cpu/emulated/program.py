@@ -55,8 +55,8 @@ def _system(isa: ISA) -> str:
     return f"{module.text()}\ndefine i64 @syscall({', '.join(['i64'] * 7)}) prologue [3 x i32] [{code}] {{ unreachable }}"
 
 
-def _start(isa: ISA, functions: list[str | None]) -> str:
-    """The program but for the kernels; `functions` by their numbers, None for those that it has not."""
+def _start(isa: ISA) -> str:
+    """The program but for the kernels and the table of them."""
     module = Module(isa.attributes)
     f = module.function("_start", [])
     memory, table = Value(f, "ptr", f"inttoptr (i64 {ARENA} to ptr)"), Value(f, "ptr", "@functions")
@@ -82,9 +82,14 @@ def _start(isa: ISA, functions: list[str | None]) -> str:
     f.call("void", "run", memory + (IMAGE - ARENA), f.value("i64", 1))
     transfer(_WRITE, 1, memory.load("i64"))
     syscall(_EXIT, 0)
+    return f"{module.text()}\n@functions = external constant [0 x ptr]"
+
+
+def _table(functions: list[str | None]) -> str:
+    """The functions that a program has by their numbers, None for those that it has not."""
     declared = [f"declare void @{name}()" for name in functions if name]
     pointers = ", ".join(f"ptr @{name}" if name else "ptr null" for name in functions)
-    return "\n".join([module.text(), *declared, f"@functions = constant [{len(functions)} x ptr] [{pointers}]"])
+    return "\n".join([*declared, f"@functions = constant [{len(functions)} x ptr] [{pointers}]"])
 
 
 class Emulator:
@@ -97,7 +102,7 @@ class Emulator:
         self.objects: dict[str, Path] = {}  # by function
         self.programs: dict[frozenset[str], Path] = {}
         self.load("runtime", runtime.build, isa)
-        self._compile("system", _system(isa))
+        self.start, self.system = self._compile("start", _start(isa)), self._compile("system", _system(isa))
 
     def _compile(self, name: str, text: str) -> Path:
         path = self.folder / f"{name}.o"
@@ -117,9 +122,9 @@ class Emulator:
         """The program that has these functions."""
         used = frozenset(self.functions[n] for n in numbers)
         if used not in self.programs:
-            start = self._compile("start", _start(self.isa, [name if name in used else None for name in self.functions]))
+            table = self._compile("table", _table([name if name in used else None for name in self.functions]))
             path = self.folder / f"program{len(self.programs)}"
-            objects = {start, self.folder / "system.o", self.objects["run"], *(self.objects[name] for name in used)}
+            objects = {table, self.start, self.system, self.objects["run"], *(self.objects[name] for name in used)}
             subprocess.run([_linker(self.isa.arch), "-static", "-o", path, *sorted(objects)], check=True)
             self.programs[used] = path
         return self.programs[used]
