@@ -358,7 +358,9 @@ def _fma(args: list[Tensor], dtype: torch.dtype) -> Tensor:
     return (a * b + c).to(dtype).view(torch.int16).long() & 0xFFFF
 
 
-def _inline_asm(text: Any, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Any:
+def _inline_asm(text: Any, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    if isinstance(args[0], Pointer):  # a prefetch: only of what is there
+        return Value(torch.zeros_like(args[0].places(None)[0]))
     shape = torch.broadcast_shapes(*(arg.t.shape for arg in args))
     words = [_registers(arg.t.broadcast_to(shape), pack) for arg in args]
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)

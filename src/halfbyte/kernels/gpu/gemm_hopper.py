@@ -45,7 +45,7 @@ _RECORD_US = {
     8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
-_PIECES = gl.constexpr(4)  # of a tile's columns, that the programs which share it add up
+_PIECES = gl.constexpr(4)  # of columns, written one after the other
 _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
@@ -108,6 +108,11 @@ class _Static:
         """Elements along K of a stage."""
         return gpu_tiles.RECORD // self.parts
 
+    @property
+    def meetings(self) -> int:
+        """Pieces of a tile's columns, each of which the last of the programs to leave its part adds up."""
+        return max(1, self.block_m // 64)
+
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
@@ -143,7 +148,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         for programs in {whole, shared}:
             us = _START_US + -(-tiles * records // programs) * record_us
             if tiles % programs:  # programs meet, and what they read of x is not what others read at that time
-                meeting = 3.5 + 13.5 * rows * block_m / (64 * 256)
+                meeting = 0.5 + 13.5 * rows * block_m / (64 * 256)
                 us = us + meeting if waves == 1 else 1.12 * us + 2 * meeting
             found.append((us, Config(rows, block_m, min(2 * bits, stages), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
@@ -195,7 +200,7 @@ def multiply(
     )
     scratch: tuple[Tensor, Tensor] | None = None
     if memory is not None and beside(problem, config):
-        scratch = memory.view(torch.float32), launcher.locks(out.device, 2 * _PIECES.value * _tiles(problem, config))
+        scratch = memory.view(torch.float32), launcher.locks(out.device, 2 * static.meetings * _tiles(problem, config))
     launcher.run(
         _gemm,
         (config.programs,),
@@ -255,7 +260,7 @@ def _segment(at, end, whole, start, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, xs, ws, full, empty, sizes, S: gl.constexpr):
+def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
     PANELS: gl.constexpr = S.rows // 32
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
@@ -275,8 +280,30 @@ def _produce(xd, wd, xs, ws, full, empty, sizes, S: gl.constexpr):
                     tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
             else:
                 tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], full.index(stage), ws.index(stage))
+            if not S.whole:
+                _fetch(tails, pn, r // S.parts, sizes, S)
             step += 1
         at += count
+
+
+@gluon.jit
+def _fetch(tails, pn, r, sizes, S: gl.constexpr):
+    """Scales and zeros of a record on their way to the L2 cache: consumers read them one record ahead, which is less than memory takes."""
+    GROUPS: gl.constexpr = S.groups
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EACH: gl.constexpr = 256 // tails[0].dtype.element_ty.primitive_bitwidth  # in the 32 bytes that come at least
+    row = pn * (2 * S.rows) + gl.minimum(gl.arange(0, 32, layout=LANES) * EACH, 2 * S.rows - 1)
+    row = gl.minimum(row, sizes[2] - 1)
+    for g in gl.static_range(GROUPS):
+        at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + row
+        _prefetch(tails[0] + at)
+        if S.zero != "none":
+            _prefetch(tails[1] + at)
+
+
+@gluon.jit
+def _prefetch(pointers):
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -454,7 +481,8 @@ def _meet(acc, tile, number, rest, scale, out, added, scratch, first_n, first_m,
     """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
-    WIDTH: gl.constexpr = BM // _PIECES
+    MEETINGS: gl.constexpr = S.meetings
+    WIDTH: gl.constexpr = BM // MEETINGS
     MMA: gl.constexpr = acc.type.layout
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     sharers = _sharers(rest)
@@ -467,15 +495,18 @@ def _meet(acc, tile, number, rest, scale, out, added, scratch, first_n, first_m,
     away: gl.constexpr = 2 * ROWS * BM
     gl.store(scratch[0] + (mine * 2 + HALF) * (ROWS * BM) + _local(0, BM, MMA, S), acc)
     gl.thread_barrier()  # what this warpgroup wrote comes before its arrival
-    for i in range(_PIECES):
-        piece = (gl.program_id(0) - leader + 1 + i) % _PIECES
-        lock = scratch[1] + (tile * 2 + HALF) * _PIECES + piece
+    for i in range(MEETINGS):
+        piece = (gl.program_id(0) - leader + 1 + i) % MEETINGS
+        lock = scratch[1] + (tile * 2 + HALF) * MEETINGS + piece
         if gl.atomic_add(lock, 1, sem="acq_rel") == others:
             local = there + _local(piece * WIDTH, WIDTH, PIECE, S)
             part = gl.load(local + away, cache_modifier=".cg")
             for j in range(1, others + 1):
                 part += gl.load(local + 2 * j * away, cache_modifier=".cg")
-            _write(part, scale, out, added, first_n, first_m + piece * WIDTH, sizes, bounds, S)
+            pieces = _pieces(part, S)
+            for p in gl.static_range(_PIECES):
+                column = first_m + piece * WIDTH + p * (WIDTH // _PIECES)
+                _write(pieces[p], scale, out, added, first_n, column, sizes, bounds, S)
             gl.store(lock, 0)
 
 
@@ -546,7 +577,7 @@ def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S
         [
             (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 0, S)),
             (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 1, S)),
-            (_produce, (xd, wd, xs, ws, full, empty, sizes, S)),
+            (_produce, (xd, wd, tails, xs, ws, full, empty, sizes, S)),
         ],
         [4, 1],
         [232, 40],

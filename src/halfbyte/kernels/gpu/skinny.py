@@ -53,7 +53,10 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
     """Where all blocks run at once, they ask for their weights before they may start; where others follow, that would be in their way."""
     blocks = -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) * config.split
-    return _AHEAD if blocks <= 2.2 * gpu.sms and (problem.format.bits == 4 or config.slices < 8) else 0
+    at_once = 2.2 if config.warps > 4 else 4.0 if config.bands == 1 or config.stages > 1 else 3.0
+    if config.stages > 1 and gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes > gpu.l2:
+        return 0
+    return _AHEAD if blocks <= at_once * gpu.sms and (problem.format.bits == 4 or config.slices < 8) else 0
 
 
 def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
@@ -62,29 +65,40 @@ def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
-    """K is split among the warps of a block only, eight ways or more."""
+    """K is split among the warps of a block only, four ways or more."""
     bands_n = -(-problem.n // BAND)
     # Three blocks and more for each multiprocessor hide each other's waits and leave no long last wave.
     most = next((bands for bands in (8, 4, 2) if bands_n >= 3 * bands * gpu.sms), 1)
     columns = triton.next_power_of_2(problem.m)
-    slices = 8 // columns
+    short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD  # blocks: more scales, more registers
     if columns == 1:
         bands = min(most, 4)
-        records = -(-problem.k // (slices * gpu_tiles.RECORD))  # of a warp
+        records = -(-problem.k // (8 * gpu_tiles.RECORD))  # of a warp
         deep = 1 if records == 1 or (bands == 1 and bands_n >= 3.5 * gpu.sms) else 4 // bands
         if bands == 1 and bands_n > 2.2 * gpu.sms:
             deep = min(deep, 2)  # fewer registers, so that more than two blocks find room
         choices = [(bands, deep), (bands, max(1, deep // 2)), (1, 4), (2, 2)]
-        if gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD:  # more scales, more registers
+        if short:
             choices = [(min(bands, 2), 2), (bands, 1), (bands, 2)]
-        return [Config(b, columns, slices, records=r) for b, r in choices]
-    if columns == 8:
-        best = (4, 4) if most >= 4 else (4, 2) if most == 2 else (8, 2) if bands_n >= 3 * gpu.sms else (8, 1)
-        choices = [best, (4, 2), (8, 1), (4, 4)]
-        return [Config(b, columns, batch=n, records=1 if b == 4 else 2, warps=n) for n, b in choices]
-    whole = Config((16 if most >= 4 else 8) // slices, columns, slices, records=2)
-    parts = [Config(1, columns, slices, batch=n, records=2, warps=n) for n in (4, 8)]
-    return [whole, *parts] if bands_n >= (3.5 if columns == 2 else 6) * gpu.sms else [*parts, whole]
+            choices = [(2, 1)] * (bands == 1 and bands_n > 2.2 * gpu.sms) + choices
+        return [Config(b, columns, 8, records=r) for b, r in choices]
+    # A kernel for more rows than there are takes the same time: what is read of x is little, and products are free.
+    two, four = Config(4, 2, 4, records=2), Config(4 if most < 4 else 8, 4, 2, records=2)
+    alone = [Config(1, 4, 2, batch=n, records=2, warps=n) for n in (4, 8)]  # a band, and warps with parts of K
+    eight = Config(2, 8, batch=4, records=2, warps=4) if most < 4 else Config(4, 8, batch=4, warps=4)
+    single = Config(1, 8, batch=8, records=2)
+    staged = [config for config in _staged(replace(problem, m=16), gpu) if config.bands == 8]
+    long = problem.k >= 64 * gpu_tiles.RECORD
+    if bands_n < 2.2 * gpu.sms:
+        found = [*alone[:: -1 if long else 1], single, *staged]
+        first = staged if columns == 8 and long else [single] if short else []
+    elif bands_n < 4.5 * gpu.sms:
+        found = [*alone, Config(2, 8, batch=8, records=2), eight, *staged]
+        first = staged if short else []
+    else:
+        found = [two, eight, four, alone[0], *staged]
+        first = [eight] if columns > 2 or short else []
+    return [config for config in dict.fromkeys([*first, *found]) if config.columns >= columns]
 
 
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -116,6 +130,8 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
         deep = deep if room // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
         stages = max(1, min(3, room // (deep * step)))
         found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
+    if columns == 32 and bits == 4:  # two of the matrix units' instructions for each x that they read
+        found.append(replace(found[1], warps=4))
     return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
 
 

@@ -34,13 +34,15 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
 BAND = 16  # rows of the weight that one matrix instruction takes
+_SCALES_AHEAD = 16
 
 
 @dataclass(frozen=True)
 class Config:
     """bands, columns, slices, batch, split: see this file's text; batch is 1 or `warps`. A thread block has `warps` warps and reads
     `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
-    on their way to the L2 cache before the kernel before has ended."""
+    on their way to the L2 cache before the kernel before has ended, and with several stages the scales of more of them: those are read
+    into registers one step ahead, which is less than memory takes."""
 
     bands: int
     columns: int
@@ -67,6 +69,7 @@ class Static:
     stages: int
     threads: int
     ahead: int
+    scales_ahead: int  # records whose scales are
     split: bool
     mode: str  # "sums", "weights", or "exact": see the text of this file
     ptx: bool
@@ -112,7 +115,9 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     chunks = config.split * config.batch * config.slices
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
-    early = config.pdl and config.stages == 1 and geo.format.bits == 4
+    # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
+    early = config.pdl and config.stages == config.columns == 1 and geo.format.bits == 4
+    ahead = min(config.ahead, per) if config.pdl and not early else 0
     return Static(
         bands=config.bands,
         columns=config.columns,
@@ -121,7 +126,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         records=config.records,
         stages=config.stages,
         threads=32 * config.warps,
-        ahead=min(config.ahead, per) if config.pdl and not early else 0,
+        ahead=ahead,
+        scales_ahead=min(_SCALES_AHEAD, per) if ahead and config.stages > 1 else ahead,
         split=config.split > 1,
         mode=mode(problem),
         ptx=config.ptx,
@@ -349,10 +355,10 @@ def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, 
         inside = (i < CHUNKS) & (row < n_padded)
         _fetch(weight[0] + (row.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
     if S.mode != "sums" or not S.whole:
-        BLOCKS: tl.constexpr = PARTS * S.ahead * S.groups
+        BLOCKS: tl.constexpr = PARTS * S.scales_ahead * S.groups
         i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
-        record = first + i % PARTS * per + i // PARTS % S.ahead
-        block = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.ahead)
+        record = first + i % PARTS * per + i // PARTS % S.scales_ahead
+        block = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.scales_ahead)
         rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - n, ROWS), 0)
         at = block.to(tl.int64) * n_padded + n
         _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
