@@ -22,6 +22,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.experts import QuantExperts
+from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
@@ -38,8 +39,9 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     A model of transformers takes its config along, so that `load` can build it again; for any other, `load` wants the model
     passed, and for a network on int8 codes the float one. A halfbyte checkpoint that is in `dir` is replaced in one step, and stays as
     it was if anything goes wrong: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a
-    tensor without data).
+    tensor without data, a model between `prepare_qat_` and `convert_qat_`).
     """
+    check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
     if is_parallel(model):
         raise UnsupportedError(PARTS_ONLY)
     plain: dict[str, Tensor] = {}

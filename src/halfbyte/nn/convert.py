@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.layouts.convolution import channels_last
+from halfbyte.layouts.convolution import PackedConv, channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
 from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
@@ -177,8 +177,10 @@ def quantize_(
     With `activations="static"` the model itself becomes another module, a torch.fx.GraphModule in evaluation, whose batch norms are folded
     and whose layers keep their names.
 
-    What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. Raises ArgumentError (a
-    pattern that matches nothing, a NaN in a weight, a method without its calibration) or FormatError, and then nothing has changed.
+    What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. What is quantized already keeps its
+    codes: a model in which nothing is left to quantize is returned as it is where each layer has the format that `config` asks for.
+    Raises ArgumentError (a layer of such a model has another format, a pattern that matches nothing, a NaN in a weight, a method without
+    its calibration) or FormatError, and then nothing has changed.
     """
     config = config if isinstance(config, Config) else Config(config)
     check_calibration(config.method, calibration is not None)
@@ -188,18 +190,24 @@ def quantize_(
 
 
 def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibration | Tensor | None, progress: Progress | None) -> nn.Module:
-    found = candidates(model)
-    check_patterns(config, [candidate.name for candidate in found])
+    found, present = candidates(model), _quantized(model)
     decisions = decide(found, config)
+    others = _in_other_formats(model, present, config)
+    if present and not any(isinstance(decision, Format) for decision in decisions.values()):
+        check_patterns(config, [candidate.name for candidate in (*found, *present)])
+        if others:
+            raise ArgumentError(f"{others}, and nothing is left to quantize: load the float model again and quantize that")
+        return model
+    check_patterns(config, [candidate.name for candidate in found])
     if config.activations == "static":
         return _quantize_static_(model, config, decisions)
     results: dict[str, Result] = {}
-    notes: list[str] = []
+    notes: list[str] = [others] if others else []
     if calibration is not None:
         formats = _calibrated_names(model, decisions)
         results = {r.name: r for r in calibrate(model, formats, config.method, _as_calibration(calibration), progress=progress)}
         missed = sorted(name for name in formats if f"{name}.weight" not in results)
-        notes = [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
+        notes += [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
     method = UNCALIBRATED.get(config.method, config.method)
 
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float | None]:
@@ -333,6 +341,34 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             reason = why_not_experts(module) if stacks(module) else STACKED if stacked else NOT_A_KIND
             found.append(Candidate(name, type(module).__name__, id(module), reason))
     return found
+
+
+def _quantized(model: nn.Module) -> list[Candidate]:
+    """The modules of `model` that are quantized, as the candidates that they were."""
+    found = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantModule):
+            narrow = isinstance(module.packed, PackedConv) and module.packed.sizes.channels < _NARROW
+            found.append(Candidate(name, module.kind, id(module.packed_data), None, narrow))
+    return found
+
+
+def _in_other_formats(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
+    """Says which of the modules `present`, which are quantized, are so otherwise than `config` asks; None where none are."""
+    if present and config.activations == "static" and calibrated(model) is None:
+        return f'{present[0].name} is quantized already with activations="dynamic", not "static"'
+    wanted = decide(present, config)
+    other = [name for name, fmt in wanted.items() if isinstance(fmt, Format) and _packed_format(model, name) != fmt]
+    if not other:
+        return None
+    first, more = other[0], f" (and {len(other) - 1} more are alike)" if len(other) > 1 else ""
+    return f"{first} is quantized already, and stays {_packed_format(model, first)} where {wanted[first]} is asked for{more}"
+
+
+def _packed_format(model: nn.Module, name: str) -> Format:
+    module = model.get_submodule(name)
+    assert isinstance(module, QuantModule)
+    return module.packed.format
 
 
 def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:

@@ -147,10 +147,10 @@ class FakeQuantConv2d(_FakeQuantConvolution, nn.Conv2d):
     """nn.Conv2d that computes as QuantConv2d will."""
 
 
-def check_not_in_training(model: nn.Module) -> None:
+def check_not_in_training(model: nn.Module, remedy: str = "call this before prepare_qat_, or convert_qat_ first") -> None:
     """Raises ArgumentError for a model with a module that trains for its codes: what changes weights or modules would spoil it."""
     if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
-        raise ArgumentError(f"{name} is in training for its quantized form: call this before prepare_qat_, or convert_qat_ first")
+        raise ArgumentError(f"{name} is in training for its quantized form: {remedy}")
 
 
 FORMS: dict[str, type[FakeQuantized]] = {
