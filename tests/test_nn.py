@@ -357,6 +357,7 @@ def test_report_counts_bytes_and_bits() -> None:
     assert after.bytes_after == 10 * 2 * 18 + 4 * (10 + 20)  # 2 blocks of 18 bytes a row
     assert after.bits_per_weight == 4.5
     assert "1 quantized at 4.50 bits a weight, 1 kept; 2.7 kB before, 480 B after, 5.58 times smaller" in str(after)
+    assert str(before).endswith("2.7 kB before, 2.7 kB after")
     assert json.loads(json.dumps(after.to_json()))["totals"]["bytes_after"] == after.bytes_after
 
 

@@ -103,7 +103,7 @@ class Report:
             lines += ["", "kept as they are", *table(list(self._kept_cells()), left=5)]
         before, after = self.bytes_before, self.bytes_after
         ratio = ""
-        if before and after:
+        if before and after and f"{max(before, after) / min(before, after):.2f}" != "1.00":
             ratio = f", {before / after:.2f} times smaller" if before >= after else f", {after / before:.2f} times larger"
         lines += ["", f"{len(self.quantized)} quantized at {self.bits_per_weight:.2f} bits a weight, {len(self.kept)} kept; "]
         lines[-1] += f"{size_text(before)} before, {size_text(after)} after{ratio}"
