@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 import halfbyte
 from halfbyte import ops
-from halfbyte.cli import main
+from halfbyte.cli import explain, main
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
@@ -139,6 +140,25 @@ def test_a_reader_that_goes_away_is_no_error(quantized: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("line", "unbuffered"), [("--help", ""), ("explain --no-measure --json", ""), ("explain --no-measure", "1")])
+def test_what_cannot_be_written_is_one_line(line: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "halfbyte.cli", *line.split()]
+    with open("/dev/full", "w") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    stream = "" if unbuffered else "stdout: "
+    assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: {stream}{os.strerror(errno.ENOSPC)}\n")
+
+
+def test_an_error_of_the_system_without_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(explain, "check_fits", fail)
+    run("explain").refuses(os.strerror(errno.ENOMEM))
 
 
 # quantize
@@ -309,6 +329,14 @@ def test_eval_refuses(run: Run, quantized: Path, bert: Path, text: Path, tmp_pat
     run("eval", quantized, "--against", bert, "--text", tmp_path).refuses(str(tmp_path))
     run("eval", quantized, "--against", tmp_path, "--text", text).refuses("config.json")
     run("eval", tmp_path, "--against", bert, "--text", text).refuses("config.json")
+    run("eval", tmp_path / "nowhere", "--text", text).refuses("there is no", "nowhere")
+    run("eval", quantized, "--against", tmp_path / "nowhere", "--text", text).refuses("there is no", "nowhere")
+    run("eval", tmp_path / "nowhere", "--against", bert, "--text", text).refuses("nowhere")
+    run("eval", bert, "--text", text, "--stride", 0).refuses("--stride", "got 0")
+    run("eval", bert, "--text", text, "--context", 8, "--stride", 9).refuses("--stride", "8 tokens", "got 9")
+    for plot in (tmp_path / "none" / "x.svg", tmp_path / "x.png", tmp_path / "folder.svg"):
+        (tmp_path / "folder.svg").mkdir(exist_ok=True)
+        run("eval", bert, "--text", text, "--plot", plot).refuses("--plot", str(plot))
     run("eval", bert, "--text", text).refuses("writes no text")
     run("eval", quantized, "--against", bert, "--text", text, "--batch", 0).refuses("--batch")
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
@@ -357,6 +385,11 @@ def test_explain_for_a_gpu_that_is_not_here(run: Run) -> None:
     run("explain", "--device", "abacus").refuses("'abacus'")
     run("explain", "--device", "sm_90", "--compute", "guess").refuses("'guess'")
     run("explain", "--device", "sm_90", "--m", 0).refuses("m=0")
+
+
+@pytest.mark.parametrize("device", ["abacus", "cpu", "cuda:x"])
+def test_tune_refuses_what_is_no_gpu(run: Run, device: str) -> None:
+    run("tune", "--n", 64, "--k", 64, "--device", device).refuses("--device", "cuda", repr(device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

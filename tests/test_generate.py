@@ -252,6 +252,34 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("prompt", "said"), [("", "no tokens"), ("a", "token 4000")])
+def test_generate_shows_nothing_of_a_prompt_that_it_refuses(
+    prompt: str, said: str, run: Run, opened: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(text: str, **settings: Any) -> Any:
+        return {"input_ids": torch.tensor([[1, 4000]][: len(text)] or [[]], dtype=torch.int64)}
+
+    monkeypatch.setattr("halfbyte.cli.generate.open_asked", lambda *_: (opened[0], read, GREEDY))
+    code, out, err = run("generate", "m", "--prompt", prompt)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_gguf_is_known_by_its_content(run: Run, folder: Path, tmp_path: Path) -> None:
+    assert run("convert", folder, tmp_path / "m", "--to", "gguf", "--quiet")[0] == 0
+    assert (tmp_path / "m").is_file()
+    code, out, err = run("generate", tmp_path / "m", "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert (code, out.startswith(PROMPT)) == (0, True), err
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:300])
+    code, out, err = run("eval", tmp_path / "m", "--text", text, "--context", 64)
+    assert (code, "perplexity" in out) == (0, True), err
+    code, out, err = run("eval", folder, "--text", text, "--stride", 256)
+    assert (code, out) == (2, "")
+    assert "--stride" in err
+    assert "128 tokens" in err
+
+
 def test_chat(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def talk(*lines: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))

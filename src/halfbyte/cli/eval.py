@@ -47,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batch", "max_length", "context"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"--{name.replace('_', '-')} is 1 or more, got {getattr(args, name)}")
+    if args.plot:
+        _check_plot(args)
+    _check_stride(args, args.context)
     source = args.model if args.against is None else args.against
     text = _read(args.lambada_like or args.text)
-    if source.suffix == ".gguf" or _writes_text(source):
+    if _writes_text(source):
         return _language(args, text)
     if args.against is None or args.format or args.lambada_like or args.plot:
         raise ArgumentError(f"{source} writes no text: compare a quantized model with it, eval QUANTIZED --against {source} --text FILE")
@@ -70,12 +73,32 @@ def _passages(text: str, path: Path, least: int) -> list[str]:
     return lines
 
 
-def _writes_text(folder: Path) -> bool:
+def _check_plot(args: argparse.Namespace) -> None:
+    """Raises ArgumentError for a picture that could not be written in the end."""
+    if args.lambada_like or args.plot.suffix != ".svg":
+        raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
+    if not args.plot.parent.is_dir():
+        raise ArgumentError(f"--plot is a file in a folder that exists, got {args.plot}: make {args.plot.parent} first")
+    if args.plot.is_dir():
+        raise ArgumentError(f"--plot is a file, got the folder {args.plot}: name a file in it")
+
+
+def _check_stride(args: argparse.Namespace, context: int) -> None:
+    if args.stride is not None and not 1 <= args.stride <= context:
+        raise ArgumentError(f"--stride is 1 or more and at most the context, which is {context} tokens here, got {args.stride}")
+
+
+def _writes_text(path: Path) -> bool:
+    from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(folder / "config.json").get("architectures") or ())
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+    if path.is_file() and is_gguf(path):
+        return True
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is not a Hugging Face model folder: it has no config.json")
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(path / "config.json").get("architectures") or ())
 
 
 # Models that write text
@@ -89,8 +112,6 @@ def _language(args: argparse.Namespace, text: str) -> int:
     check_device(args.device)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it as it is: give one of the two")
-    if args.plot and (args.lambada_like or args.plot.suffix != ".svg"):
-        raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
     dtype = asked_dtype(args)
     reference, tokenizer = open_model(args.against or args.model, args.device, None, dtype)
     candidates: dict[str, Any] = {}
@@ -109,8 +130,6 @@ def _language(args: argparse.Namespace, text: str) -> int:
         else:
             for row, quality in zip(rows, _qualities(args, reference, candidates, tokenizer, text, advance), strict=True):
                 row |= quality.to_json()
-    if args.plot:
-        _plot(args, rows)
     if args.json:
         print_json({"kind": "language", "text": str(args.lambada_like or args.text), "models": rows})
     elif args.lambada_like:
@@ -118,6 +137,8 @@ def _language(args: argparse.Namespace, text: str) -> int:
     else:
         columns = ("model", "MB", "tokens", "perplexity", "± error", "increase", "divergence", "same top token")
         print_table(columns, [_row(row, rows[0]["perplexity"]) for row in rows])
+    if args.plot:  # last: should it fail, the figures are there
+        _plot(args, rows)
     return 0
 
 
@@ -132,6 +153,7 @@ def _qualities(
     if len(ids) < 2:
         raise ArgumentError(f"{args.text} has {len(ids)} tokens, of which the first is not scored: use a longer text")
     context = min(args.context, getattr(reference.config.get_text_config(), "max_position_embeddings", None) or args.context)
+    _check_stride(args, context)
     ours, theirs = evaluate_language(reference, candidates, ids, context=context, stride=args.stride, progress=advance)
     return [ours, *theirs.values()]
 
@@ -193,8 +215,6 @@ MEANING = {
 
 def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
     """(model, tokenizer, whether it is an encoder that gives embeddings) of a Hugging Face folder."""
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     try:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES

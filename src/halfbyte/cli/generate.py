@@ -94,12 +94,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
-    from halfbyte.integrations.text import generate
+    from halfbyte.integrations.text import check_prompt, generate
 
     model, tokenizer, settings = opened
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
-    if not prompt["input_ids"].shape[1]:
-        raise ArgumentError(f"the prompt {args.prompt!r} has no tokens: write some text")
+    check_prompt(model, prompt)  # before anything is shown
     shown = rank == 0 and not args.json
     if shown:
         show(args.prompt)

@@ -29,23 +29,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
-    args = _parser().parse_args(argv)
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            args = _parser().parse_args(argv)
+            code: int = args.run(args)
+            return code
+        finally:
+            _flush_stdout()
     except HalfbyteError as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # The reader went away, as `| head` does. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141  # the reader went away, as `| head` does
     except OSError as error:
-        if error.filename is None:
-            raise
-        return _fail(f"{error.filename}: {error.strerror}")
+        said = error.strerror or str(error)
+        return _fail(said if error.filename is None else f"{error.filename}: {said}")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+
+
+def _flush_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What cannot be written is dropped: Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(error.errno, error.strerror, "stdout") from error
 
 
 def _fail(message: str, code: int = 2) -> int:

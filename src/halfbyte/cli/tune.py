@@ -10,6 +10,8 @@ from halfbyte.cli.output import Commands, add_command, print_json, print_table, 
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import torch
+
     from halfbyte.formats.spec import Format
 
 
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.kernels.problem import Problem
     from halfbyte.machine import gpu
 
-    device = torch.device(args.device)
+    device = _gpu_device(args.device)
     found = gpu(device.index or 0)
     dtype = getattr(torch, args.dtype)
     problems = [
@@ -68,6 +70,19 @@ def run(args: argparse.Namespace) -> int:
         print_table(("weight", "format", "M", "kernel", "config", "us"), rows, left=5)
         print(f"kept in {path}")
     return 0
+
+
+def _gpu_device(name: str) -> torch.device:
+    """Raises ArgumentError for what torch does not call a GPU."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type != "cuda":
+        raise ArgumentError(f"--device is cuda or one of cuda:0, cuda:1, …, got {name!r}: name a GPU, as other kernels need no tuning")
+    return device
 
 
 def _weights(args: argparse.Namespace) -> list[tuple[int, int, Format]]:

@@ -25,6 +25,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, Unsup
 from halfbyte.integrations import attention
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
+from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
 from halfbyte.nn.convert import Config
 from halfbyte.nn.fused import fuse_
@@ -83,7 +84,7 @@ def open_model(
         dtype = torch.float32
     if not path.exists():
         raise CheckpointError(f"there is no {path}: name a Hugging Face folder, a halfbyte folder or a .gguf file")
-    if path.suffix == ".gguf":
+    if path.is_file() and is_gguf(path):
         from halfbyte.integrations.gguf import load_gguf
 
         if config is not None:
@@ -116,6 +117,16 @@ def open_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def check_prompt(model: Any, prompt: Mapping[str, Tensor]) -> None:
+    """Raises ArgumentError for a prompt without tokens, or with tokens that the model does not have."""
+    ids = prompt["input_ids"]
+    if not ids.numel():
+        raise ArgumentError("the prompt has no tokens: write some text")
+    known, largest = whole_rows(model.get_input_embeddings()), int(ids.max())
+    if largest >= known:
+        raise ArgumentError(f"the prompt has token {largest}, the model {known} tokens: its tokenizer is another model's")
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -134,11 +145,9 @@ def generate(
     cache     what the model remembers of the prompt's beginning, one of transformers' caches; it is continued
     settings  of transformers' `generate`: max_new_tokens, do_sample, …
 
-    Raises ArgumentError for tokens that the model does not have.
+    Raises ArgumentError as `check_prompt` does.
     """
-    known_tokens = whole_rows(model.get_input_embeddings())
-    if (largest := int(prompt["input_ids"].max())) >= known_tokens:
-        raise ArgumentError(f"the prompt has token {largest}, the model {known_tokens} tokens: its tokenizer is another model's")
+    check_prompt(model, prompt)
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     count = inputs["input_ids"].shape[1]
     known = 0
