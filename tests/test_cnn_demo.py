@@ -1,4 +1,4 @@
-"""The demo of convolutions, made short."""
+"""The examples of convolutions, made short."""
 
 import subprocess
 import sys
@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[1] / "examples" / "cnn" / "demo.py"
+FOLDER = Path(__file__).parents[1] / "examples" / "cnn"
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="the examples are not here")
-def test_every_model_reads_digits() -> None:
+@pytest.mark.skipif(not FOLDER.exists(), reason="the examples are not here")
+@pytest.mark.parametrize(
+    ("script", "column", "rows"),
+    [
+        (["demo.py", "--epochs", "2", "--rounds", "1"], 2, 7),
+        (["qat.py", "--seeds", "1", "--epochs", "1", "--formats", "int4_channel"], 3, 6),
+    ],
+)
+def test_every_model_reads_digits(script: list[str], column: int, rows: int) -> None:
     pytest.importorskip("sklearn")
-    run = subprocess.run([sys.executable, str(DEMO), "--epochs", "2", "--rounds", "1"], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, str(FOLDER / script[0]), *script[1:]], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    accuracies = [float(line.split("|")[2].strip(" %")) for line in run.stdout.splitlines() if "%" in line]
-    assert len(accuracies) == 7
+    accuracies = [float(line.split("|")[column].strip(" %")) for line in run.stdout.splitlines() if "%" in line]
+    assert len(accuracies) == rows
     assert min(accuracies) > 60  # guessing gives 10

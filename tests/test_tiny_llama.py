@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,15 @@ def test_greedy_text_is_reproducible(model: Any, tokenizer: Any) -> None:
     first, second = (model.generate(**inputs, max_new_tokens=32, do_sample=False, pad_token_id=0) for _ in range(2))
     assert first.tolist() == second.tolist()
     assert tokenizer.decode(first[0]).startswith("import os\nimport sys\n\n")
+
+
+def test_training_for_the_format_brings_it_nearer() -> None:
+    """examples/tiny-llama/qat.py, made short: learned scales start where `mse` puts them, and do not leave that for worse."""
+    options = "--steps 2 --batch 1 --length 32 --bytes 3000 --methods absmax --scales learned"
+    run = subprocess.run(
+        [sys.executable, str(HELD_OUT.parent / "qat.py"), *options.split()], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    divergence = [float(line.split("|")[4]) for line in run.stdout.splitlines() if line.startswith("| int4")]
+    assert len(divergence) == 2
+    assert divergence[1] < divergence[0]

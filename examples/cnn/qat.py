@@ -36,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="networks that the figures are means of (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="of training for the format (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument(
         "--compute", default="float", choices=("float", "int8"), help="int8: activations are rounded too, in training and after"
     )
@@ -55,7 +56,7 @@ def main() -> int:
         hb.fold_batch_norms_(model)
         judge("fp32", "as trained", model)
         judge("fp32", "trained on", tune(copy.deepcopy(model), images, labels, args.epochs))
-        for fmt in FORMATS:
+        for fmt in args.formats:
             for method in ("absmax", "mse"):
                 config = hb.Config(fmt, method=method, compute=args.compute)
                 judge(fmt, f"quantized after training, {method}", hb.quantize_(copy.deepcopy(model), config))
