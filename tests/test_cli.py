@@ -153,6 +153,13 @@ def test_what_cannot_be_written_is_one_line(line: str, unbuffered: str) -> None:
     assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: {stream}{os.strerror(errno.ENOSPC)}\n")
 
 
+def test_a_closed_stdout_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    code = main(["explain"])
+    monkeypatch.undo()
+    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
 def test_an_error_of_the_system_without_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

@@ -29,6 +29,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
+    if sys.stdout is None:  # as Python has it where the file descriptor is closed
+        return _fail("stdout is closed: send it to a file, a pipe or /dev/null")
     try:
         try:
             args = _parser().parse_args(argv)
