@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, UnsupportedError
 
 
 def model(**more: nn.Module) -> nn.Sequential:
@@ -79,3 +80,60 @@ def test_a_model_in_training_for_its_codes_is_not_saved(scales: str, tmp_path: P
     assert not (tmp_path / "it").exists()
     hb.save(hb.convert_qat_(prepared), tmp_path / "it")
     assert (tmp_path / "it" / "config.json").is_file()
+
+
+# Arguments of the wrong type
+
+
+WEIGHT, X = torch.ones(64, 128), torch.ones(3, 128)
+CODES, CONV_CODES = hb.quantize(WEIGHT, "q4_0"), hb.quantize_conv(torch.ones(8, 4, 3, 3), "int8_channel")
+PACKED, PACKED_CONV = hb.pack(CODES), hb.pack_conv(CONV_CODES, 3)
+IMAGE = torch.ones(1, 4, 8, 8)
+ANYTHING: Any = hb  # the same functions, of which no type is checked
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ANYTHING.quantize(WEIGHT.numpy(), "q4_0"), "weight is a tensor, got numpy.ndarray: pass torch.as_tensor"),
+        (lambda: ANYTHING.quantize(nn.Linear(4, 4), "q4_0", name="w"), "w is a tensor, got torch.Linear: .* the weight of a module"),
+        (lambda: hb.quantize(torch.tensor(1.0), "q4_0"), "weight has no dimensions"),
+        (lambda: hb.quantize(torch.empty(4, 4, device="meta"), "q4_0"), "weight has no data .*: load it first"),
+        (lambda: ANYTHING.quantize_conv(WEIGHT.numpy(), "q4_0"), "weight is a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.pack(WEIGHT), r"pack takes Codes, got torch.Tensor: pass what quantize\("),
+        (lambda: ANYTHING.pack(PACKED), "pack takes Codes, got halfbyte.Packed"),
+        (lambda: ANYTHING.pack_conv(WEIGHT, 3), "pack_conv takes Codes, got torch.Tensor"),
+        (lambda: hb.pack(CODES, "gpu"), "for device 'gpu', torch knows none of that name: use device='cpu'"),
+        (lambda: hb.pack_conv(CONV_CODES, 3, device="gpu"), "for device 'gpu', torch knows none of that name"),
+        (lambda: ANYTHING.linear(X, CODES), r"a weight that pack has made, got halfbyte.Codes: pass pack\(quantize"),
+        (lambda: ANYTHING.linear(X, WEIGHT), "a weight that pack has made, got torch.Tensor"),
+        (lambda: ANYTHING.linear(X, PACKED_CONV), "a weight that pack has made, got halfbyte.PackedConv"),
+        (lambda: ANYTHING.linear(X.numpy(), PACKED), r"the input, a tensor, got numpy.ndarray: pass torch.as_tensor\(x\)"),
+        (lambda: ANYTHING.linear(PACKED, X), "the input, a tensor, got halfbyte.Packed: .* the packed weight second"),
+        (lambda: ANYTHING.linear(X, PACKED, [1.0] * 64), r"bias is a tensor or None, got list: pass torch.as_tensor\(bias\)"),
+        (lambda: ANYTHING.linear(X, PACKED, residual=1), "residual is a tensor or None, got int"),
+        (lambda: ANYTHING.linear(X, PACKED, clamp=6), r"clamp is \(low, high\) or None, got 6: write \(0, 6\)"),
+        (
+            lambda: hb.linear(X, hb.pack(hb.quantize(torch.ones(2, 64, 128), "q4_0"))),
+            r"got one of shape \[2, 64, 128\]: use grouped_linear",
+        ),
+        (lambda: hb.linear(X, hb.pack(hb.quantize(torch.ones(8, 4, 3, 3), "q4_0"))), "for a convolution use quantize_conv"),
+        (lambda: ANYTHING.embedding(torch.tensor([1]), WEIGHT), "a weight that pack has made, got torch.Tensor"),
+        (lambda: ANYTHING.conv2d(IMAGE, hb.pack(CONV_CODES)), r"that pack_conv has made, got halfbyte.Packed: pass pack_conv\("),
+        (lambda: ANYTHING.conv2d(IMAGE.numpy(), PACKED_CONV), "the input, a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, [1.0] * 8), "bias is a tensor or None, got list"),
+        (lambda: ANYTHING.quantize_("a/path", "q4_0"), "a model is a torch.nn.Module, got str: use halfbyte.convert for one on disk"),
+        (lambda: ANYTHING.quantize_(model(), {"format": "q4_0"}), "a Config or a format, got dict: write Config"),
+        (lambda: ANYTHING.quantize_(model(), None), "a Config or a format, got None: write Config"),
+        (lambda: ANYTHING.prepare_qat_(model(), None), "a Config or a format, got None: write Config"),
+        (lambda: ANYTHING.report(WEIGHT), "report takes a model, a torch.nn.Module, got torch.Tensor"),
+        (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),
+        (lambda: ANYTHING.parallelize_(model(), None), "a torch.distributed DeviceMesh, got None: pass init_device_mesh"),
+        (lambda: ANYTHING.calibration_tokens("text", lambda text: text), "the text a string, got function: pass the tokenizer first"),
+        (lambda: ANYTHING.calibration_tokens("text", "text"), "a tokenizer is called with a text, got str: pass one of transformers"),
+    ],
+)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_arguments_of_the_wrong_type_are_named(call: Callable[[], object], message: str, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients), pytest.raises((ArgumentError, UnsupportedError), match=message):
+        call()

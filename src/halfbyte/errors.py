@@ -23,3 +23,11 @@ class UnsupportedError(HalfbyteError, NotImplementedError):
 
 class KernelError(HalfbyteError, RuntimeError):
     """A kernel that could not be compiled, cached or linked."""
+
+
+def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:
+    """Raises ArgumentError unless `value` is of a type that is allowed; `what` says which that are."""
+    if not isinstance(value, allowed):
+        kind = type(value)
+        home = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
+        raise ArgumentError(f"{what}, got {'None' if value is None else home + kind.__qualname__}: {remedy}")

@@ -22,7 +22,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
 from halfbyte.nn.calibrate import Calibration, calibrate, unreached
-from halfbyte.nn.convert import UNCALIBRATED, Candidate, Config, check_calibration, check_patterns, decide, relative_error
+from halfbyte.nn.convert import UNCALIBRATED, Candidate, Config, as_config, check_calibration, check_patterns, decide, relative_error
 from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.report import Report
 
@@ -49,7 +49,7 @@ def convert(
     write. Otherwise every 2-D floating tensor called *.weight is taken for the weight of a Linear. Small other files (tokenizer,
     …) are copied. Raises as `quantize_` and `save` do; `dst` is then as it was.
     """
-    config = config if isinstance(config, Config) else Config(config)
+    config = as_config(config)
     check_calibration(config.method, calibration is not None)
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")

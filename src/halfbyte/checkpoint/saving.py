@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
 from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, guard
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
@@ -41,6 +41,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     it was if anything goes wrong: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a
     tensor without data, a model between `prepare_qat_` and `convert_qat_`).
     """
+    check_type(model, nn.Module, "save takes a model, a torch.nn.Module", "pass the model that holds it")
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
     if is_parallel(model):
         raise UnsupportedError(PARTS_ONLY)

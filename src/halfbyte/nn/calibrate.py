@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate_experts import quantize_experts
@@ -69,6 +69,11 @@ def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: i
 
     tokenizer  a transformers tokenizer, or anything that is called with a text and answers with its "input_ids"
     """
+    check_type(text, str, "calibration_tokens takes (tokenizer, text), the text a string", "pass the tokenizer first")
+    if not callable(tokenizer):
+        raise ArgumentError(
+            f"a tokenizer is called with a text, got {type(tokenizer).__name__}: pass one of transformers, and then the text"
+        )
     if passages < 1 or length < 1:
         raise ArgumentError(f"calibration takes 1 or more passages of 1 or more tokens, got {passages} of {length}")
     ids = torch.as_tensor(tokenizer(text)["input_ids"], dtype=torch.int64).flatten()

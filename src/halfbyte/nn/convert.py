@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import PackedConv, channels_last
@@ -161,6 +161,14 @@ class Candidate:
     narrow: bool = False
 
 
+def as_config(config: Config | Format | str) -> Config:
+    """A Config as it is, or one of a format alone. Raises ArgumentError, FormatError."""
+    if isinstance(config, Config):
+        return config
+    check_type(config, (Format, str), "what to quantize to is a Config or a format", 'write Config("q4_0", …), or "q4_0" alone')
+    return Config(config)
+
+
 def quantize_(
     model: nn.Module,
     config: Config | Format | str,
@@ -182,7 +190,7 @@ def quantize_(
     Raises ArgumentError (a layer of such a model has another format, a pattern that matches nothing, a NaN in a weight, a method without
     its calibration) or FormatError, and then nothing has changed.
     """
-    config = config if isinstance(config, Config) else Config(config)
+    config = as_config(config)
     check_calibration(config.method, calibration is not None)
     check_in_place(model)
     with expanded(model):
@@ -303,6 +311,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
 
 def report(model: nn.Module) -> Report:
     """What of `model` is quantized and what is not, with the reasons and the bytes. One row for each module with parameters."""
+    check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
     with expanded(model):
         return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
 
@@ -402,6 +411,7 @@ def check_patterns(config: Config, names: Sequence[str]) -> None:
 
 def check_in_place(model: nn.Module) -> None:
     """Raises ArgumentError for a model whose modules cannot be replaced, or are in training for it already."""
+    check_type(model, nn.Module, "a model is a torch.nn.Module", "use halfbyte.convert for one on disk, halfbyte.quantize for a tensor")
     if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
     check_not_in_training(model)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
@@ -57,6 +57,9 @@ class Processes:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Processes:
         """Those of a mesh of one dimension, or of its dimension "tp". Raises ArgumentError for another."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        check_type(mesh, DeviceMesh, "a model is spread over a torch.distributed DeviceMesh", 'pass init_device_mesh("cuda", (processes,))')
         if mesh.ndim != 1:
             if "tp" not in (mesh.mesh_dim_names or ()):
                 raise ArgumentError(

@@ -12,6 +12,7 @@ from halfbyte.nn.convert import (
     CONFIG_ATTRIBUTE,
     Config,
     add_notes,
+    as_config,
     candidates,
     check_in_place,
     check_patterns,
@@ -43,7 +44,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     Batch norms: fold them before (`fold_batch_norms_`). Experts stay in floating point, which `report(model)` notes. Raises ArgumentError
     or FormatError as `quantize_` does, and then nothing has changed.
     """
-    config = config if isinstance(config, Config) else Config(config)
+    config = as_config(config)
     _check(model, config, scales)
     with expanded(model):
         found = candidates(model)

@@ -7,10 +7,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.errors import ArgumentError, FormatError, UnsupportedError, check_type
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles, gpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.convolution import PackedConv
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = get_args(Activation)
@@ -36,6 +38,35 @@ def check_bytes(weight: Tensor, nbytes: int, device: torch.device, what: object,
             f"{what} is {nbytes} packed bytes on {place(device.type)}, "
             f"got {weight.dtype} {list(weight.shape)} on {weight.device}: pack the codes with halfbyte.{packer}"
         )
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device for whose kernels a weight is to be packed. Raises UnsupportedError where there are none, or no such device."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is not None and (found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available())):
+        return found
+    why = (
+        "torch knows none of that name" if found is None else "torch sees no GPU" if found.type == "cuda" else "there are no kernels for it"
+    )
+    raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {why}: use device='cpu'")
+
+
+def check_operands(x: object, packed: object, kind: type, bias: object, residual: object, clamp: object) -> None:
+    """Raises ArgumentError for an argument of the wrong type. It takes longer than a small kernel: for calls that have failed."""
+    names = {
+        Packed: ("pack", "pack(quantize(weight, format))"),
+        PackedConv: ("pack_conv", "pack_conv(quantize_conv(weight, format), size)"),
+    }
+    packer, call = names[kind]
+    check_type(x, Tensor, "the first argument is the input, a tensor", "pass torch.as_tensor(x), and the packed weight second")
+    check_type(packed, kind, f"the second argument is a weight that {packer} has made", f"pass {call}")
+    for what, term in (("bias", bias), ("residual", residual)):
+        check_type(term, (Tensor, type(None)), f"{what} is a tensor or None", f"pass torch.as_tensor({what})")
+    if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2):
+        raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
 
 
 def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, functions
-from halfbyte.ops.checks import check_bias, check_requantization
+from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.images import depthwise, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
+from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
@@ -46,6 +47,7 @@ def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", 
     or a tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
     """
     fmt = as_format(format)
+    check_weight(weight, name)
     return functions.quantize(convolution.channels_last(weight.detach(), fmt), fmt, method, name=name)
 
 
@@ -54,14 +56,10 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
 
     kernel_size   (Kh, Kw) or (Kw,); one number stands for a square
     """
+    check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
     sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
-    device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        return cuda_conv.pack(codes.to(device), sizes)
-    if device.type != "cpu":
-        there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
-        raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
-    return cpu_conv.pack(codes.to("cpu"), sizes)
+    device = check_device(device)
+    return cpu_conv.pack(codes.to(device), sizes) if device.type == "cpu" else cuda_conv.pack(codes.to(device), sizes)
 
 
 # Public functions
@@ -94,16 +92,20 @@ def conv2d(
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
     """
-    if x.dim() == 3:
-        image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
-        settings = {"compute": compute, "activation": activation, "clamp": clamp}
-        return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
-    low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-    moves = _moves(packed.sizes.kernel, stride, padding, dilation)
-    run: Any = _ops.conv2d.default
-    if plain(x) and not differentiated(x, bias, residual):
-        run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
-    return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)  # type: ignore[no-any-return]
+    try:
+        if x.dim() == 3:
+            image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+            settings = {"compute": compute, "activation": activation, "clamp": clamp}
+            return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
+        low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
+        moves = _moves(packed.sizes.kernel, stride, padding, dilation)
+        run: Any = _ops.conv2d.default
+        if plain(x) and not differentiated(x, bias, residual):
+            run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
+        return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, residual, clamp)
+        raise
 
 
 def conv1d(

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import convolution, cpu_tiles, experts, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
-from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_requantization
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.library import OPS, differentiated, plain
 from halfbyte.quantizers import CALIBRATED, METHODS
+from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
 
@@ -41,6 +42,7 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
     if method not in METHODS:
         why = f"{method} looks at the inputs of a model's layers" if method in CALIBRATED else f"unknown quantization method {method!r}"
         raise ArgumentError(f"{why}: use one of {', '.join(METHODS)}" + (", or quantize_" if method in CALIBRATED else ""))
+    check_weight(weight, name)
     weight = weight.detach()
     if method == "absmax":
         codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
@@ -54,14 +56,12 @@ def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
 
     Codes [N, K] become a weight for `linear` and its like, stacked ones [E, N, K] one for `grouped_linear`.
     """
-    device = torch.device(device)
+    check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
+    device = check_device(device)
     if device.type == "cpu":
         return experts.pack(codes.to("cpu"), _pack_cpu, cpu_tiles.NAME) if len(codes.shape) == 3 else _pack_cpu(codes.to("cpu"))
-    if device.type == "cuda" and torch.cuda.is_available():
-        codes = codes.to(device)
-        return experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME) if len(codes.shape) == 3 else gpu_tiles.pack(codes)
-    there = "torch sees no GPU" if device.type == "cuda" else "there are no kernels for it"
-    raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {there}: use device='cpu'")
+    codes = codes.to(device)
+    return experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME) if len(codes.shape) == 3 else gpu_tiles.pack(codes)
 
 
 def _pack_cpu(codes: Codes) -> Packed:
@@ -106,13 +106,17 @@ def linear(
     Gradients flow to x, bias and residual (dX = dY · W); the weight is frozen. Raises ArgumentError for shapes, dtypes or settings
     that do not fit. A row of x with a NaN or infinity gives a row of NaN under "int8".
     """
-    n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
-    low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-    if plain(x) and not differentiated(x, bias, residual):
-        if x.is_cpu:
-            return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
-        return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
-    return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
+    try:
+        n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
+        low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
+        if plain(x) and not differentiated(x, bias, residual):
+            if x.is_cpu:
+                return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+            return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
+        return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, Packed, bias, residual, clamp)
+        raise
 
 
 def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block") -> Tensor:
@@ -202,6 +206,8 @@ def dequantize(packed: Packed | PackedConv, dtype: torch.dtype = torch.float32) 
 
 
 def _matrix(packed: Packed) -> tuple[int, int]:
+    check_type(packed, Packed, "this operation takes a weight that pack has made", "pass pack(quantize(weight, format))")
     if len(packed.shape) != 2:
-        raise ArgumentError(f"this operation takes a weight [N, K], got one of shape {list(packed.shape)}")
+        remedy = "use grouped_linear" if len(packed.shape) == 3 else "for a convolution use quantize_conv, pack_conv and conv2d"
+        raise ArgumentError(f"this operation takes a weight [N, K], got one of shape {list(packed.shape)}: {remedy}")
     return packed.shape[0], packed.shape[1]

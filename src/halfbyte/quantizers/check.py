@@ -8,20 +8,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, FormatError
+from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.spec import Format
 
 _CHUNK = 1 << 22  # elements looked at together: temporaries stay at a few MB whatever the tensor's size
 
 
 def check_weight(weight: Tensor, name: str) -> None:
-    """Raises ArgumentError unless `weight` is float32, float16 or bfloat16 [..., K]."""
+    """Raises ArgumentError unless `weight` is a tensor of float32, float16 or bfloat16 [..., K], and has data."""
+    check_type(weight, Tensor, f"{name} is a tensor", "pass torch.as_tensor(array), or the weight of a module")
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ArgumentError(
             f"{name} is {weight.dtype}, and only float32, float16 and bfloat16 weights are quantized: convert it with .float() first"
         )
     if weight.dim() < 1:
         raise ArgumentError(f"{name} has no dimensions, and a weight has at least one: [..., N, K]")
+    if weight.is_meta:
+        raise ArgumentError(f"{name} has no data (it is on the meta device), and a weight is quantized by its values: load it first")
 
 
 def check_finite(weight: Tensor, name: str) -> None:
