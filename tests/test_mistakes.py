@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, UnsupportedError
 
 
 def model(**more: nn.Module) -> nn.Sequential:
@@ -137,3 +137,44 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
 def test_arguments_of_the_wrong_type_are_named(call: Callable[[], object], message: str, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients), pytest.raises((ArgumentError, UnsupportedError), match=message):
         call()
+
+
+# Names that are nearly right
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("int4", "int4_g128"),
+        ("int8", "int8_channel"),
+        ("Q4_0", "q4_0"),
+        ("int4-g128", "int4_g128"),
+        ("INT4_G48_ZP", "int4_g48_zp"),
+        ("q4", "q4_0"),
+        ("q8", "q8_0"),
+        ("int8_chanel", "int8_channel"),
+    ],
+)
+def test_an_unknown_format_names_the_nearest(name: str, near: str) -> None:
+    assert str(hb.as_format(near)) == near
+    with pytest.raises(FormatError, match=rf"^unknown format '{name}' \(did you mean {near}\?\): use one of q4_0, "):
+        hb.as_format(name)
+
+
+@pytest.mark.parametrize("name", ["", "bogus", "q5_9", "gptq", None, 4, torch.int8, ["q4_0"], {"format": "q4_0"}])
+def test_an_unknown_format_without_a_near_one_gets_the_list(name: Any) -> None:
+    with pytest.raises(FormatError, match=r"^unknown format [^?]*: use one of q4_0, "):
+        hb.as_format(name)
+
+
+@pytest.mark.parametrize("name", ["nope", "meta-llama/Llama-3.2-1B"])
+def test_loading_from_a_folder_that_is_missing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"^there is no folder {name}: name one that save\(\) or .* Hub, .*HalfbyteConfig\("):
+        hb.load(name)
+
+
+def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"not quantized by halfbyte, convert\('.*', 'new_folder', 'q4_0'\) does it"):
+        hb.load(tmp_path)

@@ -132,14 +132,20 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     """config.json without the section, and the section. Raises CheckpointError where anything in it does not fit."""
     path = folder / CONFIG
     if not isfile(path):
-        what = f"there is no {path}" if isdir(folder) or not exists(folder) else f"{folder} is not a folder"
+        if not exists(folder):
+            raise CheckpointError(
+                f"there is no folder {folder}: name one that save() or convert() made, or, for a model of the Hugging Face Hub, use "
+                'transformers, AutoModelForCausalLM.from_pretrained(name, quantization_config=halfbyte.HalfbyteConfig("q4_0"))'
+            )
+        what = f"there is no {path}" if isdir(folder) else f"{folder} is not a folder"
         raise CheckpointError(f"{what}: a halfbyte checkpoint is a folder that save() or convert() made")
     config = load_json(path)
     section = config.pop(SECTION, None)
     if section is not None:
         config.pop(SETTINGS, None)  # the same once more, for transformers
     if section is None:
-        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, convert() does it")
+        call = f"convert({str(folder)!r}, 'new_folder', 'q4_0')"
+        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {call} does it")
     if not isinstance(section, dict) or section.get("version") != VERSION:
         version = short(section.get("version") if isinstance(section, dict) else section)
         raise CheckpointError(f"{path} has a {SECTION!r} section of version {version}, this halfbyte reads {VERSION}: use a newer one")

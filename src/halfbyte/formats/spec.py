@@ -11,6 +11,7 @@ Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1 (ggml), in
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,7 @@ _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "inferllm_q4_0": (4, 32, "none", torch.float32, "inferllm", False),
     "inferllm_q8_0": (8, 32, "none", torch.float32, "inferllm", False),
 }
+_USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "int8_channel", "int8_tensor", "int8_g128")  # to suggest
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
 _GRAMMAR = re.compile(
     r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?", re.ASCII
@@ -121,6 +123,19 @@ PRESETS: dict[str, Format] = {name: Format(*fields) for name, fields in _FOREIGN
 _NAMES = {preset: name for name, preset in PRESETS.items()}
 
 
+def _suggestion(name: object) -> str:
+    """ " (did you mean …?)" for what is spelled nearly like a format."""
+    if not isinstance(name, str):
+        return ""
+    spelled = re.sub(r"[-\s]", "_", name.strip().lower())
+    if spelled in PRESETS or _GRAMMAR.fullmatch(spelled):
+        return f" (did you mean {spelled}?)"
+    usual = [*_USUAL, *PRESETS]
+    begun = [known for known in usual if spelled and known.startswith(spelled)]
+    near = begun or difflib.get_close_matches(spelled, usual, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def as_format(name: str | Format) -> Format:
     """The Format that `name` spells; a Format is returned as it is.
 
@@ -131,12 +146,12 @@ def as_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     match = _GRAMMAR.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise FormatError(
-            f"unknown format {name!r}: use one of {', '.join(PRESETS)} or spell it out as "
+            f"unknown format {name!r}{_suggestion(name)}: use one of {', '.join(PRESETS)} or spell it out as "
             "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32], for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
