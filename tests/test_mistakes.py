@@ -31,7 +31,7 @@ def formats(quantized: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ("q4_0", "q8_0", r"0 is quantized already, and stays q4_0 where q8_0 is asked for \(and 1 more are alike\), and nothing is left"),
+        ("q4_0", "q8_0", r"0 is quantized already, and stays q4_0 where q8_0 is asked for \(and 1 more\), and nothing is left"),
         ("q4_0", hb.Config("q4_0", overrides={"2": "q8_0"}), "2 is quantized already, and stays q4_0 where q8_0 is asked for, and nothing"),
         ("int8_channel", hb.Config("int8_channel", activations="static", calibration=[torch.zeros(1, 64)]), 'not "static", and nothing'),
         ("q4_0", hb.Config("q4_0", skip=["nope"]), "the skip pattern 'nope' matches no module"),

@@ -370,7 +370,7 @@ def _in_other_formats(model: nn.Module, present: Sequence[Candidate], config: Co
     other = [name for name, fmt in wanted.items() if isinstance(fmt, Format) and _packed_format(model, name) != fmt]
     if not other:
         return None
-    first, more = other[0], f" (and {len(other) - 1} more are alike)" if len(other) > 1 else ""
+    first, more = other[0], f" (and {len(other) - 1} more)" if len(other) > 1 else ""
     return f"{first} is quantized already, and stays {_packed_format(model, first)} where {wanted[first]} is asked for{more}"
 
 
