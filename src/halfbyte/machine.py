@@ -9,9 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from halfbyte.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 # Vendors as x86's CPUID, an Arm MIDR register (through /proc/cpuinfo) and Windows spell them.
 _VENDORS = {
@@ -131,6 +134,16 @@ def machine() -> Machine:
         caches=_caches(cpus[0]),
         memory=_memory(),
     )
+
+
+def named_device(name: str | torch.device) -> torch.device | None:
+    """torch's device of that name; None where it knows none."""
+    import torch
+
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError):
+        return None
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte.cli.output import Commands, add_command, print_json, print_table, progress
 from halfbyte.errors import ArgumentError
+from halfbyte.machine import named_device
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _gpu_device(name: str) -> torch.device:
     """Raises ArgumentError for what torch does not call a GPU."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type != "cuda":
+    device = named_device(name)
+    if device is None or device.type != "cuda":
         raise ArgumentError(f"--device is cuda or one of cuda:0, cuda:1, …, got {name!r}: name a GPU, as other kernels need no tuning")
     return device
 

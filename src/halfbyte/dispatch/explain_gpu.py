@@ -13,7 +13,7 @@ from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, rooflin
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
-from halfbyte.machine import GPUS, Gpu, gpu
+from halfbyte.machine import GPUS, Gpu, gpu, named_device
 
 
 def shape_json(problem: Problem) -> dict[str, Any]:
@@ -139,11 +139,8 @@ def _choose(problem: Problem, gpu: Gpu) -> GpuChoice:
 
 
 def _index(device: str) -> int:
-    try:
-        asked = torch.device(device)
-    except RuntimeError:
-        asked = torch.device("meta")
-    if asked.type != "cuda":
+    asked = named_device(device)
+    if asked is None or asked.type != "cuda":
         raise UnsupportedError(f"there are no kernels for device {device!r}: use cpu, cuda, or an architecture ({', '.join(GPUS)})")
     return asked.index or 0
 

@@ -13,6 +13,7 @@ from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.machine import named_device
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = get_args(Activation)
@@ -42,10 +43,7 @@ def check_bytes(weight: Tensor, nbytes: int, device: torch.device, what: object,
 
 def check_device(device: torch.device | str) -> torch.device:
     """The device for whose kernels a weight is to be packed. Raises UnsupportedError where there are none, or no such device."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        found = None
+    found = named_device(device)
     if found is not None and (found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available())):
         return found
     why = (

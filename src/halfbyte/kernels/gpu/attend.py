@@ -80,7 +80,7 @@ def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: to
     tokens = 32 if dtype != torch.float32 and wide <= 128 else 16
     splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
     chunk = min(triton.next_power_of_2(splits), max(1, 16384 // (triton.next_power_of_2(group) * wide)))
-    pdl = gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
+    pdl = launcher.starts_early(gpu)
     return Static(dim, wide, group, _rows(group), splits, chunk, tokens, pdl)
 
 

@@ -20,9 +20,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from halfbyte.errors import KernelError
+from halfbyte.machine import Gpu
 
 
 class Call(NamedTuple):
@@ -41,6 +43,11 @@ class _Recorder(NamedTuple):
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
+
+
+def starts_early(gpu: Gpu) -> bool:
+    """Whether a kernel may start before the one before it has ended (programmatic dependent launch): from Hopper on."""
+    return gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

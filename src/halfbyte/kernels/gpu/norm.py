@@ -19,7 +19,7 @@ MOST = 1 << 15  # columns: all of a row is in registers
 def launch(gpu: Gpu, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """x, out [M, K], contiguous, K at most MOST; weight [K], of the same type."""
     m, k = x.shape
-    pdl = gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
+    pdl = launcher.starts_early(gpu)
     options = {"launch_pdl": True} if pdl else {}
     launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), pdl, num_warps=16, **options)
 

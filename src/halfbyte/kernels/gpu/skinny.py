@@ -42,7 +42,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first. The rules come from measurements on an H100."""
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    pdl = ptx and gpu.capability >= (9, 0)
+    pdl = launcher.starts_early(gpu)
     found = _few_rows(problem, gpu) if _reads_directly(problem, gpu) else _staged(problem, gpu)
     found = [replace(config, ptx=ptx, pdl=pdl, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
     if pdl:  # the best ones also the other way

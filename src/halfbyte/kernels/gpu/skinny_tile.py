@@ -68,8 +68,8 @@ class Static:
     records: int
     stages: int
     threads: int
-    ahead: int
-    scales_ahead: int  # records whose scales are
+    ahead: int  # records of each part that are on their way to the L2 cache before the kernel before has ended
+    scales_ahead: int  # records whose scales are, too
     split: bool
     mode: str  # "sums", "weights", or "exact": see the text of this file
     ptx: bool
