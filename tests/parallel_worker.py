@@ -1,7 +1,8 @@
-"""One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER
+"""One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER cpu|cuda
 
-Runs every scenario below on gloo and writes what became of each to FOLDER/<rank>.json: "" or what went wrong. A scenario that fails in one
-process leaves the others waiting, so it is the last; nothing waits longer than the timeout of the process group.
+Runs every scenario below, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each to FOLDER/<rank>.json: "" or
+what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing waits longer than the timeout of
+the process group.
 """
 
 from __future__ import annotations
@@ -23,22 +24,30 @@ from torch import distributed, nn
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
+from halfbyte.integrations import decoding
+from halfbyte.integrations.text import ready
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import part_of
+from halfbyte.nn.parallel_sum import LARGEST, all_reduce, prepare
 
 HERE = Path(__file__).parent
 IDS = torch.randint(0, 300, (2, 7), generator=torch.Generator().manual_seed(1))
 FORMATS = {"blocks": "int4_g16_zp", "rows": "int8_channel"}  # of which columns may be cut, and not
 
 
-def main(rank: int, count: int, folder: Path) -> None:
-    timeout = timedelta(seconds=150)
+def main(rank: int, count: int, folder: Path, device: str) -> None:
+    how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=150)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}  # as torchrun does
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count, timeout=timeout)
-    mesh = distributed.init_device_mesh("cpu", (count,))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        how["device_id"] = torch.device("cuda", rank)
+    distributed.init_process_group("gloo" if device == "cpu" else "nccl", init_method=f"file://{folder}/meet", **how)
+    mesh = distributed.init_device_mesh(device, (count,))
     results: dict[str, str] = {}
     for name, scenario in SCENARIOS.items():
+        if name in CPU_ALONE and device != "cpu":
+            continue
         try:
             scenario(mesh, folder)
             results[name] = ""
@@ -50,28 +59,33 @@ def main(rank: int, count: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def logits(model: Any) -> torch.Tensor:
+def on_one(folder: Path, mesh: Any) -> Any:
+    """The whole model, on this process's device."""
+    return hb.load(folder, mesh.device_type)
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.inference_mode():
-        out: torch.Tensor = model(IDS).logits
+        out: torch.Tensor = model(ids.to(model.device)).logits
     return out
 
 
 def text(model: Any, **settings: Any) -> list[int]:
-    prompt = IDS[:1, :4]
+    prompt = IDS[:1, :4].to(model.device)
     with torch.inference_mode():
         return model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, **settings)[0].tolist()  # type: ignore[no-any-return]
 
 
-def in_float64(model: Any) -> torch.Tensor:
+def in_float64(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     """What the model computes with its weights as they are and no rounding of float32."""
     whole = deepcopy(model).dequantize(torch.float64).double()
     whole.set_experts_implementation("eager")  # the others know no float64
-    return logits(whole)
+    return logits(whole, ids)
 
 
 def a_checkpoint_is_loaded_in_parts(mesh: Any, folder: Path) -> None:
     for kind in FORMATS:
-        alone, shared = hb.load(folder / kind), hb.load(folder / kind, mesh=mesh)
+        alone, shared = on_one(folder / kind, mesh), hb.load(folder / kind, mesh=mesh)
         whole, here = (sum(m.codes().nbytes for m in model.modules() if isinstance(m, QuantModule)) for model in (alone, shared))
         assert here < whole * (1 / mesh.size() + 0.16), "heads, blocks and key heads do not come out even"
         exactly, theirs, mine = in_float64(alone), logits(alone), logits(shared)
@@ -103,7 +117,7 @@ def rows_alone_give_the_same_bits(mesh: Any, folder: Path) -> None:
 
 def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
     """The same parts as those that are read from files; fused and compiled they compute the same."""
-    alone = hb.load(folder / "blocks")
+    alone = on_one(folder / "blocks", mesh)
     loaded, spread = hb.load(folder / "blocks", mesh=mesh), hb.parallelize_(deepcopy(alone), mesh)
     for (name, one), (_, other) in zip(loaded.named_modules(), spread.named_modules(), strict=True):
         assert part_of(one) == part_of(other), name
@@ -115,9 +129,10 @@ def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
     before = [row.after for row in hb.parallel_report(spread).rows]
     assert fuse_(spread)
     assert any(isinstance(module, FusedLinear) and part_of(module) for module in spread.modules())
-    assert torch.equal(logits(spread), wanted)
+    if mesh.device_type == "cpu":  # on a GPU another shape may have another kernel
+        assert torch.equal(logits(spread), wanted)
     assert before == [row.after for row in hb.parallel_report(loaded).rows]
-    layer, x = loaded.model.layers[0].mlp, torch.randn(2, 3, 64)
+    layer, x = loaded.model.layers[0].mlp, torch.randn(2, 3, 64, device=mesh.device_type)
     with pytest.raises(UnsupportedError, match="gradients do not cross processes"):
         layer(x.clone().requires_grad_())
     if mesh.size() > 2:  # compiling takes its time
@@ -125,32 +140,36 @@ def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
         embed = torch.compile(loaded.model.embed_tokens, fullgraph=True, backend="aot_eager")
-        assert torch.equal(embed(IDS), alone.model.embed_tokens(IDS))
-        assert embed(torch.tensor([-1, 999])).isnan().all()
+        ids = IDS.to(x.device)
+        assert torch.equal(embed(ids), alone.model.embed_tokens(ids))
+        assert embed(torch.tensor([-1, 999], device=x.device)).isnan().all()
 
 
 def experts_are_cut(mesh: Any, folder: Path) -> None:
     """Parts of multiples of 16, since torch rounds the gate otherwise at the end of a row that is none."""
     for name in ("mixtral", "qwen3_moe"):
-        alone = hb.load(folder / name)
+        alone = on_one(folder / name, mesh)
         exactly, theirs = in_float64(alone), logits(alone)
         for exact in (False, True):
             mine = logits(hb.load(folder / name, mesh=mesh, exact=exact))
-            if exact:
+            if exact and mesh.device_type == "cpu":
                 assert torch.equal(mine, theirs), name
+            assert torch.equal(mine, same_everywhere(mine)), "or they choose different experts"
             assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max(), (name, exact)
 
 
 def a_plan_of_ones_own(mesh: Any, folder: Path) -> None:
     """Any module; biases are added once; what a plan does not name stays whole."""
     torch.manual_seed(5)
-    net = nn.ModuleDict({"up": nn.Linear(64, 200), "down": nn.Linear(200, 48), "whole": nn.Linear(48, 5), "odd": nn.Linear(5, 7)})
+    net = nn.ModuleDict({"up": nn.Linear(64, 200), "down": nn.Linear(200, 48), "whole": nn.Linear(48, 5), "odd": nn.Linear(5, 7)}).to(
+        mesh.device_type
+    )
 
     def run(net: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return net["odd"](net["whole"](net["down"](net["up"](x).relu()))).double()  # type: ignore[no-any-return]
 
-    x, plan = torch.randn(3, 64), {"up": "colwise", "down": "rowwise", "odd": "rowwise_split_input"}
+    x, plan = torch.randn(3, 64).to(mesh.device_type), {"up": "colwise", "down": "rowwise", "odd": "rowwise_split_input"}
     for fmt in (None, hb.Config("int4_g40_offset", compute="float"), hb.Config("int8_channel"), hb.Config("int4_g7", compute="float")):
         model = deepcopy(net) if fmt is None else hb.quantize_(deepcopy(net), fmt)
         wanted = run(model, x)
@@ -199,7 +218,7 @@ def what_is_refused(mesh: Any, folder: Path) -> None:
 
 def transformers_asks_for_it(mesh: Any, folder: Path) -> None:
     """tp_plan="auto", of a quantized folder and of a float one that is quantized as it loads."""
-    alone = hb.load(folder / "blocks")
+    alone = on_one(folder / "blocks", mesh)
     wanted = logits(hb.parallelize_(alone, mesh))
     build = transformers.AutoModelForCausalLM.from_pretrained
     mine = build(folder / "blocks", tp_plan="auto")
@@ -207,24 +226,88 @@ def transformers_asks_for_it(mesh: Any, folder: Path) -> None:
     assert hb.parallel_report(mine).count == mesh.size()
     made = build(folder / "float", tp_plan="auto", quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
     assert any(part_of(module) for module in made.modules())
-    whole = build(folder / "float", quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
+    whole = build(folder / "float", device_map=mesh.device_type, quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
     assert text(made, cache_implementation="static") == text(whole, cache_implementation="static")
     with pytest.raises(UnsupportedError, match="each process has a part of the model"):
         made.save_pretrained(folder / "no")
 
 
+def tensors_are_added(mesh: Any, folder: Path) -> None:
+    """Of any dtype, size and place in memory; whole numbers, whose sums are exact."""
+    group, rank, count = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
+    prepare(group, mesh.device_type)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for size in (0, 1, 3, 8, 4096, LARGEST // 4, LARGEST):
+            whole = torch.arange(size + 1, device=mesh.device_type).remainder_(16)
+            x = (whole * (rank + 1)).to(dtype)[1:]  # not where a kernel would like it
+            total = all_reduce(x, group)
+            assert torch.equal(total, (whole[1:] * (count * (count + 1) // 2)).to(dtype)), (dtype, size)
+            assert torch.equal(x, (whole[1:] * (rank + 1)).to(dtype)), "what is added stays"
+    wide = torch.full((6, 10), rank + 1.0, device=mesh.device_type)
+    assert torch.equal(all_reduce(wide.T[1:8], group), torch.full((7, 6), count * (count + 1) / 2, device=wide.device))
+
+
+TOKENS = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+def decoded(model: Any, forward: Any) -> torch.Tensor:
+    """Logits [b, 4, v] of the last four TOKENS, each a step of its own after a prompt of the others."""
+    cache, ids = transformers.StaticCache(config=model.config, max_cache_len=16), TOKENS.to(model.device)
+    with torch.inference_mode():
+        found = [model(ids[:, :6], past_key_values=cache, use_cache=True).logits[:, -1]]
+        for at in range(6, 9):
+            position = torch.full((1, 1), at, device=model.device)
+            out = forward(input_ids=ids[:, at : at + 1], position_ids=position, past_key_values=cache)
+            found.append(out.logits[:, -1].clone())
+    return torch.stack(found, 1)
+
+
+def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
+    """Decoder layers as `generate` arranges them, norms and additions in the products; on GPUs in bfloat16, and as graphs."""
+    calls = []
+    attend, decoding.DEVICES = decoding.attend, ("cpu", "cuda")
+
+    def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
+        calls.append(1)
+        return attend(*arguments, **settings)
+
+    decoding.attend = counted
+    dtype = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
+    exactly = in_float64(on_one(folder / "wide", mesh), TOKENS)[:, 5:]
+    for exact in (False, True):
+        alone = ready(on_one(folder / "wide", mesh), mesh.device_type, dtype)
+        shared = ready(hb.load(folder / "wide", mesh=mesh, exact=exact), mesh.device_type, dtype)
+        theirs = decoded(alone, alone)
+        calls.clear()
+        mine = decoded(shared, shared)
+        assert len(calls) == 3 * 2, "each token in each layer"
+        assert torch.equal(mine, same_everywhere(mine))
+        assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
+    decoding.attend = attend
+    if mesh.device_type == "cpu":
+        return
+    step = torch.compile(shared.forward, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    for _ in range(2):  # compiled, captured and replayed
+        mine = decoded(shared, step)
+        assert torch.equal(mine, same_everywhere(mine))
+        assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
+        tensors_are_added,
         a_checkpoint_is_loaded_in_parts,
         rows_alone_give_the_same_bits,
         a_model_in_memory_is_spread,
         experts_are_cut,
+        one_token_in_few_kernels,
         a_plan_of_ones_own,
         what_is_refused,
         transformers_asks_for_it,
     )
 }
+CPU_ALONE = {"rows_alone_give_the_same_bits": "on GPUs shape chooses the kernel", "what_is_refused": "is the same on every device"}
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

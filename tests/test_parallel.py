@@ -1,4 +1,4 @@
-"""Models that several processes share, on gloo: what one process computes, each with a part of the weights (parallel_worker.py)."""
+"""Models that several processes share, on gloo, and on NCCL where there are GPUs: what one process computes (parallel_worker.py)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def write(folder: Path) -> None:
     for name, fmt in parallel_worker.FORMATS.items():
         config = hb.Config(fmt, compute="float", skip=["model.layers.1.mlp.up_proj"])
         hb.save(hb.quantize_(build("Llama", **llama), config), folder / name)
+    wide = build("Llama", hidden_size=512, intermediate_size=1024)
+    hb.save(hb.quantize_(wide, hb.Config("int4_g32", compute="float")), folder / "wide")
     experts = hb.Config("int4_g8", compute="float")
     mixtral = build("Mixtral", intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
     hb.save(hb.quantize_(mixtral, experts), folder / "mixtral")
@@ -67,14 +69,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module", params=[("cpu", 2), ("cpu", 3), pytest.param(("cuda", 2), marks=two_gpus)], ids=lambda p: f"{p[0]}-{p[1]}")
 def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each process says of each scenario."""
+    device, count = request.param
     folder = tmp_path_factory.mktemp("run")
     for model in models.iterdir():
         (folder / model.name).symlink_to(model, target_is_directory=True)
-    run_processes(request.param, [str(Path(parallel_worker.__file__)), "{rank}", str(request.param), str(folder)])
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+    said = run_processes(count, [str(Path(parallel_worker.__file__)), "{rank}", str(count), str(folder), device])
+    files = [folder / f"{rank}.json" for rank in range(count)]
+    assert all(file.exists() for file in files), said
+    skipped = dict.fromkeys(parallel_worker.CPU_ALONE, "skipped") if device != "cpu" else {}
+    return [json.loads(file.read_text()) | skipped for file in files]
 
 
 def run_processes(count: int, command: list[str], environment: dict[str, str] | None = None) -> list[tuple[str, str]]:
@@ -95,15 +104,19 @@ def run_processes(count: int, command: list[str], environment: dict[str, str] | 
 
 @pytest.mark.parametrize("name", parallel_worker.SCENARIOS)
 def test_processes_share_a_model(outcomes: list[dict[str, str]], name: str) -> None:
+    if all(said.get(name) == "skipped" for said in outcomes):
+        pytest.skip(parallel_worker.CPU_ALONE[name])
     for rank, said in enumerate(outcomes):
         assert name in said, f"process {rank} ended before: {said}"
         assert not said[name], f"process {rank}: {said[name]}"
 
 
-def test_generate_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+def test_generate_under_torchrun(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first process alone prints, and what one process would."""
     folder = make_language_model(tmp_path / "model")
     command = ["generate", str(folder), "--format", "q8_0", "--prompt", "the quick", "--max-new-tokens", "8"]
+    command += ["--device", device, "--dtype", "float32"]
     assert main(command) == 0
     alone = capsys.readouterr().out
     with socket.socket() as free:

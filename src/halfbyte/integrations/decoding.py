@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from halfbyte import ops
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.parallel import linear_added
 from halfbyte.ops.decoding import attend, normed_linear
 
 # Their forward is this file's formula; others differ in norms, activations or what is added where.
@@ -102,17 +102,13 @@ class _OneToken:
         seen = attend(qkv.view(len(qkv), -1), rotary, kept.keys, kept.values, length, mask, attention.scaling, advance=advance)
         if first:
             length.add_(1)
-        hidden_states = _add(seen.unsqueeze(1), attention.o_proj, hidden_states)
+        hidden_states = linear_added(attention.o_proj, seen.unsqueeze(1), hidden_states)
         norm = self.post_attention_layernorm
         inner = normed_linear(hidden_states, norm.weight, norm.variance_epsilon, self.mlp.gate_proj.together[0], gated=True)
-        return _add(inner, self.mlp.down_proj, hidden_states)
+        return linear_added(self.mlp.down_proj, inner, hidden_states)
 
 
 _SHORT: dict[type, Any] = {cls: type(f"OneToken{cls.__name__}", (_OneToken, cls), {}) for cls in LAYERS}
-
-
-def _add(x: Tensor, linear: QuantLinear, residual: Tensor) -> Tensor:
-    return ops.linear(x, linear.packed, linear.bias, residual=residual, compute=linear.compute, activation=linear.activation)
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ the error of a sum on one device is at most
     u (|y| + sum of |p_r|)         + (n - 1) 2^-24 (sum of |p_r|)    for n processes
 
 All processes get the same bits, so that they choose the same tokens and experts. What only moves numbers (parts put together, rows of an
-embedding) is exact. The collectives are torch's functional ones, which torch.compile knows and CUDA graphs record.
+embedding) is exact. The collectives are torch's (parallel_sum.py); torch.compile knows them and CUDA graphs record them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan
+from halfbyte.nn.parallel_sum import all_reduce, prepare
 from halfbyte.nn.report import size_text, table
 
 if TYPE_CHECKING:
@@ -188,7 +189,9 @@ def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
     if hasattr(any_model := modules[""], "_get_static_cache_init_shape"):
         any_model._get_static_cache_init_shape = _as_they_come
     model.requires_grad_(False)
-    setattr(model, _REPORT, _report(model, plan, parts, before))
+    processes = next((part.processes for part in parts.values()), None)
+    sums = "" if processes is None else prepare(processes.group, processes.device)
+    setattr(model, _REPORT, _report(model, plan, parts, before, sums))
 
 
 def _as_they_come() -> None:
@@ -217,6 +220,20 @@ def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
     return y
 
 
+def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + linear(x), x [..., K], residual and result [..., N], for callers that add in the product; it may be a part.
+
+    Where parts of sums are added, the first process adds the residual to its own.
+    """
+    part = part_of(linear)
+    summed = part is not None and (part.cut.before, part.cut.after) == ("", "reduce")
+    if part is not None and not summed:
+        return residual + _forward(linear, x)
+    first = residual if part is None or part.processes.rank == 0 else None
+    y = ops.linear(x, linear.packed, linear.bias, residual=first, compute=linear.compute, activation=linear.activation)
+    return y if part is None else _reduce(y, part.processes)
+
+
 def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
     """Rows of a vocabulary: each process gives those that it has, and zeros for the others."""
     ((start, stop),) = part.mine
@@ -234,9 +251,7 @@ def _reduce(x: Tensor, processes: Processes) -> Tensor:
     """The sum of what the processes have, the same bits in each."""
     _check_frozen(x)
     wide = processes.count > 2 and x.dtype in _HALVES
-    total: Tensor = torch.ops._c10d_functional.all_reduce.default((x.float() if wide else x).contiguous(), "sum", processes.group)
-    total = torch.ops._c10d_functional.wait_tensor.default(total)
-    return total.to(x.dtype)
+    return all_reduce(x.float() if wide else x, processes.group).to(x.dtype)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], processes: Processes) -> Tensor:
@@ -276,15 +291,19 @@ class ParallelRow:
 
 @dataclass(frozen=True, slots=True)
 class ParallelReport:
-    """What this process has of each weight. `str()` is a table, one line for all layers that are cut alike."""
+    """What this process has of each weight. `str()` is a table, one line for all layers that are cut alike.
+
+    sums  how parts of sums are added across processes
+    """
 
     rows: tuple[ParallelRow, ...]
     rank: int
     count: int
+    sums: str = ""
 
     def to_json(self) -> dict[str, object]:
         rows = [{key: getattr(row, key) for key in ("name", "how", "why", "before", "after")} for row in self.rows]
-        return {"rank": self.rank, "count": self.count, "rows": rows}
+        return {"rank": self.rank, "count": self.count, "sums": self.sums, "rows": rows}
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[ParallelRow]] = {}
@@ -296,7 +315,8 @@ class ParallelReport:
             sizes = size_text(sum(row.before for row in rows)), size_text(sum(row.after for row in rows))
             lines.append((name, f"{len(rows)} times" if len(rows) > 1 else "", how, why, *sizes))
         before, after = (size_text(sum(getattr(row, key) for row in self.rows)) for key in ("before", "after"))
-        return "\n".join([*table(lines, left=4), "", f"process {self.rank} of {self.count}: {after} of {before}"])
+        added = f"; sums by {self.sums}" if self.sums else ""
+        return "\n".join([*table(lines, left=4), "", f"process {self.rank} of {self.count}: {after} of {before}{added}"])
 
 
 def parallel_report(model: nn.Module) -> ParallelReport:
@@ -307,7 +327,7 @@ def parallel_report(model: nn.Module) -> ParallelReport:
     return found
 
 
-def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int]) -> ParallelReport:
+def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int], sums: str) -> ParallelReport:
     rows, seen = [], set()
     rank, count = next(((part.processes.rank, part.processes.count) for part in parts.values()), (0, 1))
     for name, module in model.named_modules(remove_duplicate=False):
@@ -326,7 +346,7 @@ def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
         tied = weight is not None and id(weight) in seen
         seen.add(id(weight))
         rows.append(ParallelRow(name, how, "shares its weight" if tied else why, 0 if tied else whole, 0 if tied else after))
-    return ParallelReport(tuple(rows), rank, count)
+    return ParallelReport(tuple(rows), rank, count, sums)
 
 
 def bytes_of_holders(model: nn.Module) -> dict[str, int]:

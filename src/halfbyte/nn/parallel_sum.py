@@ -1,0 +1,119 @@
+"""Sums over processes, y = x_0 + … + x_(n - 1): the same bits in each.
+
+Torch's functional all-reduce (NCCL, gloo) takes any size. A decoding step adds a few kilobytes many times, and there waiting is all: up to
+LARGEST bytes GPUs of one host use torch's one-shot all-reduce on symmetric memory. Each GPU writes its part where the others can read it,
+and adds the parts in the order of ranks: one kernel, no copy engine, no second trip. Multicast in the network (NVLink SHARP) is not used.
+
+The buffer for it is made once for a group, by all processes together (`prepare`), before any CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 1 << 18  # bytes; with more, bandwidth counts
+_ALIGNED = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What processes of a group read from each other: uint8 [LARGEST], or why there is no such memory.
+
+    group  the process group, gone when it is destroyed (a later one may have its name)
+    """
+
+    group: weakref.ref[Any]
+    buffer: Tensor | None
+    trouble: str | None
+
+
+_SHARED: dict[str, _Shared] = {}
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define("sum_over_processes(Tensor x, str group) -> Tensor")
+
+
+def prepare(group: str, device: str) -> str:
+    """Makes the memory that a group's processes share; each of them calls it. Returns how sums are made, in words for a report.
+
+    group   torch's name of it
+    device  "cuda", "cpu", …
+    """
+    if device != "cuda":
+        return "torch.distributed"
+    there = torch.distributed.distributed_c10d._resolve_process_group(group)
+    known = _SHARED.get(group)
+    if known is None or known.group() is not there:
+        known = _SHARED[group] = _Shared(weakref.ref(there), *_share(there))
+    return f"NCCL: {known.trouble}" if known.trouble else f"one-shot all-reduce up to {LARGEST >> 10} KB, NCCL above"
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """The sum of all processes' x, in x's dtype, on the current stream."""
+    if group in _SHARED:
+        return torch.ops.halfbyte.sum_over_processes.default(x, group)  # type: ignore[no-any-return]
+    return _large(x, group)
+
+
+def _large(x: Tensor, group: str) -> Tensor:
+    total: Tensor = torch.ops._c10d_functional.all_reduce.default(x.contiguous(), "sum", group)
+    return torch.ops._c10d_functional.wait_tensor.default(total)  # type: ignore[no-any-return]
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    buffer = _SHARED[group].buffer
+    wide = x.float() if x.dtype == torch.float16 else x  # the kernel knows float32 and bfloat16
+    if buffer is None or not 0 < wide.nbytes <= len(buffer) or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
+        return _large(x, group)
+    mine = wide.contiguous()
+    if mine.data_ptr() % _ALIGNED:
+        mine = mine.clone()
+    there = buffer[: mine.nbytes].view(mine.dtype).view(mine.shape)
+    total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy.default(there, mine, "sum", group)
+    return total.to(x.dtype)
+
+
+_library.impl("sum_over_processes", _sum, "CUDA")
+torch.library.register_fake("halfbyte::sum_over_processes", lambda x, group: torch.empty_like(x).contiguous(), lib=_library)
+
+
+# The buffer
+
+
+def _share(group: Any) -> tuple[Tensor | None, str | None]:
+    """(buffer, None), or (None, why not): the same in all processes, so that none waits for another."""
+    here = torch.cuda.current_device()
+    places: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(places, (socket.gethostname(), here, _lacking()), group=group)
+    hosts, devices, lacking = ({place[i] for place in places} for i in range(3))
+    if trouble := next(filter(None, lacking), None):
+        return None, trouble
+    if len(hosts) > 1:
+        return None, "the processes are on several hosts"
+    # Where each process sees its own GPU alone, torch says so below.
+    if len(devices) == len(places) and not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        return None, "the GPUs do not reach each other's memory"
+    buffer, trouble = None, None
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffer = symmetric.empty(LARGEST, dtype=torch.uint8, device=torch.device("cuda", here))
+        symmetric.rendezvous(buffer, group.group_name)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        trouble = f"torch shares no memory between these GPUs ({' '.join(str(error).split())[:200]})"
+    torch.distributed.all_gather_object(places, trouble, group=group)
+    first = next(filter(None, places), None)
+    return (buffer, None) if first is None else (None, first)
+
+
+def _lacking() -> str | None:
+    """What this process's torch lacks."""
+    if torch.version.hip is not None:
+        return "one-shot sums are tried on NVIDIA GPUs alone"
+    ops = torch.ops.symm_mem
+    return None if hasattr(ops, "one_shot_all_reduce_copy") else "this torch has no one-shot all-reduce"
