@@ -1,23 +1,28 @@
 """Compiled objects on disk, dumps, and what is said where code can't be compiled or run."""
 
+import ast
 import ctypes
+import dataclasses
 import errno
+import functools
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support import RUNNABLE
 
+import halfbyte as hb
 from halfbyte import env
 from halfbyte.errors import ArgumentError, KernelError
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu import isas as isas_module
-from halfbyte.kernels.cpu import jit
+from halfbyte.kernels.cpu import jit, runtime, tile
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.machine import machine
@@ -72,6 +77,160 @@ def test_what_is_loaded_is_not_loaded_again(folder: Path, monkeypatch: pytest.Mo
     path.unlink()
     monkeypatch.setattr(jit, "compile_object", never)
     assert answer() == 42
+
+
+SPEC = tile.TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows=1, vectors=4, out="f32")
+
+
+def runner() -> dict[str, int]:
+    return jit.load("runtime", runtime.build, current())
+
+
+def tiles(**changes: object) -> dict[str, int]:
+    return jit.load("tile", functools.partial(tile.build, dataclasses.replace(SPEC, **changes)), current())
+
+
+def test_kernels_that_the_cache_has_are_loaded_without_making_their_ir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [runner().keys(), tiles().keys()]
+    assert len(list(folder.iterdir())) == 2
+    forget()
+    monkeypatch.setattr(Module, "__init__", never)
+    assert [runner().keys(), tiles().keys()] == first
+    for change in ({"rows": 2}, {"bits": 8}, {"out": "bf16"}, {"gelu": True}):
+        with pytest.raises(AssertionError, match="though the cache"):
+            tiles(**change)
+
+
+def test_the_target_is_part_of_a_kernels_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner()
+    for i, (attribute, other) in enumerate({"cpu": "generic", "features": "+bmi2", "attributes": "noinline"}.items()):
+        forget()
+        monkeypatch.setattr(type(current()), attribute, other)
+        runner()
+        assert len(list(folder.iterdir())) == 2 + i
+
+
+def test_sources_that_changed_while_the_process_runs_are_not_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles()
+    forget()
+    newest = max(path.stat().st_mtime_ns for path in jit.sources())
+    monkeypatch.setattr(jit, "IMPORTED", newest - 1)
+    tiles()  # by the text of its IR
+    assert len(list(folder.iterdir())) == 2
+    forget()
+    monkeypatch.setattr(jit, "compile_object", never)
+    tiles()
+    monkeypatch.setattr(Module, "__init__", never)
+    forget()
+    with pytest.raises(AssertionError, match="though the cache"):
+        tiles()
+
+
+def test_without_sources_the_ir_tells_kernels_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "sources", tuple)
+    assert tiles() != tiles(rows=2)
+    assert len(list(folder.iterdir())) == 2
+
+
+# A process for each run, which has no more of halfbyte than torch has when it begins.
+_RUNS = """
+import os, sys
+from pathlib import Path
+import torch
+
+def run():
+    import halfbyte as hb
+    from halfbyte.kernels.cpu.ir import Module
+
+    made, start = [], Module.__init__
+    Module.__init__ = lambda self, *arguments: made.append(start(self, *arguments))
+    weight = hb.pack(hb.quantize(torch.randn(33, 64), "q4_0"))
+    for rows in (1, 3):
+        hb.linear(torch.randn(rows, 64), weight)
+    weight = hb.pack_conv(hb.quantize_conv(torch.randn(16, 8, 3, 3), "int8_channel"), 3)
+    hb.conv2d(torch.randn(1, 8, 6, 6), weight, padding=1)
+    print(len(made), sum(1 for _ in (Path(os.environ["HALFBYTE_CACHE"]) / "cpu").iterdir()), flush=True)
+
+for edit in (False, False, True):
+    if edit:
+        with (Path(sys.path[0]) / "halfbyte" / "kernels" / "cpu" / "gelu.py").open("a") as file:
+            file.write("# edited")
+    child = os.fork()
+    if not child:
+        run()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit("a run failed")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_second_process_makes_no_ir_until_a_source_is_edited(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(Path(hb.__file__).parent, tmp_path / "halfbyte", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "runs.py").write_text(_RUNS)
+    done = subprocess.run([sys.executable, tmp_path / "runs.py"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, edited = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    assert first[0] == first[1] >= 6  # modules, files
+    assert second == (0, first[1])
+    assert edited == (first[0], 2 * first[1])
+
+
+def test_the_sources_are_all_that_generators_import() -> None:
+    root = Path(hb.__file__).parent
+
+    def imported(path: Path) -> Iterator[Path]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("halfbyte"):
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    module = root.joinpath(*name.split(".")[1:]).with_suffix(".py")
+                    if module.is_file():
+                        yield module
+
+    found, todo = set[Path](), [path for path in jit.sources() if path.parent.name == "cpu"]
+    assert len(todo) > 20
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            todo += imported(path)
+    assert found - set(jit.sources()) == {root / "errors.py", root / "env.py"}  # words
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[..., Module], isa_module.ISA]]:
+    """What is loaded during the test."""
+    calls: list[tuple[Callable[..., Module], isa_module.ISA]] = []
+    load = jit.load
+
+    def noted(name: str, build: Callable[..., Module], isa: isa_module.ISA) -> dict[str, int]:
+        calls.append((build, isa))
+        return load(name, build, isa)
+
+    monkeypatch.setattr(jit, "load", noted)
+    return calls
+
+
+def test_generators_read_nothing_but_their_specification(loaded: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fmt in ("q4_0", "int4_g128_zp", "int8_channel"):
+        weight = hb.pack(hb.quantize(torch.randn(48, 96), fmt))
+        hb.dequantize(weight)
+        for rows in (1, 5):
+            hb.linear(torch.randn(rows, 96).to(torch.bfloat16), weight)
+    for channels, groups in ((16, 1), (1, 16)):
+        kernel = hb.pack_conv(hb.quantize_conv(torch.randn(16, channels, 3, 3), "int8_channel"), 3, groups)
+        hb.conv2d(torch.randn(1, 16, 9, 9), kernel, padding=1)
+    assert len({build.func.__module__ for build, _ in loaded if isinstance(build, functools.partial)}) >= 5
+    texts = [build(isa).text() for build, isa in loaded]
+    names = [jit._specification(build, isa) for build, isa in loaded]
+    assert all(" at 0x" not in name for name in names)
+    assert len(set(zip(names, texts, strict=True))) == len(set(names))  # the same specification, the same text
+    # Another process may be told otherwise in every other respect.
+    isas_module._named.cache_clear()
+    monkeypatch.setenv("HALFBYTE_ISA", "generic")
+    monkeypatch.setenv("HALFBYTE_THREADS", "1")
+    monkeypatch.setattr(isa_module, "machine", lambda: dataclasses.replace(machine(), features=frozenset(), vendor="nobody"))
+    assert [build(isa).text() for build, isa in loaded] == texts
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

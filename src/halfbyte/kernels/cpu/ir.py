@@ -11,9 +11,11 @@ Offsets of pointers are bytes. Integers are signed unless a method's name says o
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+IMPORTED = time.time_ns()  # every generator imports this file before its own text runs
 _FLOATS = {"half", "bfloat", "float", "double"}
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 

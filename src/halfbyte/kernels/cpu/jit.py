@@ -1,13 +1,15 @@
 """From IR to callable code: compile with llvmlite, keep the object on disk, link it into the process.
 
-An object's name is the SHA-256 of everything that it depends on (IR, target, compiler version), and the file begins with
-the SHA-256 of the object itself, so a damaged file is seen and made anew. The folder must belong to the user with mode
-0700: code from a folder that others can write is never run.
+A file's name is the SHA-256 of everything that its object depends on: target, compiler version, and either what the IR is
+generated from (the specification and the generators' source files), so that code in the cache is found without making its
+IR, or the IR itself. The file begins with the SHA-256 of what follows (names of functions, object), so a damaged file is
+seen and made anew. The folder must belong to the user with mode 0700: code from a folder that others can write is never run.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import llvmlite.binding as llvm
 
 from halfbyte import env
 from halfbyte.errors import KernelError
-from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.ir import IMPORTED, Module
 from halfbyte.kernels.cpu.isa import ISA
 
 _lock = threading.RLock()
@@ -34,6 +37,10 @@ _loaded: dict[str, dict[str, int]] = {}  # by key
 _warned: set[str] = set()
 _initialized = False
 
+_FORM = 2  # of the files
+_ROOT = Path(__file__).parents[2]
+# What kernels are generated from. Sizes and formats reach a generator through its specification, from files of these folders too.
+_SOURCES = ("kernels/cpu/*.py", "kernels/problem.py", "layouts/*.py", "formats/*.py", "machine.py")
 
 if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a thread of its parent holds
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -136,12 +143,12 @@ def _write_cached(path: Path, body: bytes) -> None:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _dump(name: str, text: str, module: Module, isa: ISA) -> None:
+def _dump(name: str, make: Callable[[], Module], isa: ISA) -> None:
     folder = env.dump()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.{isa.name}.ll").write_text(text)
-        (folder / f"{name}.{isa.name}.s").write_text(compile_assembly(module, isa))
+        (folder / f"{name}.{isa.name}.ll").write_text(make().text())
+        (folder / f"{name}.{isa.name}.s").write_text(compile_assembly(make(), isa))
 
 
 def _why_not_linked(name: str, error: RuntimeError) -> str:
@@ -163,6 +170,42 @@ def _executable_memory_refused() -> str | None:
     return os.strerror(ctypes.get_errno()) if failed else None
 
 
+@functools.cache
+def sources() -> tuple[Path, ...]:
+    """The files whose text is part of a key."""
+    return tuple(sorted(path for pattern in _SOURCES for path in _ROOT.glob(pattern)))
+
+
+@functools.cache
+def _digest() -> str:
+    texts = (f"{path.relative_to(_ROOT)}\n".encode() + path.read_bytes() for path in sources())
+    return hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
+
+
+def _generators() -> str | None:
+    """SHA-256 of the source files; None where there are none, or one was changed since this process may have imported it."""
+    try:
+        infos = [path.stat() for path in sources()]
+        changed = any(max(info.st_mtime_ns, info.st_ctime_ns) > IMPORTED for info in infos)
+        return None if changed or not infos else _digest()
+    except OSError:
+        return None
+
+
+def _specification(build: Callable[[ISA], Module], isa: ISA) -> str | None:
+    """What tells the module of `build(isa)` from all others of the same source files; None where the module alone can.
+
+    It can for a function of this package or a `partial` of one with a dataclass, which are called with nothing else than that.
+    """
+    call = functools.partial(build)  # of a partial: the same one
+    function, arguments = call.func, call.args
+    kinds: tuple[Any, ...] = (function, type(isa), *map(type, arguments))
+    named = all(kind.__module__.startswith(f"{__package__}.") and "<" not in kind.__qualname__ for kind in kinds)
+    if not named or call.keywords or not all(map(is_dataclass, arguments)):
+        return None
+    return repr((function.__module__, function.__qualname__, arguments, type(isa).__qualname__, sorted(vars(isa).items())))
+
+
 def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     """Addresses of the functions of the module that `build(isa)` makes; `name` is for people (dumps, libraries).
 
@@ -172,31 +215,35 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     global _linker  # noqa: PLW0603
     if reason := isa.missing():
         raise KernelError(f"kernels for {isa.name} can't run here: {reason}; unset HALFBYTE_ISA to let halfbyte choose")
-    module = build(isa)
-    text = module.text()
-    target = f"{isa.triple} {isa.cpu} {isa.features} {llvmlite.__version__} {llvm.llvm_version_info}"
-    key = hashlib.sha256(f"{target}\n{text}".encode()).hexdigest()
+    make = functools.cache(lambda: build(isa))
+    generators, specification = _generators(), _specification(build, isa)
+    known = generators is not None and specification is not None
+    what = f"{generators} {specification}" if known else make().text()
+    target = f"{isa.triple} {isa.cpu} {isa.features} {isa.attributes} {isa.code_model} {llvmlite.__version__} {llvm.llvm_version_info}"
+    key = hashlib.sha256(f"{_FORM} {target}\n{what}".encode()).hexdigest()
     with _lock:
         if key in _loaded:
             return _loaded[key]
         _initialize()
-        _dump(name, text, module, isa)
+        _dump(name, make, isa)
         folder = cache_folder()
         path = None if folder is None else folder / f"{key}.o"
         body = None if path is None else _read_cached(path)
         if body is None:
-            body = compile_object(module, isa)
+            body = f"{' '.join(f.name for f in make().functions)}\n".encode() + compile_object(make(), isa)
             if path is not None:
                 _write_cached(path, body)
+        names, _, image = body.partition(b"\n")
+        functions = names.decode().split()
         if _linker is None:
             _linker = llvm.create_lljit_compiler(_target_machine(isa))
-        builder = llvm.JITLibraryBuilder().add_object_img(body).add_current_process()
-        for function in module.functions:
-            builder.export_symbol(function.name)
+        builder = llvm.JITLibraryBuilder().add_object_img(image).add_current_process()
+        for function in functions:
+            builder.export_symbol(function)
         try:
             library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
         except RuntimeError as error:
             raise KernelError(_why_not_linked(name, error)) from error
         _libraries.append(library)
-        _loaded[key] = {function.name: int(library[function.name]) for function in module.functions}
+        _loaded[key] = {function: int(library[function]) for function in functions}
         return _loaded[key]
