@@ -27,8 +27,9 @@ SIZES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
     "0.6b": {"hidden_size": 1536, "num_hidden_layers": 21, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 4096},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336},
+    "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
 }
-VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256}
+VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
 CONTENDERS = ("halfbyte", "halfbyte-compiled", "torch", "torch-compiled", "llama.cpp")
 
 
@@ -252,16 +253,22 @@ def reading_seconds(nbytes: int) -> float:
 # The model
 
 
-def make_model(args: argparse.Namespace, *, quantized: bool) -> Any:
-    """A Llama with random weights on the device, made layer by layer, the same for every contender."""
+def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None = None, mesh: Any = None) -> Any:
+    """A Llama with random weights on the device, made layer by layer, the same for every contender.
+
+    layers  that many, in place of all
+    mesh    of processes that share it
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from halfbyte.integrations.text import ready
     from halfbyte.nn.convert import Config, quantize_
+    from halfbyte.nn.parallel import parallelize_
 
     longest = max(2048, args.prompt + args.new)
-    config = LlamaConfig(**SIZES[args.size], vocab_size=VOCABULARY[args.size], max_position_embeddings=longest, tie_word_embeddings=False)
+    sizes = SIZES[args.size] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**sizes, vocab_size=VOCABULARY[args.size], max_position_embeddings=longest, tie_word_embeddings=False)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
@@ -279,6 +286,8 @@ def make_model(args: argparse.Namespace, *, quantized: bool) -> Any:
             if isinstance(part, torch.nn.Linear | torch.nn.Embedding):
                 model.set_submodule("lm_head" if part is model.lm_head else "model.embed_tokens", holder[0])
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(args.device)
+    if mesh is not None:
+        parallelize_(model, mesh)
     model = ready(model, args.device)
     if not quantized:
         model.set_attn_implementation("sdpa")  # transformers' own

@@ -1,8 +1,8 @@
 """One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER cpu|cuda
 
-Runs every scenario below, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each to FOLDER/<rank>.json: "" or
-what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing waits longer than the timeout of
-the process group.
+Runs every scenario below, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each to FOLDER/<rank>.json:
+"" or what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing waits longer than the
+timeout of the process group.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def prepare(group: str, device: str) -> str:
     """
     if device != "cuda":
         return "torch.distributed"
-    there = torch.distributed.distributed_c10d._resolve_process_group(group)
+    c10d: Any = torch.distributed.distributed_c10d
+    there = c10d._resolve_process_group(group)
     known = _SHARED.get(group)
     if known is None or known.group() is not there:
         known = _SHARED[group] = _Shared(weakref.ref(there), *_share(there))
@@ -68,7 +69,7 @@ def _large(x: Tensor, group: str) -> Tensor:
 def _sum(x: Tensor, group: str) -> Tensor:
     buffer = _SHARED[group].buffer
     wide = x.float() if x.dtype == torch.float16 else x  # the kernel knows float32 and bfloat16
-    if buffer is None or not 0 < wide.nbytes <= len(buffer) or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
+    if buffer is None or not 0 < wide.nbytes <= LARGEST or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
         return _large(x, group)
     mine = wide.contiguous()
     if mine.data_ptr() % _ALIGNED:
@@ -79,6 +80,7 @@ def _sum(x: Tensor, group: str) -> Tensor:
 
 
 _library.impl("sum_over_processes", _sum, "CUDA")
+_library.impl("sum_over_processes", _sum, "CPU")
 torch.library.register_fake("halfbyte::sum_over_processes", lambda x, group: torch.empty_like(x).contiguous(), lib=_library)
 
 
@@ -102,7 +104,8 @@ def _share(group: Any) -> tuple[Tensor | None, str | None]:
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
-        buffer = symmetric.empty(LARGEST, dtype=torch.uint8, device=torch.device("cuda", here))
+        with torch.inference_mode(False):
+            buffer = symmetric.empty(LARGEST, dtype=torch.uint8, device=torch.device("cuda", here))
         symmetric.rendezvous(buffer, group.group_name)
     except (RuntimeError, ImportError, AttributeError) as error:
         trouble = f"torch shares no memory between these GPUs ({' '.join(str(error).split())[:200]})"
