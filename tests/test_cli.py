@@ -125,6 +125,12 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"halfbyte {halfbyte.__version__}\n", "")
 
 
+def test_the_package_runs_as_the_command_does() -> None:
+    answer = subprocess.run([sys.executable, "-m", "halfbyte", "fly"], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith("usage: halfbyte [-h]")
+
+
 @pytest.mark.parametrize("line", ["", "fly", "quantize a", "quantize a b", "explain --m x", "inspect a --jso"])
 def test_arguments_that_do_not_parse(run: Run, line: str) -> None:
     answer = run(*line.split())
@@ -133,7 +139,7 @@ def test_arguments_that_do_not_parse(run: Run, line: str) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(quantized: Path) -> None:
-    command = [sys.executable, "-m", "halfbyte.cli", "inspect", str(quantized)]
+    command = [sys.executable, "-m", "halfbyte", "inspect", str(quantized)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -145,7 +151,7 @@ def test_a_reader_that_goes_away_is_no_error(quantized: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(("line", "unbuffered"), [("--help", ""), ("explain --no-measure --json", ""), ("explain --no-measure", "1")])
 def test_what_cannot_be_written_is_one_line(line: str, unbuffered: str) -> None:
-    command = [sys.executable, "-m", "halfbyte.cli", *line.split()]
+    command = [sys.executable, "-m", "halfbyte", *line.split()]
     with open("/dev/full", "w") as full:
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)

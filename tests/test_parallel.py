@@ -123,7 +123,7 @@ def test_generate_under_torchrun(device: str, tmp_path: Path, capsys: pytest.Cap
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    (first, said), (second, _) = run_processes(2, ["-m", "halfbyte.cli", *command], torchrun)
+    (first, said), (second, _) = run_processes(2, ["-m", "halfbyte", *command], torchrun)
     assert alone.startswith("the quick")
     assert first == alone
     assert not second

@@ -1,6 +1,6 @@
 """Models shared by several processes, as torchrun starts them and as transformers asks for them.
 
-    torchrun --nproc-per-node 2 -m halfbyte.cli generate small --prompt "Once"
+    torchrun --nproc-per-node 2 -m halfbyte generate small --prompt "Once"
 
     model = AutoModelForCausalLM.from_pretrained("small", tp_plan="auto")
 
