@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.bench import conv_networks_gpu as networks
 from halfbyte.bench.conv import LAYERS
 from halfbyte.bench.conv_contenders import IN_SCALE, IN_ZERO, Layer
+from halfbyte.bench.networks import NETWORKS
 from halfbyte.errors import KernelError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.clock import copies, graph_times
@@ -100,21 +102,35 @@ def line(rows: Sequence[dict[str, Any]]) -> str:
     return f"| {Layer(**rows[0]['layer'])} | " + " | ".join(cells) + " |"
 
 
+def _printed(
+    what: str, contenders: Iterable[str], measured: Iterable[list[dict[str, Any]]], line: Callable[[list[dict[str, Any]]], str]
+) -> Iterator[dict[str, Any]]:
+    """The rows, printed as they come."""
+    names = list(contenders)
+    print(f"| {what} | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1), sep="\n", flush=True)
+    for rows in measured:
+        print(line(rows), flush=True)
+        yield from rows
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line of benchmarks/conv.py with --device cuda."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--model", nargs="+", choices=list(NETWORKS), default=[], help="time whole networks instead of layers")
     parser.add_argument("--rounds", type=int, default=9, help="replays of each contender (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     args = parser.parse_args(argv)
     about = {"gpu": gpu().name, "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     print(" · ".join(f"{name} {value}" for name, value in about.items()))
-    print("us; in brackets the time of cuDNN's bfloat16 (channels_last, benchmark mode) over ours\n")
-    print("| layer | " + " | ".join(CONTENDERS) + " |", "|" + " --- |" * (len(CONTENDERS) + 1), sep="\n", flush=True)
-    rows = []
-    for measured in run([replace(layer, batch=batch) for batch in args.batch for layer in LAYERS], args.rounds):
-        print(line(measured), flush=True)
-        rows += measured
+    if args.model:
+        print("ms; in brackets the time of torch's bfloat16 (channels_last, cuDNN in benchmark mode) over ours\n")
+        table = _printed("network", networks.CONTENDERS, networks.run(args.model, args.batch, args.rounds), networks.line)
+    else:
+        layers = [replace(layer, batch=batch) for batch in args.batch for layer in LAYERS]
+        print("us; in brackets the time of cuDNN's bfloat16 (channels_last, benchmark mode) over ours\n")
+        table = _printed("layer", CONTENDERS, run(layers, args.rounds), line)
+    rows = list(table)
     if args.json is not None:
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0

@@ -16,7 +16,7 @@ from halfbyte.bench.onnx_chain import onnx_model
 from halfbyte.nn.batchnorm import fold_batch_norms_
 from halfbyte.nn.convert import Config, quantize_
 
-_CALIBRATION = 8  # images
+CALIBRATION = 8  # images
 PEER = "ONNX Runtime int8"
 
 
@@ -40,7 +40,7 @@ class Inference:
 
     @cached_property
     def on_codes(self) -> fx.GraphModule:
-        config = Config("int8_channel", activations="static", calibration=[images(_CALIBRATION, seed=2)])
+        config = Config("int8_channel", activations="static", calibration=[images(CALIBRATION, seed=2)])
         made = quantize_(copy.deepcopy(self.model), config)
         assert isinstance(made, fx.GraphModule)
         return made
@@ -56,7 +56,7 @@ class Inference:
 
 
 # What codes cost in a network of random weights, loosely: wrong kernels are off by 1 and more. Sums of pairs that saturate cost more.
-_EIGHT_BITS, _FOUR_BITS, _SATURATING = 0.2, 0.5, 0.5
+EIGHT_BITS, FOUR_BITS, _SATURATING = 0.2, 0.5, 0.5
 
 
 def _run(work: Inference, model: nn.Module, error: float) -> Ready:
@@ -83,14 +83,14 @@ def _onnxruntime(work: Inference) -> Ready:
 
 def _torch_bf16(work: Inference) -> Ready:
     model, x = copy.deepcopy(work.model).bfloat16(), work.images.bfloat16()
-    return Ready(lambda: model(x), lambda: model(x), _EIGHT_BITS)
+    return Ready(lambda: model(x), lambda: model(x), EIGHT_BITS)
 
 
 CONTENDERS: dict[str, Callable[[Inference], Ready]] = {
-    "halfbyte int8 static": lambda work: _run(work, work.on_codes, _EIGHT_BITS),
-    "halfbyte int8, a scale an image": lambda work: _quantized(work, Config("int8_channel", activation="image"), _EIGHT_BITS),
-    "halfbyte int8, a scale a patch": lambda work: _quantized(work, Config("int8_channel"), _EIGHT_BITS),
-    "halfbyte q4_0": lambda work: _quantized(work, Config("q4_0"), _FOUR_BITS),
+    "halfbyte int8 static": lambda work: _run(work, work.on_codes, EIGHT_BITS),
+    "halfbyte int8, a scale an image": lambda work: _quantized(work, Config("int8_channel", activation="image"), EIGHT_BITS),
+    "halfbyte int8, a scale a patch": lambda work: _quantized(work, Config("int8_channel"), EIGHT_BITS),
+    "halfbyte q4_0": lambda work: _quantized(work, Config("q4_0"), FOUR_BITS),
     "torch fp32": lambda work: _run(work, work.model, 1e-5),
     "torch bf16": _torch_bf16,
     PEER: _onnxruntime,
