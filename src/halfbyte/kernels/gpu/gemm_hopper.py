@@ -413,10 +413,64 @@ def _columns(xs, step, PLANE: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _sums(
+    xs,
+    ws,
+    full,
+    empty,
+    tails,
+    rn,
+    first,
+    count,
+    step,
+    high,
+    sizes,
+    HALF: gl.constexpr,
+    OPERAND: gl.constexpr,
+    DTYPE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them."""
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
+    MMA: gl.constexpr = OPERAND.parent
+    acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
+    now = _tails(tails, first, rn, sizes, S)
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    if S.bits == 8:
+        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+    w0, w1 = _two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
+    for r in range(count):
+        last = step + S.parts - 1  # of the stages of this record
+        following = last + gl.where(r + 1 < count, 1, 0)
+        after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
+        # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
+        # the other warpgroup whose products lie over this one's work.
+        a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
+        a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
+        w2, w3 = _two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
+        a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
+        a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
+        a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
+        if S.bits == 8:
+            mbarrier.arrive(empty.index(step % STAGES), count=1)
+        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+        w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
+        # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
+        ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
+        mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
+        acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
+        mbarrier.arrive(empty.index(last % STAGES), count=1)
+        now = after
+        step += S.parts
+    return acc, step
+
+
+@gluon.jit
+def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -433,35 +487,7 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
             rn += gl.minimum(first_n, sizes[2] - ROWS)
         else:
             rn = gl.minimum(first_n + rn, sizes[2] - 1)
-        acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
-        now = _tails(tails, first, rn, sizes, S)
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        if S.bits == 8:
-            mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-        w0, w1 = _two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
-        for r in range(count):
-            last = step + S.parts - 1  # of the stages of this record
-            following = last + gl.where(r + 1 < count, 1, 0)
-            after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
-            # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
-            # the other warpgroup whose products lie over this one's work.
-            a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
-            a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-            w2, w3 = _two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
-            a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
-            a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
-            a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
-            if S.bits == 8:
-                mbarrier.arrive(empty.index(step % STAGES), count=1)
-            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-            w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
-            # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-            ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
-            mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
-            acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
-            mbarrier.arrive(empty.index(last % STAGES), count=1)
-            now = after
-            step += S.parts
+        acc, step = _sums(xs, ws, full, empty, tails, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
         if count == sizes[3]:
             pieces = _pieces(acc, S)
             for i in gl.static_range(_PIECES):
