@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 1 << 18  # bytes; with more, bandwidth counts
+LARGEST = 1 << 19  # bytes; with more, bandwidth counts
 _ALIGNED = 16  # bytes
 
 
