@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,12 @@ import torch
 import halfbyte
 from halfbyte import ops
 from halfbyte.cli import explain, main
+from halfbyte.cli.output import print_table
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
+SOURCE = Path(halfbyte.__file__).parents[1]
+INSTALL = "pip install 'halfbyte[transformers]'"
 LINES = [" ".join(TEXT.split()[i : i + 3 + i % 5]) for i in range(14)]
 
 
@@ -164,6 +168,52 @@ def test_a_closed_stdout_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     code = main(["explain"])
     monkeypatch.undo()
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_encoding_has_no_character_for_is_replaced(quantized: Path, encoding: str) -> None:
+    command = [sys.executable, "-m", "halfbyte", "inspect", str(quantized)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    answer = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (answer.returncode, answer.stderr) == (0, b"")
+    assert "40×64".encode(encoding, "replace") in answer.stdout
+
+
+def test_a_table_is_not_cut_to_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(("name", "perplexity"), [("model.embed_tokens", "7.3723")])
+    assert capsys.readouterr().out == "name                perplexity\nmodel.embed_tokens      7.3723\n"
+
+
+def test_a_prompt_that_is_no_text(run: Run, llama: Path) -> None:
+    run("generate", llama, "--prompt", "a\udcff").refuses("--prompt is text", "'a\\udcff'")
+
+
+def test_a_calibrated_method_names_the_option_for_its_text(run: Run, llama: Path, tmp_path: Path) -> None:
+    run("quantize", llama, tmp_path / "q", "--format", "q4_0", "--method", "gptq").refuses("--calibration")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "check_fits", lambda *_: warnings.warn("mind\n the gap", RuntimeWarning, stacklevel=1))
+    assert run("explain", "--no-measure").err == "halfbyte: warning: mind the gap\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["generate IT --prompt a", "chat IT", "eval IT --text TEXT", "quantize IT new --format q4_0 --method awq --calibration TEXT"]
+)
+def test_without_transformers_a_command_says_what_to_install(line: str, llama: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here', name='transformers')\n")
+    words = [{"IT": str(llama), "TEXT": str(text)}.get(word, word) for word in line.split()]
+    answer = _python("-m", "halfbyte", *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{SOURCE}")
+    assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: this command needs transformers: {INSTALL}\n")
+
+
+def test_without_transformers_a_public_name_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here', name='transformers')\n")
+    answer = _python("-c", "from halfbyte import HalfbyteConfig", PYTHONPATH=f"{tmp_path}{os.pathsep}{SOURCE}")
+    assert answer.stderr.endswith(f"\nModuleNotFoundError: halfbyte.HalfbyteConfig needs transformers: {INSTALL}\n")
 
 
 def test_an_error_of_the_system_without_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

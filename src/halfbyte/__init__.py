@@ -86,7 +86,12 @@ __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    try:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(f"halfbyte.{name} needs transformers: pip install 'halfbyte[transformers]'", name=error.name) from error
     globals()[name] = value
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from halfbyte.cli.generate import add_model, in_words, measured, open_asked, show
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.integrations.text import generate
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text does not end the conversation
     messages = [{"role": "system", "content": args.system}] if args.system else []
     cache, seen = DynamicCache(config=model.config), None
     while line := _next_line():

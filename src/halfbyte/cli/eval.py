@@ -215,11 +215,9 @@ MEANING = {
 
 def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
     """(model, tokenizer, whether it is an encoder that gives embeddings) of a Hugging Face folder."""
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    except ImportError as error:
-        raise UnsupportedError("eval needs transformers: pip install 'halfbyte[transformers]'") from error
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -97,6 +97,8 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     from halfbyte.integrations.text import check_prompt, generate
 
     model, tokenizer, settings = opened
+    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # as Python writes bytes that it cannot decode
+        raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     check_prompt(model, prompt)  # before anything is shown
     shown = rank == 0 and not args.json

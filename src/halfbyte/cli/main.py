@@ -7,8 +7,10 @@ all else that is heavy only when they run, so that `halfbyte --help` answers at 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from halfbyte import __version__
@@ -31,10 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
     if sys.stdout is None:  # as Python has it where the file descriptor is closed
         return _fail("stdout is closed: send it to a file, a pipe or /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a × where the encoding has none is no reason to stop
     try:
         try:
             args = _parser().parse_args(argv)
-            code: int = args.run(args)
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                code: int = args.run(args)
             return code
         finally:
             _flush_stdout()
@@ -45,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         said = error.strerror or str(error)
         return _fail(said if error.filename is None else f"{error.filename}: {said}")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        return _fail("this command needs transformers: pip install 'halfbyte[transformers]'")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
@@ -58,6 +68,11 @@ def _flush_stdout() -> None:
         if isinstance(error, BrokenPipeError):
             raise
         raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    """In place of `warnings.showwarning`, which also prints a line of code."""
+    print(f"halfbyte: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _fail(message: str, code: int = 2) -> int:

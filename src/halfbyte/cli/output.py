@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -33,22 +33,11 @@ def print_json(document: Mapping[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """A table on stdout; the first `left` columns are words, the others numbers."""
-    from rich.console import Console
-    from rich.table import Table
+def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, left: int = 1) -> None:
+    """A table on stdout; the first `left` columns are words, the others numbers. It is as wide as it is: a cut number is a wrong one."""
+    from halfbyte.nn.report import table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", overflow="fold", no_wrap=i >= left)
-    for row in rows:
-        table.add_row(*row)
-    # A file or a pipe has no width of its own: nothing is cut to fit one.
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 240)
-    # Written by hand: rich ends the process its own way when nobody reads.
-    with console.capture() as text:
-        console.print(table)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
+    print("\n".join(table([columns, *rows], left)))
 
 
 class Advance(Protocol):

@@ -69,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.checkpoint import convert
     from halfbyte.nn.convert import Config, check_calibration
+    from halfbyte.quantizers import CALIBRATED, METHODS
 
+    if args.method in CALIBRATED and args.calibration is None:
+        raise ArgumentError(f"--method {args.method} chooses codes by a text: name one with --calibration, or use {', '.join(METHODS)}")
     settings: dict[str, Any] = {"method": args.method, "skip": args.skip}
     if args.embedding is not None:
         settings["embedding"] = args.embedding
