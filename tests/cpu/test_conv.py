@@ -199,7 +199,9 @@ def test_images_with_one_scale_each(isa, monkeypatch) -> None:
         q, scale = conv.quantize_images(x)
         for mine, theirs in zip((q, scale), conv_reference.quantized_images(x), strict=True):
             assert torch.equal(mine, theirs)
-        y = ImageConvKernel(sizes, dtype)(x, case.window, packed(codes, sizes), bias, -5.0, 40.0, residual=residual)
+        y = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))(
+            x, case.window, packed(codes, sizes), bias, -5.0, 40.0, residual=residual
+        )
         assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all())
 
     sweep()

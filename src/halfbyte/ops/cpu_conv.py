@@ -34,8 +34,8 @@ _CPU = torch.device("cpu")
 
 # What depthwise kernels multiply by, by the packed bytes that it comes from.
 _taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
-# And what minimal filtering multiplies by; None: sums may be too large for it.
-_transformed: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()
+# And weights in the form of kernels that have one of their own, by its name; None: the kernel does not take these weights.
+_forms: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakTensorKeyDictionary()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -81,14 +81,6 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
     return made[integer]
 
 
-def _transformed_of(weight: Tensor, sizes: Filter) -> Tensor | None:
-    from halfbyte.kernels.cpu.winograd import transformed
-
-    if weight not in _transformed:
-        _transformed[weight] = transformed(convolution.unpack(PackedConv(sizes, cpu_tiles.NAME, weight)), sizes)
-    return _transformed[weight]
-
-
 class _Plan(NamedTuple):
     """What calls on images of one shape share; everything that does not change from call to call has been checked."""
 
@@ -100,7 +92,7 @@ class _Plan(NamedTuple):
     table_shape: tuple[int, int, int]
     depthwise: bool
     kernel: Any  # None: there is nothing to multiply
-    minimal: Any  # a WinogradKernel where that is faster
+    other: Any  # where that is faster: a kernel with weights in a form of its own
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -118,10 +110,12 @@ def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], 
 
 def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
+    from halfbyte.kernels.cpu import conv_amx, winograd
     from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
+    from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.winograd import WinogradKernel, pays, supports
+    from halfbyte.kernels.cpu.winograd import WinogradKernel
 
     sizes, window = from_numbers(format, numbers, moves)
     shape = out_shape(x, sizes, window)
@@ -134,23 +128,39 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     if by_image:
         check_one_scale(sizes)
     kernel: Any = None
-    minimal: Any = None
-    isa = current()
-    if 0 not in shape and x.numel():
-        if depthwise(sizes):
-            kernel = DepthwiseKernel(sizes, x.dtype)
-        else:
-            kernel = ImageConvKernel(sizes, x.dtype) if by_image else ConvKernel(sizes, x.dtype, inner, activation)  # type: ignore[arg-type]
-            if x.dtype == torch.int8 and supports(sizes, window, isa) and pays(sizes, (shape[0], *shape[2:]), isa):
-                minimal = WinogradKernel(sizes)
+    other: Any = None
+    isa, out = current(), (shape[0], shape[2], shape[3])
+    some = 0 not in shape and x.numel() > 0
+    if some and depthwise(sizes):
+        kernel = DepthwiseKernel(sizes, x.dtype)
+    elif some:
+        codes, way = (torch.int8, "block") if by_image else (x.dtype, activation)
+        kernel = ConvKernel(sizes, codes, inner, way, out=x.dtype)  # type: ignore[arg-type]
+        if codes == torch.int8 and conv_amx.supports(sizes, window, out, isa):
+            other = MatrixConvKernel(sizes, window, isa.matrix, x.dtype)  # type: ignore[arg-type]
+        elif x.dtype == torch.int8 and winograd.supports(sizes, window, isa) and winograd.pays(sizes, out, isa):
+            other = WinogradKernel(sizes)
+    if by_image:
+        kernel, other = (one and ImageConvKernel(one) for one in (kernel, other))
     strides = h * w * c, 1, w * c, c
-    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, minimal)
+    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
 
 
 def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
     """What the plan's kernel takes for the packed bytes."""
     check_bytes(weight, plan.weight_bytes, _CPU, plan.sizes, "pack_conv")
     return _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
+
+
+def _kernel_of(weight: Tensor, weights: Tensor, plan: _Plan) -> tuple[Any, Tensor]:
+    """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
+    if plan.other is None:
+        return plan.kernel, weights
+    made = _forms.setdefault(weight, {})
+    if plan.other.form not in made:
+        made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight)))
+    form = made[plan.other.form]
+    return (plan.kernel, weights) if form is None else (plan.other, form)
 
 
 def conv2d(
@@ -176,7 +186,8 @@ def conv2d(
     residual = None if residual is None else channels_last(residual)
     if x.stride() != plan.strides:
         x = channels_last(x)
-    return plan.kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
+    kernel, weights = _kernel_of(weight, weights, plan)
+    return kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
 
 
 def qconv2d(
@@ -198,7 +209,5 @@ def qconv2d(
         return x.new_empty(plan.out_shape)
     if x.stride() != plan.strides:
         x = channels_last(x)
-    kernel = plan.kernel
-    if plan.minimal is not None and (fewer := _transformed_of(weight, plan.sizes)) is not None:
-        kernel, weights = plan.minimal, fewer
+    kernel, weights = _kernel_of(weight, weights, plan)
     return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]

@@ -43,7 +43,7 @@ class EmulatedTiles(AMXTiles):
         for row in f.loop(ROWS):
             (self._registers[f][register][1] + row * COLUMN_BYTES).store(f.value("<64 x i8>", 0))
 
-    def tile_load(self, f: Function, register: int, at: Value, stride: int) -> None:
+    def tile_load(self, f: Function, register: int, at: Value, stride: Value | int) -> None:
         shape, memory = self._registers[f][register]
         self._copy(f, shape, at, stride, memory, COLUMN_BYTES)
 
@@ -51,7 +51,7 @@ class EmulatedTiles(AMXTiles):
         shape, memory = self._registers[f][register]
         self._copy(f, shape, memory, COLUMN_BYTES, at, stride)
 
-    def _copy(self, f: Function, shape: Register, source: Value, source_stride: int, to: Value, stride: int) -> None:
+    def _copy(self, f: Function, shape: Register, source: Value, source_stride: Value | int, to: Value, stride: int) -> None:
         for row in f.loop(shape.rows):
             for column in f.loop(shape.column_bytes):
                 (to + row * stride + column).store((source + row * source_stride + column).load("i8"))

@@ -13,15 +13,16 @@ import functools
 import math
 import struct
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import direct, elementwise, jit, patches, runtime
-from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec
+from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
+from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
@@ -33,33 +34,14 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
-_DIRECT_ITEMS = 4  # of a thread: what an item copies, the next one of the same strip finds
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
 _PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
-_STRIP_OUTPUTS = 1 << 13
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
-_STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
 
 
-def _step(size: int, most: int) -> int:
-    """The largest power of two that is at most `size` and `most`."""
-    return 1 << (max(1, min(size, most)).bit_length() - 1)
-
-
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    out_shape: tuple[int, int, int, int]
-    memory: int
-    threads: int
-    kept: tuple[Tensor, ...]
-
-
-_kept = Kept[_Call]()
+_kept = Kept[ConvCall]()
 _SCALES = DIRECT.offset("scales")
 _pack_scales = DIRECT.struct("scales", "scales").pack_into
 
@@ -116,7 +98,7 @@ class ConvKernel:
         self.linear.run(call.address, call.threads)
         return out if out.dtype == self.result else out.to(self.result)
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         batch, _, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         linear = self.linear.taking(batch * ho * wo)
@@ -125,7 +107,7 @@ class ConvKernel:
             return self._without_patches(x, window, outside)
         return self._with_patches(x, window, outside)
 
-    def _without_patches(self, x: Tensor, window: Window, outside: int) -> _Call:
+    def _without_patches(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         """The plan of `direct.py`."""
         sizes, linear, isa, geo = self.sizes, self.linear, self.isa, self.linear.geometry
         batch, channels, height, width = x.shape
@@ -152,16 +134,10 @@ class ConvKernel:
         def strip_bytes(lines: int) -> int:
             return lines * wo * patch_bytes + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
 
-        lines = next((n for n in range(ho, 0, -1) if strip_bytes(n) <= _STRIP_BYTES and n * wo <= _STRIP_OUTPUTS), 1)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        if most > 1:
-            lines = max(1, min(lines, -(-batch * ho * sizes.groups * geo.panels // (most * _DIRECT_ITEMS))))
-        strips = -(-ho // lines)
-        lines = -(-ho // strips)
+        strips = Strips.of((batch, ho, wo), sizes, geo.panels, most, strip_bytes)
+        lines = strips.lines
         m = lines * wo
-        parts = max(1, min(geo.panels, -(-most * _DIRECT_ITEMS // (batch * strips * sizes.groups)))) if most > 1 else 1
-        group = -(-geo.panels // parts)
-        parts = -(-geo.panels // group)
         most_rows, vectors = isa.direct_tile
         rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
         tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False, out=KINDS[self.out_dtype])
@@ -173,7 +149,7 @@ class ConvKernel:
         few_lines = runs == 1 and run <= at_once and kh <= _FEW_LINES
         alone = patches or (sizes.taps == 1 and window.stride == (1, 1))
         spec = LinesSpec(
-            0 if image_itself else _step(copied, 4 * isa.lanes) if copied else 8,
+            0 if image_itself else power_of_two(copied, 4 * isa.lanes) if copied else 8,
             at_once,
             kh if few_lines else 0,
             sizes.format.bits,
@@ -194,29 +170,24 @@ class ConvKernel:
         pixels = m if patches else near_lines * (line // pixel)
         sums_at = pixel_sums_at + (0 if alone else pixels * 4 + 63 & ~63)
         thread_bytes = sums_at + (m * 4 + 63 & ~63)
-        items = batch * strips * sizes.groups * parts
-        threads = min(most, items)
+        threads = min(most, strips.items)
         mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
         pixel_bytes = patch_bytes if patches else sizes.channels * wide  # of a group
         mask[: pixel_bytes % (4 * isa.lanes)] = -1
         edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), self.out_dtype.itemsize
         fields = {
+            **strips.fields(),
             "first_phase": phase,
             "openmp": runtime.openmp_address(),
             "n": geo.n,
             "panel_bytes": geo.panel_bytes,
-            "group": group,
             "out_stride": sizes.out * out_bytes,
             "out_bytes": out_bytes,
             "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
             "tile_function": tile,
             "tile_rows": rows,
             "row_codes": row,
-            "items": items,
-            "parts": parts,
             "groups": sizes.groups,
-            "strips": strips,
-            "strip_lines": lines,
             "rows": m,
             "group_bytes": sizes.channels * wide,
             "group_weights": geo.nbytes,
@@ -262,11 +233,11 @@ class ConvKernel:
             "tap_line_step": dh * line // pixel,
         }
         buffer = DIRECT.buffer(fields)
-        return _Call(
+        return ConvCall(
             buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places, mask)
         )
 
-    def _with_patches(self, x: Tensor, window: Window, outside: int) -> _Call:
+    def _with_patches(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         sizes, element = self.sizes, self.dtype.itemsize
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
@@ -280,7 +251,7 @@ class ConvKernel:
         if x.dtype == torch.int8 and geo.blocks == 1 and linear.unit >= LEAST_UNIT and tap % linear.unit == 0:
             spec = GatherSpec(linear.unit, linear.isa.correction(sizes.format.bits, signed=True))
         else:
-            spec = GatherSpec(0, 0, _step(piece, most_copied), _step(tap, most_copied))
+            spec = GatherSpec(0, 0, power_of_two(piece, most_copied), power_of_two(tap, most_copied))
         fields = linear.fields(m)
         tiles, rows = fields["tiles"] + fields["lesser_tiles"], fields["tile_rows"]
         chunks = -(-tiles // max(1, min(_CHUNK_BYTES, max(_LEAST_BYTES, _LEAST_ROWS * linear.row_bytes)) // (rows * linear.row_bytes)))
@@ -335,14 +306,24 @@ class ConvKernel:
                 "piece_stride": piece if whole_lines else stride,
             }
         )
-        return _Call(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
 
 
 class ImageConvKernel:
-    """The convolution of images that are quantized with one scale each: float -> codes -> float. Conditions as for ConvKernel."""
+    """The convolution of images that are quantized with one scale each: float -> codes -> float. `codes` is the one of their codes."""
 
-    def __init__(self, sizes: Filter, dtype: torch.dtype) -> None:
-        self.codes = ConvKernel(sizes, torch.int8, "int8", "block", out=dtype)
+    def __init__(self, codes: ConvKernel | MatrixConvKernel) -> None:
+        self.codes = codes
+
+    @property
+    def form(self) -> str:
+        """As that of the kernel of codes, and so is `weights_of`."""
+        assert isinstance(self.codes, MatrixConvKernel)
+        return self.codes.form
+
+    def weights_of(self, codes: Codes) -> Tensor:
+        assert isinstance(self.codes, MatrixConvKernel)
+        return self.codes.weights_of(codes)
 
     def __call__(
         self, x: Tensor, window: Window, weights: Tensor, bias: Tensor | None, low: float, high: float, *, residual: Tensor | None = None

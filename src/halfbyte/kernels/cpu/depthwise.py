@@ -19,7 +19,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -220,17 +219,7 @@ def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
     return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
 
 
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    out_shape: tuple[int, int, int, int]
-    threads: int
-    outside: Tensor
-
-
-_kept = Kept[_Call]()
+_kept = Kept[ConvCall]()
 _numbers = itertools.count()
 _pack_call = DEPTHWISE.struct("counter", "clamp").pack_into
 _CALL = DEPTHWISE.offset("counter")
@@ -277,7 +266,7 @@ class DepthwiseKernel:
         self.run(call.address, call.threads)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         lanes = self.isa.lanes if channels >= self.isa.lanes else 1
@@ -320,7 +309,7 @@ class DepthwiseKernel:
         )
         work = batch * channels * ho * wo * self.sizes.taps
         threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
-        return _Call(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), threads, edge)
+        return ConvCall(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), 0, threads, (edge,))
 
 
 @functools.cache

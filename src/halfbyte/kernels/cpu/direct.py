@@ -15,13 +15,15 @@ Arithmetic. int8 outputs: that of `tile.RequantizingTile`. Floating point, of im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile import RequantizingTile, Tile, TileSpec
+from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
 DIRECT = Block(
@@ -45,6 +47,44 @@ DIRECT = Block(
     LINEAR.floats,
 )
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
+_ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
+_STRIP_OUTPUTS = 1 << 13
+_STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
+
+
+class Strips(NamedTuple):
+    """How the work is cut into items: strips of lines, and parts of the panels.
+
+    number   of strips of an image, of `lines` each, which may overlap
+    parts    of `group` panels
+    """
+
+    number: int
+    lines: int
+    parts: int
+    group: int
+    items: int
+
+    @classmethod
+    def of(cls, out: tuple[int, int, int], sizes: Filter, panels: int, threads: int, strip_bytes: Callable[[int], int]) -> Strips:
+        """For outputs [B, Ho, Wo] on so many threads; a strip of so many lines takes strip_bytes(lines) of memory."""
+        batch, height, width = out
+        lines = next((n for n in range(height, 0, -1) if strip_bytes(n) <= _STRIP_BYTES and n * width <= _STRIP_OUTPUTS), 1)
+        wanted = threads * _ITEMS_A_THREAD if threads > 1 else 1
+        if threads > 1:
+            lines = max(1, min(lines, -(-batch * height * sizes.groups * panels // wanted)))
+        number = -(-height // lines)
+        group = -(-panels // max(1, min(panels, -(-wanted // (batch * number * sizes.groups)))))
+        parts = -(-panels // group)
+        return cls(number, -(-height // number), parts, group, batch * number * sizes.groups * parts)
+
+    def fields(self) -> dict[str, int]:
+        return {"strips": self.number, "strip_lines": self.lines, "parts": self.parts, "group": self.group, "items": self.items}
+
+
+def power_of_two(size: int, most: int) -> int:
+    """The largest one that is at most `size` and `most`."""
+    return 1 << (max(1, min(size, most)).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +125,13 @@ def build(spec: LinesSpec, isa: ISA) -> Module:
     """A module with one phase: spec.name(arguments, thread, threads)."""
     module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr", "i64", "i64"])
-    _Lines(spec, isa, f).emit()
+    Lines(spec, isa, f).emit()
     return module
 
 
-class _Lines:
+class Lines:
+    """The loops around the tiles: items are drawn, and their lines copied."""
+
     def __init__(self, spec: LinesSpec, isa: ISA, f: Function) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.thread, _ = f.parameters
@@ -105,7 +147,7 @@ class _Lines:
     def emit(self) -> None:
         f, get, spec = self.f, self.get, self.spec
         parts, groups, strips, group = get("parts"), get("groups"), get("strips"), get("group")
-        counter, rows, panels = self.args + DIRECT.offset("counter"), get("rows"), (get("n") + (PANEL - 1)) // PANEL
+        counter, panels = self.args + DIRECT.offset("counter"), (get("n") + (PANEL - 1)) // PANEL
         copied, gathered = f.variable(f.value("i64", -1)), f.variable(f.value("i64", -1))
         for item in f.draw(lambda: f.fetch_add(counter), get("items")):
             part, place = item % parts, item // parts
@@ -133,16 +175,24 @@ class _Lines:
             first, stop = part * group, f.umin(part * group + group, panels)
             out = self.pointer("out") + (b * get("out_height") + y) * get("out_width") * get("out_stride") + g * get("group_out")
             weights, table = self.pointer("weights") + g * get("group_weights"), self.pointer("bias") + g * get("group_bias")
-            tile_rows = get("tile_rows")
-            tiles = (rows + (tile_rows - 1)) // tile_rows
-            tile, scale = self.pointer("tile_function"), self.pointer("scales") + b * 4
-            for p in f.loop(stop, first):
-                columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
-                at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * get("out_bytes") * PANEL
-                for t in f.loop(tiles):
-                    m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
-                    places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
-                    f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns)
+            self._multiply((first, stop), walked, out, weights, table, self.pointer("scales") + b * 4)
+
+    def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
+        """A strip's outputs of panels first … stop - 1. `out`, `weights` and `table` belong to panel 0."""
+        f, get = self.f, self.get
+        rows, tile_rows, tile = get("rows"), get("tile_rows"), self.pointer("tile_function")
+        tiles = (rows + (tile_rows - 1)) // tile_rows
+        for p in f.loop(panels[1], panels[0]):
+            columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
+            at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * get("out_bytes") * PANEL
+            for t in f.loop(tiles):
+                m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
+                places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
+                f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns)
+
+    def _near(self, line: Value) -> Value:
+        """Which line of the image, from a strip's first on, is that one in the thread's memory."""
+        return line
 
     def _copy(self, image: Value, top: Value) -> None:
         """The lines of a strip from line `top` of the image on, with what lies outside."""
@@ -155,7 +205,7 @@ class _Lines:
 
         outside = laid_out(self.pointer("outside").load(kind))
         for line in f.loop(get("near_lines")):
-            to, y = self.near + line * line_bytes, top + line
+            to, y = self.near + line * line_bytes, top + self._near(line)
             inside = f.emit("i1", f"icmp ult i64 {y.name}, {get('height').name}")
             with f.when(inside):
                 for at in f.loop(left, step=spec.copied):  # stores may reach beyond: what comes after is written later

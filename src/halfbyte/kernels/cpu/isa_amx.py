@@ -104,7 +104,7 @@ class AMXTiles(AVX512BF16):
     def tile_zero(self, f: Function, register: int) -> None:
         f.call("void", "llvm.x86.tilezero", f.value("i8", register))
 
-    def tile_load(self, f: Function, register: int, at: Value, stride: int) -> None:
+    def tile_load(self, f: Function, register: int, at: Value, stride: Value | int) -> None:
         f.call("void", "llvm.x86.tileloadd64", f.value("i8", register), at, f.value("i64", stride))
 
     def tile_store(self, f: Function, register: int, at: Value, stride: int) -> None:

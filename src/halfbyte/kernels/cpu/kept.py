@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 T = TypeVar("T")
 _MOST = 1024
+
+
+class ConvCall(NamedTuple):
+    """A convolution of images of one size: the arguments, all but those of the call filled in, and what they point to."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    out_shape: tuple[int, int, int, int]
+    memory: int
+    threads: int
+    tensors: tuple[Tensor, ...]
 
 
 class Kept(threading.local, Generic[T]):

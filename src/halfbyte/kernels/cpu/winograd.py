@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call, thread
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -255,18 +255,7 @@ class _Winograd:
             f.fence()
 
 
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kernel with one size of images: the arguments, all but those of the call filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    out_shape: tuple[int, int, int, int]
-    memory: int
-    threads: int
-    outside: Tensor
-
-
-_kept = Kept[_Call]()
+_kept = Kept[ConvCall]()
 _numbers = itertools.count()
 
 
@@ -292,13 +281,19 @@ class WinogradKernel:
     """The compiled convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
-    `transformed` made; `table` [3, N] as `tile.RequantizingTile` has it, N padded to whole panels.
+    `weights_of` made; `table` [3, N] as `tile.RequantizingTile` has it, N padded to whole panels.
     """
+
+    form = "minimal filtering"
 
     def __init__(self, sizes: Filter) -> None:
         self.sizes, self.isa = sizes, current()
         self.run = runtime.runner()
         self.number = next(_numbers)
+
+    def weights_of(self, codes: Codes) -> Tensor | None:
+        """The weights as the kernel reads them; None where sums may be too large for it."""
+        return transformed(codes, self.sizes)
 
     def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
         """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
@@ -310,7 +305,7 @@ class WinogradKernel:
         self.run(call.address, call.threads)
         return out
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> _Call:
+    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         sizes, rows, column = self.sizes, self.isa.direct_tile[0], 2 * self.isa.lanes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
@@ -365,4 +360,4 @@ class WinogradKernel:
                 "outside": edge.data_ptr(),
             }
         )
-        return _Call(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, edge)
+        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))

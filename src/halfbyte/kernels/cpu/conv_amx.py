@@ -1,0 +1,394 @@
+"""Convolution of codes on matrix units (AMX): tile registers are loaded from the image, where the codes lie.
+
+    acc[m, co] = sum over units u of 64 codes  w[co, u] * x[place of output m + place of u]
+
+A tile register takes 16 rows of 64 bytes that lie any number of bytes apart, but evenly. Outputs that follow each other in a line do,
+and so do those of the next lines if the lines go on for as many outputs as they are long: such outputs between two lines are computed,
+too, and overwritten by those that come next in memory. Above each other are outputs whose lines of the image are `stride` lines apart,
+so that the lines that a thread copies are put together by their number modulo the stride. (Nothing is copied where nothing is padded and
+the lines are not strided, as for most kernels of 1 x 1.) A unit is 64 codes of what one line of the kernel covers, or of one tap's
+channels where taps do not touch; what is left of a unit meets weights that are 0.
+
+Up to 32 outputs times 32 columns are summed in four tile registers. What they held before is made into outputs meanwhile, some rows with
+each unit: that takes other ports of the core than the products do.
+
+Weights are kept in a second form, made at the first call, of one signed byte for each code, so that no sums of activations are needed.
+
+Arithmetic: that of `direct.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import Block
+from halfbyte.kernels.cpu.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call, thread
+from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import PANEL
+
+MATRIX = Block(
+    (
+        *DIRECT.fields,
+        # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
+        *("units", "unit_places", "row_step", "near_from"),
+        # for each unit so many rows of the tile before are made into outputs; whether all tiles pass over a panel before the next one
+        *("rows_a_unit", "tiles_inside"),
+    ),
+    DIRECT.floats,
+)
+UNIT = COLUMN_BYTES  # codes
+_VECTORS = 2  # of columns
+_FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
+_TILE_COST = 1  # of beginning a tile, in rows
+_NEAR_WEIGHTS = 1 << 20  # that a core's second-level cache holds while tile after tile passes over them
+_AHEAD = 4096  # bytes: where weights come from further away, they are asked for so far ahead
+_MOST_PADDED = 4  # times as many products as there are, and it is still faster than products of vectors
+_LEAST_OUTPUTS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSpec:
+    """What the kernel is compiled for.
+
+    copied    bytes that are copied at a time; 0 where tiles read the image itself
+    rows      outputs of a tile, at most 32
+    out       "i8", or "f32", "bf16" or "f16" for images with one scale each
+    residual  whether one is added
+    """
+
+    copied: int
+    rows: int
+    out: str
+    residual: bool
+
+    @property
+    def name(self) -> str:
+        return f"conv_amx_{self.copied}_{self.rows}_{self.out}{'_residual' if self.residual else ''}"
+
+
+def build(spec: MatrixSpec, isa: AMXTiles) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    _Matrix(spec, isa, module.function(spec.name, ["ptr", "i64", "i64"])).emit()
+    return module
+
+
+class _Matrix(Lines):
+    isa: AMXTiles
+
+    def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
+        super().__init__(LinesSpec(spec.copied, 0, 0, 8, False, False, 1, UNIT, "none", False), isa, f)
+        self.tile, self.integer = spec, spec.out == "i8"
+        self.out_bytes = {"i8": 1, "bf16": 2, "f16": 2, "f32": 4}[spec.out]
+        half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
+        self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
+        self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
+        # What the tile before was: rows, outputs, their places, the table, the scales of weights and image, columns
+        self.before = [f.variable(f.value("i64", 0)), *(f.variable(self.args) for _ in range(5)), f.variable(f.value("i64", PANEL))]
+        self.some = f.alloca("i8", PANEL * self.out_bytes, 64)  # columns of an incomplete panel
+        self.low, self.high = ((self.args + MATRIX.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
+
+    def get(self, name: str) -> Value:
+        return MATRIX.load(self.args, name)
+
+    def pointer(self, name: str) -> Value:
+        return MATRIX.load(self.args, name, "ptr")
+
+    def emit(self) -> None:
+        shapes = [Register(COLUMN_BYTES, ROWS)] * 8
+        for i, (_, rows) in enumerate(self.parts):
+            shapes[_FIRST_A + i] = Register(COLUMN_BYTES, rows)
+            for v in range(_VECTORS):
+                shapes[i * _VECTORS + v] = Register(COLUMN_BYTES, rows)
+        self.isa.configure(self.f, shapes)
+        super().emit()
+        self._finish(self.f.value("i64", 0), self.before[0].value)
+        self.isa.release(self.f)
+
+    def _near(self, line: Value) -> Value:
+        return (self.pointer("near_from") + line * 8).load("i64", 0, 8)
+
+    def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
+        f, get = self.f, self.get
+        rows, number, inside = get("rows"), panels[1] - panels[0], get("tiles_inside").equals(1)
+        tiles = (rows + (self.tile.rows - 1)) // self.tile.rows
+        for outer in f.loop(inside.select(number, tiles)):
+            for inner in f.loop(inside.select(tiles, number)):
+                p, t = panels[0] + inside.select(outer, inner), inside.select(inner, outer)
+                m = f.umin(t * self.tile.rows, rows - self.tile.rows)  # the last tile may overlap the one before
+                panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
+                self._tile(walked + m * get("row_step"), panel, at, inside & t.equals(0))
+                to, places = out + p * (PANEL * self.out_bytes), self.pointer("places") + m * 8
+                scales = panel + (get("panel_bytes") - 4 * PANEL)
+                columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
+                now = f.value("i64", self.tile.rows), to, places, at, scales, scale, columns
+                for variable, value in zip(self.before, now, strict=True):
+                    variable.value = value
+
+    def _tile(self, image: Value, weights: Value, table: Value, far: Value) -> None:
+        """The sums of a tile, while those of the tile before become outputs. `far`: the weights come for the first time."""
+        f, isa, get = self.f, self.isa, self.get
+        step, some, left = get("row_step"), get("rows_a_unit"), self.before[0].value
+        start = table + get("table_stride") * 2
+        for i in range(len(self.parts)):
+            for v in range(_VECTORS):
+                if self.integer:
+                    isa.tile_load(f, i * _VECTORS + v, start + v * 64, 0)  # the same in all rows
+                else:
+                    isa.tile_zero(f, i * _VECTORS + v)
+        for u in f.loop(get("units")):
+            w, a = weights + u * (UNIT * PANEL), image + (self.pointer("unit_places") + u * 8).load("i64", 0, 8)
+            with f.when(far):
+                for line in range(0, UNIT * PANEL, 64):
+                    f.prefetch(w + (_AHEAD + line))
+            for v in range(_VECTORS):
+                isa.tile_load(f, _FIRST_W + v, w + v * (ROWS * COLUMN_BYTES), COLUMN_BYTES)
+            for i, (first, _) in enumerate(self.parts):
+                isa.tile_load(f, _FIRST_A + i, a + step * first, step)
+                for v in range(_VECTORS):
+                    isa.tile_product(f, i * _VECTORS + v, _FIRST_A + i, _FIRST_W + v)
+            done = u * some
+            self._finish(f.umin(done, left), f.umin(done + some, left))
+        for i, (first, _) in enumerate(self.parts):
+            for v in range(_VECTORS):
+                isa.tile_store(f, i * _VECTORS + v, self.sums + (first * 4 * PANEL + v * 64), 4 * PANEL)
+
+    def _finish(self, first: Value, stop: Value) -> None:
+        """Rows of the tile before become outputs."""
+        f, isa, integer = self.f, self.isa, self.integer
+        out, places, table, scales, image_scale, columns = (variable.value for variable in self.before[1:])
+        whole = columns.equals(PANEL)
+        stride = self.get("table_stride")
+        with f.when(first < stop):
+            if integer:
+                factors = [[(table + stride * row).load(isa.floats, v * 64, 4) for row in (0, 1)] for v in range(_VECTORS)]
+            else:
+                of_image = image_scale.load("float", 0, 4).splat(isa.lanes)
+                factors = [[table.load(isa.floats, v * 64, 4), scales.load(isa.floats, v * 64, 4) * of_image] for v in range(_VECTORS)]
+            for r in f.loop(stop, first):
+                to, sums = out + (places + r * 8).load("i64", 0, 8), self.sums + r * (4 * PANEL)
+                dest = whole.select(to, self.some)
+                residual = self._residual(to, whole, columns) if self.tile.residual else None
+                for v, (offset, multiplier) in enumerate(factors):
+                    total = sums.load(isa.ints, v * 64, 64).to("float")
+                    at = v * isa.lanes * self.out_bytes
+                    if integer:
+                        value = f.fma(total, multiplier, offset).max_or(self.low).min_or(self.high)
+                        dest.store((value + ROUND).bits(isa.ints).to("i8"), at)
+                        continue
+                    value = total * multiplier + offset
+                    if residual is not None:
+                        value = value + isa.to_float(residual.load(vector(self._element, isa.lanes), at), self.tile.out)
+                    dest.store(isa.from_float(value.max_or(self.low).min_or(self.high), self.tile.out), at)
+                with f.when(whole.equals(0)):
+                    self._copy_some(self.some, to, columns)
+
+    @property
+    def _element(self) -> str:
+        return {1: "i8", 2: "i16", 4: "float"}[self.out_bytes]
+
+    def _residual(self, to: Value, whole: Value, columns: Value) -> Value:
+        """Where a row's residual lies."""
+        source = to + self.get("residual")
+        with self.f.when(whole.equals(0)):
+            self._copy_some(source, self.some, columns)
+        return whole.select(source, self.some)
+
+    def _copy_some(self, source: Value, to: Value, columns: Value) -> None:
+        for c in self.f.loop(columns):
+            at = c * self.out_bytes
+            (to + at).store((source + at).load(self._element, 0, 1), 0, 1)
+
+
+def joined(sizes: Filter, window: Window) -> bool:
+    """Whether the taps of a line of the kernel lie side by side."""
+    return window.dilation[1] == 1 and sizes.groups == 1
+
+
+def _runs(sizes: Filter, *, joined: bool) -> tuple[int, int]:
+    """Runs of codes that lie side by side under a line of the kernel, and their length."""
+    return (1, sizes.kernel[1] * sizes.channels) if joined else (sizes.kernel[1], sizes.channels)
+
+
+def transformed(codes: Codes, sizes: Filter, *, joined: bool) -> Tensor:
+    """The weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
+    n, (runs, run) = sizes.out // sizes.groups, _runs(sizes, joined=joined)
+    panels, units = -(-n // PANEL), -(-run // UNIT)
+    more = panels * PANEL - n
+    w = codes.values().to(torch.int8).view(sizes.groups, n, -1, run)
+    w = torch.nn.functional.pad(w, (0, units * UNIT - run, 0, 0, 0, more))
+    w = w.view(sizes.groups, panels, _VECTORS, ROWS, sizes.kernel[0] * runs * units, COLUMN_BYTES // 4, 4)
+    scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
+    scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
+    made = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
+    aligned = torch.empty(made.numel() + 64, dtype=torch.int8)
+    return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
+
+
+def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA) -> bool:
+    """Whether `MatrixConvKernel` takes weights of these sizes, for outputs [B, Ho, Wo], and is worth it."""
+    fmt, n, (runs, run) = sizes.format, sizes.out // sizes.groups, _runs(sizes, joined=joined(sizes, window))
+    if isa.matrix is None or fmt.bits != 8 or fmt.zero != "none" or isinstance(fmt.block, int) or out[0] * out[1] * out[2] < _LEAST_OUTPUTS:
+        return False
+    padded = sizes.kernel[0] * runs * -(-run // UNIT) * UNIT * -(-n // PANEL) * PANEL
+    return padded <= _MOST_PADDED * sizes.k * n
+
+
+_kept = Kept[ConvCall]()
+_numbers = itertools.count()
+_SCALES = MATRIX.offset("scales")
+_pack_scales = MATRIX.struct("scales", "scales").pack_into
+
+
+class MatrixConvKernel:
+    """The compiled convolution of int8 images of any size.
+
+    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
+    `weights_of` made; `bias` is the tables of the groups, or, for floating-point outputs, contiguous float32 [Co].
+
+    out   for codes alone: what the result is made of, if it is not codes
+    """
+
+    def __init__(self, sizes: Filter, window: Window, isa: AMXTiles, out: torch.dtype = torch.int8) -> None:
+        self.sizes, self.isa, self.out_dtype = sizes, isa, out
+        self.joined = joined(sizes, window)
+        self.form = "units of lines" if self.joined else "units of taps"
+        self.run = runtime.runner()
+        self.number = next(_numbers)
+        self.n = sizes.out // sizes.groups
+        self.panels = -(-self.n // PANEL)
+
+    def weights_of(self, codes: Codes) -> Tensor:
+        """The weights as the kernel reads them; kernels of one `form` have the same."""
+        return transformed(codes, self.sizes, joined=self.joined)
+
+    def __call__(
+        self,
+        x: Tensor,
+        window: Window,
+        weights: Tensor,
+        bias: Tensor | None,
+        low: float,
+        high: float,
+        *,
+        residual: Tensor | None = None,
+        outside: int = 0,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """As `ConvKernel`."""
+        key = self.number, x.shape, window.numbers, outside, residual is not None, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside, residual=residual is not None))
+        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
+        _memory, scratch = thread.memory(call.memory)
+        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
+        if scales is not None:
+            bias = self._padded(bias)
+            _pack_scales(call.buffer, _SCALES, scales.data_ptr())
+        assert bias is not None
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), bias.data_ptr(), out.data_ptr(), apart, low, high)
+        self.run(call.address, call.threads)
+        return out
+
+    def _padded(self, bias: Tensor | None) -> Tensor:
+        """A bias with whole panels for each group."""
+        if bias is None:
+            return torch.zeros(self.sizes.groups * self.panels * PANEL)
+        if self.n % PANEL == 0:
+            return bias
+        return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
+
+    def _prepare(self, x: Tensor, window: Window, outside: int, *, residual: bool) -> ConvCall:
+        sizes = self.sizes
+        batch, channels, height, width = x.shape
+        ho, wo = window.out_size((height, width), sizes.kernel)
+        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
+        top, _, left, _ = window.padding
+        runs, run = _runs(sizes, joined=self.joined)
+        near_width = -(-((wo - 1) * sw + (kw - 1) * dw + 1) // sw) * sw
+        inside = (ho - 1) * sh - top + (kh - 1) * dh < height
+        image_itself = top == left == 0 and inside and sh == 1 and near_width == width and run % UNIT == 0
+        line, flat = near_width * channels, near_width // sw
+        lines_of = [(k * dh % sh, k * dh // sh) for k in range(kh)]  # of the kernel: modulo the stride, and how far down from there
+        behind = {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of}
+
+        def near_lines(lines: int) -> list[int]:
+            """Lines of the image that so many lines of outputs need, in the order in which they are copied."""
+            return [phase + sh * j for phase in behind for j in range(lines + behind[phase])]
+
+        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
+        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: 0 if image_itself else len(near_lines(n)) * line)
+        lines, threads = strips.lines, min(most, strips.items)
+        starts = dict(zip(behind, itertools.accumulate((lines + down for down in behind.values()), initial=0), strict=False))
+        unit_places = [
+            (starts[phase] + down) * line + tap * dw * channels + c
+            for phase, down in lines_of
+            for tap in range(runs)
+            for c in range(0, run, UNIT)
+        ]
+        m = (lines - 1) * flat + wo
+        rows = min(range(min(m, 2 * ROWS), min(m, 2 * ROWS) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
+        left_pixels = min(left, near_width)
+        copied = min(width, near_width - left_pixels) * channels
+        step = 0 if image_itself else power_of_two(copied, UNIT) if copied else UNIT
+        spec = MatrixSpec(step, rows, KINDS[self.out_dtype], residual)
+        out_bytes, panel_bytes = self.out_dtype.itemsize, len(unit_places) * UNIT * PANEL + 4 * PANEL
+        flat_rows = torch.arange(m)
+        places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
+        near_from = torch.tensor(near_lines(lines))
+        units = torch.tensor(unit_places)
+        edge = torch.full((UNIT,), outside, dtype=torch.int8)
+        thread_bytes = 0 if image_itself else len(near_from) * line + SLACK + 63 & ~63
+        buffer = MATRIX.buffer(
+            {
+                **strips.fields(),
+                "first_phase": jit.load(spec.name, functools.partial(build, spec), self.isa)[spec.name],
+                "openmp": runtime.openmp_address(),
+                "n": self.n,
+                "panel_bytes": panel_bytes,
+                "out_stride": sizes.out * out_bytes,
+                "table_stride": 4 * PANEL * self.panels,
+                "groups": sizes.groups,
+                "rows": m,
+                "group_bytes": sizes.channels,
+                "group_weights": panel_bytes * self.panels,
+                "group_bias": (12 if self.out_dtype == torch.int8 else 4) * PANEL * self.panels,
+                "group_out": self.n * out_bytes,
+                "thread_bytes": thread_bytes,
+                "height": height if copied else 0,  # 0: nothing of a line is seen
+                "out_height": ho,
+                "out_width": wo,
+                "stride_h": sh,
+                "top": top,
+                "image_bytes": height * width * channels,
+                "line_bytes": width * channels,
+                "near_lines": len(near_from),
+                "near_line_bytes": line,
+                "copied_codes": copied,
+                "left_codes": left_pixels * channels,
+                "outside": edge.data_ptr(),
+                "places": places.data_ptr(),
+                "units": len(units),
+                "unit_places": units.data_ptr(),
+                "row_step": sw * channels,
+                "near_from": near_from.data_ptr(),
+                "rows_a_unit": -(-rows // len(units)),
+                "tiles_inside": int(panel_bytes * strips.group > _NEAR_WEIGHTS),
+            }
+        )
+        kept = edge, places, near_from, units
+        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, kept)
