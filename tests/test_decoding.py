@@ -182,3 +182,85 @@ def test_arguments() -> None:
             attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, 1.0)
     with pytest.raises(ArgumentError, match="attend takes qkv"):
         attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), 1.0)
+
+
+# What the report and explain say
+
+
+def test_the_report_says_which_layers_are_left_and_why() -> None:
+    from halfbyte.nn.convert import report
+
+    _, short = pair("llama")
+    assert "model.layers.0 and 1 more: one token takes the steps of transformers: few kernels are for cuda, not for cpu" in str(
+        report(short)
+    )
+    model = KINDS["qwen2"]()
+    quantize_(model, Config("q4_0", compute="float", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
+    fuse_(model)
+    shorten_(model)
+    text = str(report(model))
+    assert "model.layers.1: one token takes the steps of transformers: its down_proj is a Linear, which is not quantized" in text
+    assert "model.layers.0: one token takes the steps of transformers: few kernels" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "its mlp has a hook"),
+        (lambda layer: setattr(layer.self_attn.config, "hidden_act", "gelu"), "its activation is gelu, not silu"),
+        (lambda layer: setattr(layer.mlp.down_proj, "compute", "int8"), "its down_proj is to compute in int8"),
+    ],
+)
+def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> None:
+    model = KINDS["llama"]()
+    quantize_(model, Config("q4_0", compute="float", skip=["lm_head"]))
+    layer = model.model.layers[0]
+    assert "are not computed together" in (decoding.why_not_short(layer) or "")
+    fuse_(model)
+    assert decoding.why_not_short(layer) is None
+    change(layer)
+    assert decoding.why_not_short(layer) == reason
+    assert "is none of" in (decoding.why_not_short(torch.nn.Linear(2, 2)) or "")
+
+
+def test_what_computes_a_token() -> None:
+    from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.machine import GPUS
+
+    _, short = pair("llama")
+    short.to(torch.bfloat16)
+    found = explain_model(short, "sm_90")
+    (group,) = found.groups
+    assert group.names == ("model.layers.0", "model.layers.1")
+    assert group.reason is None
+    assert [step.name for step in group.steps] == [decoding.QKV, "attention", "o_proj", decoding.GATE_UP, "down_proj"]
+    by_name = {step.name: step for step in group.steps}
+    assert by_name["attention"].kernel == "attend"
+    assert by_name[decoding.QKV].kernel == "skinny with the norm"
+    # Half of 192 rows are no whole panels of 64: the gates are not in the product.
+    assert "no whole panels" in (by_name[decoding.GATE_UP].reason or "")
+    assert "no whole panels" in str(found)
+    many = decoding.steps(short.model.layers[0], GPUS["sm_90"], rows=9)
+    assert many[0].reason == "norm in torch's operations: it is for 1 to 8 rows of 1 or more outputs, not 9 of 128"
+    amd = decoding.steps(short.model.layers[0], GPUS["gfx942"])
+    assert "NVIDIA GPUs only" in (amd[1].reason or "")
+    here = explain_model(short, "cpu").groups[0]
+    assert here.reason == "few kernels for a token are for GPUs"
+    assert here.steps
+    with pytest.raises(ArgumentError, match="1 or more sequences"):
+        explain_model(short, "cpu", 0)
+
+
+def test_explain_of_a_model_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from language_model import make_language_model
+
+    from halfbyte.cli import main
+
+    folder = make_language_model(tmp_path / "float")
+    assert main(["explain", str(folder), "--format", "q4_0", "--device", "sm_90"]) == 0
+    assert "attend" in capsys.readouterr().out
+    assert main(["explain", str(folder), "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert "is not quantized" in groups[0]["reason"]

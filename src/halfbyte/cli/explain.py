@@ -1,8 +1,10 @@
-"""`halfbyte explain`: which kernel runs for a shape on this machine, and why."""
+"""`halfbyte explain`: which kernel runs for a shape on this machine, or for each layer of a language model, and why."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from halfbyte.cli.output import Commands, add_command, check_fits, print_json
 
@@ -11,11 +13,14 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands, "explain", run, "say which kernel runs for a shape on this machine, why, and how far it is from what the machine can do"
     )
-    parser.add_argument("--m", type=int, default=1, help="rows of the activations (default: %(default)s)")
+    parser.add_argument("model", nargs="?", type=Path, help="instead of a shape: what computes the next token of a language model")
+    parser.add_argument("--m", type=int, default=1, help="rows of the activations; of a model, sequences (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
-    parser.add_argument("--format", default="q4_0", help="format of the weight (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="activations (default: %(default)s)")
+    parser.add_argument("--format", help="format of the weight (default: q4_0, or what the model is in)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="activations (default: float32; a model on a GPU: bfloat16)"
+    )
     parser.add_argument("--compute", default="auto", help="auto, int8 or float (default: %(default)s)")
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
@@ -28,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.dispatch.explain import explain
 
+    if args.model is not None:
+        return _run_model(args)
     check_fits(args.n * max(1, args.experts or 1), args.k)
     settings = {
         "experts": args.experts,
@@ -36,7 +43,23 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "measured": not args.no_measure,
     }
-    explanation = explain(args.m, args.n, args.k, args.format, dtype=getattr(torch, args.dtype), **settings)
+    explanation = explain(args.m, args.n, args.k, args.format or "q4_0", dtype=getattr(torch, args.dtype or "float32"), **settings)
+    return _show(args, explanation)
+
+
+def _run_model(args: argparse.Namespace) -> int:
+    import torch
+
+    from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.integrations.text import open_model
+    from halfbyte.nn.convert import Config
+
+    dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else args.dtype and getattr(torch, args.dtype)
+    model, _ = open_model(args.model, "cpu", None if args.format is None else Config(args.format), dtype)
+    return _show(args, explain_model(model, args.device, args.m))
+
+
+def _show(args: argparse.Namespace, explanation: Any) -> int:
     if args.json:
         print_json(explanation.to_json())
     else:

@@ -109,8 +109,7 @@ def _slower(option: GpuOption, taken: GpuOption) -> str:
 
 def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) -> GpuExplanation:
     """`device` is "cuda", "cuda:1", or the architecture of a GPU that is not here, of which nothing is measured."""
-    absent = device in GPUS
-    found = GPUS[device] if absent else gpu(_index(device))
+    absent, found = device in GPUS, described_gpu(device)
     problem = replace(problem, compute=compute_of(compute))
     if not (problem.m and problem.n and problem.k):
         raise ArgumentError(f"there is no kernel to explain for m={problem.m}, n={problem.n}, k={problem.k}: no size may be 0")
@@ -124,6 +123,11 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
         seconds = _time(problem, found, choice.taken, torch.device("cuda", _index(device)))
     how = "the GPU is not here" if absent else launcher(_index(device))
     return GpuExplanation(problem, found, choice, how, problem.experts * nbytes, roof, seconds)
+
+
+def described_gpu(device: str) -> Gpu:
+    """The GPU of "cuda" or "cuda:1", or one that need not be here, by its architecture."""
+    return GPUS[device] if device in GPUS else gpu(_index(device))
 
 
 def _choose(problem: Problem, gpu: Gpu) -> GpuChoice:

@@ -6,11 +6,13 @@
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
-Prompts, caches that are not static, training and everything else goes the way of transformers' own layer.
+Prompts, caches that are not static, training and everything else goes the way of transformers' own layer. `halfbyte.report` says which
+layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +22,17 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
-from halfbyte.ops.decoding import attend, normed_linear
+from halfbyte.nn.report import REMARK
+from halfbyte.ops.decoding import attend, normed_linear, normed_plan, why_not_attend
 
 # Their forward is this file's formula; others differ in norms, activations or what is added where.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer)
 DEVICES = ("cuda",)
+QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> list[str]:
@@ -38,26 +43,80 @@ def shorten_(model: nn.Module) -> list[str]:
     """
     shortened = []
     for name, module in model.named_modules():
-        if type(module) in LAYERS and _is_plain(module):
+        if isinstance(module, _OneToken) or not is_decoder_layer(module):
+            continue
+        if (reason := why_not_short(module)) is None:
+            module.__dict__.pop(REMARK, None)
             module.__class__ = _SHORT[type(module)]
             shortened.append(name)
+        else:
+            setattr(module, REMARK, f"one token takes the steps of transformers: {reason}")
     return shortened
 
 
-def _is_plain(layer: Any) -> bool:
+def is_decoder_layer(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp"))
+
+
+def is_short(module: nn.Module) -> bool:
+    """Whether `shorten_` has changed this layer."""
+    return isinstance(module, _OneToken)
+
+
+def why_not_short(layer: Any) -> str | None:
+    """Why `shorten_` leaves a decoder layer as it is, or None."""
+    if type(layer) not in LAYERS:
+        return f"a {type(layer).__name__} is none of {', '.join(cls.__name__ for cls in LAYERS)}"
     attention, mlp = layer.self_attn, layer.mlp
-    alone = [attention.o_proj, mlp.down_proj]
-    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
-    linears = [*alone, *(linear for group in groups for linear in group)]
-    return (
-        all(type(linear) is QuantLinear for linear in alone)
-        and all(type(linear) is FusedLinear and linear.index == i for group in groups for i, linear in enumerate(group))
-        and all(len({id(linear.together[0]) for linear in group}) == 1 for group in groups)
-        and all(linear.compute in ("auto", "float") for linear in linears)
-        and attention.config.hidden_act in ("silu", "swish")
-        and mlp.gate_proj.bias is None
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer)
-    )
+    groups = {name: [getattr(part, child) for child in name.split("+")] for name, part in ((QKV, attention), (GATE_UP, mlp))}
+    linears = {"o_proj": attention.o_proj, "down_proj": mlp.down_proj}
+    linears |= {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
+    for name, linear in linears.items():
+        if not isinstance(linear, QuantLinear):
+            return f"its {name} is a {type(linear).__name__}, which is not quantized"
+        if linear.compute not in ("auto", "float"):
+            return f"its {name} is to compute in {linear.compute}"
+    for name, parts in groups.items():
+        together = all(type(linear) is FusedLinear and linear.index == i for i, linear in enumerate(parts))
+        if not together or len({id(linear.together[0]) for linear in parts}) > 1:
+            return f"{name} are not computed together, which fuse_ does where their formats are the same"
+    for name in ("o_proj", "down_proj"):
+        if type(linears[name]) is not QuantLinear:
+            return f"its {name} is a {type(linears[name]).__name__}"
+    if attention.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {attention.config.hidden_act}, not silu"
+    if mlp.gate_proj.bias is not None:
+        return "its gate_proj has a bias"
+    hooked = next((name for name, module in layer.named_modules() if name and (module._forward_hooks or module._forward_pre_hooks)), None)
+    return None if hooked is None else f"its {hooked} has a hook"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A product or the attention of a layer that `shorten_` has changed: `kernel` computes it, and where `reason` is given, torch's
+    operations do."""
+
+    name: str
+    kernel: str
+    reason: str | None = None
+
+
+def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
+    """How a short layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be there."""
+    attention, mlp = layer.self_attn, layer.mlp
+    dtype = layer.input_layernorm.weight.dtype
+    found = []
+    for name, linear, gated in ((QKV, attention.q_proj, False), (GATE_UP, mlp.gate_proj, True)):
+        packed, bias = linear.together
+        plan = normed_plan(str(packed.format), rows, *packed.shape, dtype, here, gated=gated, biased=bias is not None)
+        if isinstance(plan, str):
+            found.append(Step(name, "the product alone", f"norm{' and gates' if gated else ''} in torch's operations: {plan}"))
+        else:
+            found.append(Step(name, f"skinny with the norm{' and silu(gate) * up' if gated else ''}"))
+    heads, kv_heads = (linear.packed.shape[0] // attention.head_dim for linear in (attention.q_proj, attention.k_proj))
+    reason = why_not_attend(heads, kv_heads, attention.head_dim, dtype, here)
+    seen = Step("attention", "attend" if reason is None else "torch's operations", reason)
+    return found[0], seen, Step("o_proj", "with the residual added"), found[1], Step("down_proj", "with the residual added")
 
 
 class _OneToken:
@@ -67,6 +126,15 @@ class _OneToken:
     mlp: Any
     input_layernorm: Any
     post_attention_layernorm: Any
+
+    @property
+    def halfbyte_remark(self) -> str:
+        """What `halfbyte.report` says of the layer."""
+        device = self.input_layernorm.weight.device
+        if device.type not in DEVICES:
+            return f"one token takes the steps of transformers: few kernels are for {' and '.join(DEVICES)}, not for {device.type}"
+        lost = [f"{step.name}: {step.reason}" for step in steps(self, gpu(device.index or 0)) if step.reason]
+        return "; ".join(["one token with a static cache takes few kernels", *lost])
 
     def forward(
         self,

@@ -7,7 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from halfbyte.formats.spec import Format
+
+REMARK = "halfbyte_remark"  # the attribute in which a module has words for the report, such as what computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,15 @@ class Report:
         for (kind, reason), rows in groups.items():
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             yield rows[0].name, more.strip(), kind, reason, size_text(sum(row.bytes_after for row in rows))
+
+
+def remarks(model: nn.Module) -> tuple[str, ...]:
+    """The modules' REMARKs, the same ones once: "model.layers.0 and 31 more: …"."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        if (text := getattr(module, REMARK, None)) is not None:
+            names[text].append(name)
+    return tuple(f"{first}{f' and {len(more)} more' if more else ''}: {text}" for text, (first, *more) in names.items())
 
 
 def size_text(count: int) -> str:

@@ -103,10 +103,8 @@ def _normed_cuda(
     _check_normed(x, norm, n, k, gated)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
-    plan = None
-    if n and 0 < rows <= _MOST_ROWS and not (gated and bias is not None) and triton_trouble() is None:
-        plan = _plan(format, rows, n, k, x.dtype, gated, here)
-    if plan is None:
+    plan = normed_plan(format, rows, n, k, x.dtype, here, gated=gated, biased=bias is not None)
+    if isinstance(plan, str):
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
     from halfbyte.kernels.gpu import norm as norm_kernel
     from halfbyte.kernels.gpu import skinny
@@ -129,21 +127,39 @@ def _normed_cuda(
     return out
 
 
+def normed_plan(
+    format: str, rows: int, n: int, k: int, dtype: torch.dtype, here: Gpu, *, gated: bool = False, biased: bool = False
+) -> tuple[Problem, Any] | str:
+    """The problem that `normed_linear` gives to `kernels/gpu/skinny.py`, and its config; or why torch's operations are taken instead."""
+    if gated and biased:
+        return "gates with a bias are not in the kernel"
+    if (trouble := triton_trouble()) is not None:
+        return trouble
+    return _plan(format, rows, n, k, dtype, gated, here)
+
+
 @lru_cache(maxsize=1024)
-def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, here: Gpu) -> tuple[Problem, Any] | None:
-    """The problem and a config of `skinny` for it; None where another kernel is faster, which takes no gates and need not start early."""
+def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, here: Gpu) -> tuple[Problem, Any] | str:
     from halfbyte.kernels.gpu import norm, skinny
 
+    if here.backend != "cuda":
+        return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
+    if not n or not 0 < rows <= _MOST_ROWS:
+        return f"it is for 1 to {_MOST_ROWS} rows of 1 or more outputs, not {rows} of {n}"
+    if k > norm.MOST:
+        return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold"
     problem = Problem("linear", rows, n, k, as_format(format), dtype)
     choice = choose_gpu_linear(problem, here)
-    if here.backend != "cuda" or k > norm.MOST or choice.taken is None or choice.taken.candidate.home != "skinny":
-        return None
+    if choice.taken is None:
+        return "no kernel solves this product"
+    if choice.taken.candidate.home != "skinny":
+        return f"{choice.taken.candidate.name} is faster here, and takes no norm"
     if not gated:
         return problem, choice.taken.config
     options = (choice.taken, *choice.others)
     fitting = (skinny.gated(problem, o.config) for o in options if o.candidate.home == "skinny")
     config = next((config for config in fitting if config is not None), None)
-    return None if config is None else (problem, config)
+    return f"the halves of {n} outputs are no whole panels" if config is None else (problem, config)
 
 
 # attend
@@ -196,15 +212,25 @@ def _attend_cuda(
     heads = _check_attend(qkv, cos, sin, keys, values, length, mask)
     contiguous = all(t.is_contiguous() for t in (qkv, keys, values)) and all(t.stride(-1) == 1 for t in (cos, sin, *_present(mask)))
     here = gpu(qkv.get_device())
-    if triton_trouble() is None and contiguous and here.backend == "cuda":
-        from halfbyte.kernels.gpu import attend as kernel
+    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here) is not None:
+        return _attend(qkv, cos, sin, keys, values, length, mask, scale, advance)
+    from halfbyte.kernels.gpu import attend as kernel
 
-        if kernel.supports(heads, keys.shape[1], keys.shape[3], qkv.dtype) is None:
-            out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
-            with on(qkv):
-                kernel.launch(here, qkv, (cos, sin), (keys, values), length, mask, out, scale, advance)
-            return out
-    return _attend(qkv, cos, sin, keys, values, length, mask, scale, advance)
+    out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
+    with on(qkv):
+        kernel.launch(here, qkv, (cos, sin), (keys, values), length, mask, out, scale, advance)
+    return out
+
+
+def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu) -> str | None:
+    """Why `attend` takes torch's operations on contiguous tensors of these sizes; None where `kernels/gpu/attend.py` computes it."""
+    if (trouble := triton_trouble()) is not None:
+        return trouble
+    if here.backend != "cuda":
+        return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
+    from halfbyte.kernels.gpu import attend as kernel
+
+    return kernel.supports(heads, kv_heads, dim, dtype)
 
 
 def _present(mask: Tensor | None) -> tuple[Tensor, ...]:
