@@ -25,7 +25,7 @@ from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import QuantModule, check_compute
-from halfbyte.nn.report import Report, Row
+from halfbyte.nn.report import Report, Row, remarks
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.nn.static import OBSERVERS, LayerWeight, calibrated, on_codes, replace_
 from halfbyte.quantizers import CALIBRATED, METHODS
@@ -325,7 +325,7 @@ def _report(model: nn.Module, config: Config | None) -> Report:
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
-    return Report(rows, getattr(model, _NOTES, ()))
+    return Report(rows, (*getattr(model, _NOTES, ()), *remarks(model)))
 
 
 def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidate]:
