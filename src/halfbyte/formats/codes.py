@@ -136,5 +136,11 @@ class Codes:
             raise FormatError(f"{fmt} codes of shape {list(shape)} lack their {' and '.join(sorted(missing))}")
         return cls(fmt, tuple(shape), tensors["data"], tensors["scale"], tensors.get("zero"))
 
+    @classmethod
+    def zeros(cls, fmt: Format, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Codes:
+        """Codes of which every byte is 0: what there is to say of a shape without elements."""
+        stored = stored_tensors(fmt, shape)
+        return cls.from_tensors(fmt, shape, {name: torch.zeros(size, dtype=dtype, device=device) for name, (dtype, size) in stored.items()})
+
     def to(self, device: torch.device | str) -> Codes:
         return Codes.from_tensors(self.format, self.shape, {name: tensor.to(device) for name, tensor in self.tensors().items()})

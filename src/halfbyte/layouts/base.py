@@ -11,6 +11,11 @@ from torch import Tensor
 from halfbyte.formats.spec import Format
 
 
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below n."""
+    return -(-n // multiple) * multiple
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Packed:
     """The same numbers as the Codes it was made from, in the order of `layout`.

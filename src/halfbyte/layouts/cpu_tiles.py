@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from dataclasses import dataclass
 
@@ -32,17 +33,13 @@ from torch import Tensor
 from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 
 NAME = "cpu_tiles"
 PANEL = 32  # rows of a panel
 LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
 _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
 _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def has_pairs(fmt: Format) -> bool:
@@ -52,7 +49,7 @@ def has_pairs(fmt: Format) -> bool:
 
 def tail_bytes(scale_bytes: int, zero_bytes: int, *, pairs: bool) -> int:
     """Bytes of a record after its data."""
-    return _round_up(PANEL * (scale_bytes + zero_bytes + 4 * pairs), 64)
+    return round_up(PANEL * (scale_bytes + zero_bytes + 4 * pairs), 64)
 
 
 def piece(block: int, k: int) -> int:
@@ -83,7 +80,7 @@ class Geometry:
 
     @functools.cached_property
     def padded(self) -> int:
-        return _round_up(self.block, self.unit)
+        return round_up(self.block, self.unit)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -96,7 +93,7 @@ class Geometry:
 
     @functools.cached_property
     def last_padded(self) -> int:
-        return _round_up(self.last, self.unit)
+        return round_up(self.last, self.unit)
 
     @functools.cached_property
     def panels(self) -> int:
@@ -130,10 +127,7 @@ class Geometry:
 @functools.lru_cache(maxsize=4096)
 def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
     """Of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
-    n = 1
-    for size in shape[:-1]:
-        n *= size
-    return Geometry(fmt, n, shape[-1])
+    return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -233,12 +227,8 @@ def unpack(packed: Packed) -> Codes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
         raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
     n, k, full = geo.n, geo.k, geo.blocks - 1
-    scale_shape = fmt.scale_shape(shape)
     if k == 0 or n == 0:
-        width = (k + 1) // 2 if fmt.bits == 4 else k
-        data = torch.empty(*shape[:-1], width, dtype=torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8)
-        zero = None if fmt.zero == "none" else torch.zeros(scale_shape, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
-        return Codes(fmt, shape, data, torch.zeros(scale_shape, dtype=fmt.scale), zero)
+        return Codes.zeros(fmt, shape)
     panels = packed.data.view(geo.panels, geo.panel_bytes)
     cut = full * geo.record_bytes(geo.padded)
     data_parts, tail_parts = list[Tensor](), list[list[Tensor]]()
@@ -252,7 +242,7 @@ def unpack(packed: Packed) -> Codes:
         u = torch.cat([r[0] for r in read], dim=1)[:rows]
         data_parts.append(pack_nibbles(u) if fmt.bits == 4 else (u ^ 128).view(torch.int8) if fmt.signed else u)
         tail_parts.append([torch.cat(column, dim=1)[:rows] for column in zip(*(r[1] for r in read), strict=True)])
-    tails = [_canonical(torch.cat(column), scale_shape, geo) for column in zip(*tail_parts, strict=True)]
+    tails = [_canonical(torch.cat(column), fmt.scale_shape(shape), geo) for column in zip(*tail_parts, strict=True)]
     data = torch.cat(data_parts)
     return Codes(fmt, shape, data.reshape(*shape[:-1], data.shape[-1]), *tails)
 

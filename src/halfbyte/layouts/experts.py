@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from halfbyte.errors import FormatError
-from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
@@ -45,10 +45,10 @@ def matrix_of(codes: Codes, e: int) -> Codes:
 def join(parts: Sequence[Codes], packed: Packed) -> Codes:
     """The inverse of `matrix_of`, for all experts of `packed`."""
     fmt, tensors = packed.format, {}
-    for name, (dtype, shape) in stored_tensors(fmt, packed.shape).items():
-        if not parts:
-            tensors[name] = torch.zeros(shape, dtype=dtype, device=packed.device)
-        elif fmt.block == "tensor" and name != "data":
+    if not parts:
+        return Codes.zeros(fmt, packed.shape, packed.device)
+    for name in parts[0].tensors():
+        if fmt.block == "tensor" and name != "data":
             tensors[name] = parts[0].tensors()[name].unsqueeze(0)
         else:
             tensors[name] = torch.stack([part.tensors()[name] for part in parts])

@@ -35,19 +35,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import FormatError
-from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 
 NAME = "gpu_tiles"
 PANEL = 64  # rows of a panel
 RECORD = 128  # padded k of a record
 _SECTION = 256  # bytes: sections begin at multiples of it
 _CHUNK_ELEMENTS = 1 << 26  # pack and unpack this much at a time, to bound their memory
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Geometry:
     @functools.cached_property
     def padded(self) -> int:
         """Elements of a block with its padding."""
-        return 32 if self.block <= 32 else 64 if self.block <= 64 else _round_up(self.block, RECORD)
+        return 32 if self.block <= 32 else 64 if self.block <= 64 else round_up(self.block, RECORD)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -74,7 +70,7 @@ class Geometry:
 
     @functools.cached_property
     def k_padded(self) -> int:
-        return _round_up((self.blocks - 1) * self.padded + self.last, RECORD) if self.k else 0
+        return round_up((self.blocks - 1) * self.padded + self.last, RECORD) if self.k else 0
 
     @functools.cached_property
     def last(self) -> int:
@@ -93,7 +89,7 @@ class Geometry:
 
     @functools.cached_property
     def n_padded(self) -> int:
-        return _round_up(self.n, PANEL)
+        return round_up(self.n, PANEL)
 
     @functools.cached_property
     def panels(self) -> int:
@@ -121,17 +117,17 @@ class Geometry:
 
     @functools.cached_property
     def scale_offset(self) -> int:
-        return _round_up(self.codes_bytes, _SECTION)
+        return round_up(self.codes_bytes, _SECTION)
 
     @functools.cached_property
     def zero_offset(self) -> int:
-        return self.scale_offset + _round_up(self.scale_bytes, _SECTION)
+        return self.scale_offset + round_up(self.scale_bytes, _SECTION)
 
     @functools.cached_property
     def nbytes(self) -> int:
         if self.n == 0 or self.k == 0:
             return 0
-        return self.zero_offset + _round_up(self.zero_bytes, _SECTION)
+        return self.zero_offset + round_up(self.zero_bytes, _SECTION)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,13 +188,11 @@ def unpack(packed: Packed) -> Codes:
     if packed.layout != NAME or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
         raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
-    n, k, device = geo.n, geo.k, packed.device
-    signed8 = fmt.bits == 8 and fmt.signed
-    data = torch.empty(*shape[:-1], (k + 1) // 2 if fmt.bits == 4 else k, dtype=torch.int8 if signed8 else torch.uint8, device=device)
-    scale_shape = fmt.scale_shape(shape)
     if geo.nbytes == 0:
-        zero = None if geo.zero_dtype is None else torch.zeros(scale_shape, dtype=geo.zero_dtype, device=device)
-        return Codes(fmt, shape, data, torch.zeros(scale_shape, dtype=fmt.scale, device=device), zero)
+        return Codes.zeros(fmt, shape, packed.device)
+    n, scale_shape = geo.n, fmt.scale_shape(shape)
+    dtype, size = stored_tensors(fmt, shape)["data"]
+    data = torch.empty(size, dtype=dtype, device=packed.device)
     stored, rows = views(packed.data, geo), data.view(n, -1)
     for start, stop in _chunks(geo):
         if fmt.bits == 4:
