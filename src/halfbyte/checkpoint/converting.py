@@ -10,6 +10,8 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import companions, copy_companions, journal, weight_files
 from halfbyte.checkpoint.folder import replacing
@@ -22,7 +24,17 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
 from halfbyte.nn.calibrate import Calibration, calibrate, unreached
-from halfbyte.nn.convert import UNCALIBRATED, Candidate, Config, as_config, check_calibration, check_patterns, decide, relative_error
+from halfbyte.nn.convert import (
+    UNCALIBRATED,
+    Candidate,
+    Config,
+    as_calibration,
+    as_config,
+    check_calibration,
+    check_patterns,
+    decide,
+    relative_error,
+)
 from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.report import Report
 
@@ -33,7 +45,7 @@ def convert(
     config: Config | Format | str,
     progress: Callable[[int, int, str], object] | None = None,
     *,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Tensor | None = None,
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
@@ -41,8 +53,9 @@ def convert(
 
     src          a Hugging Face folder, another folder with safetensors files, or one such file
     progress     is called after each tensor with (bytes read, bytes in all, name)
-    calibration  what "gptq" and "awq" need. There is then more in memory: one decoder layer in float32, the hidden states of all
-                 tokens and what lies outside the decoder layers; progress is told of layers instead of bytes
+    calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need. There is then more in memory: one decoder
+                 layer in float32, the hidden states of all tokens and what lies outside the decoder layers; progress is told of
+                 layers instead of bytes
     resume       go on where a writer to the same place, that was killed, had come to; not with a calibration
 
     Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
@@ -76,7 +89,7 @@ def convert(
         if calibration is None:
             written = _resumed(plan, writer, notes)
         else:
-            written = _calibrated(plan, reader, writer, config.method, calibration, progress, notes)
+            written = _calibrated(plan, reader, writer, config.method, as_calibration(calibration), progress, notes)
         method = UNCALIBRATED.get(config.method, config.method)
         for step in plan.steps:
             if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):

@@ -131,7 +131,7 @@ class Config:
                 raise ArgumentError(f"{type(model).__name__} has no Linear or experts to choose a format for that no skip pattern keeps")
             weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
             sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
-            losses = measure_losses(model, weights, choices, _as_calibration(calibration), progress)
+            losses = measure_losses(model, weights, choices, as_calibration(calibration), progress)
             budget = int(bits * sum(weight.numel() for weight in weights.values()) / 8)
             chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
         most = max(range(len(choices)), key=list(chosen.values()).count)
@@ -186,9 +186,9 @@ def quantize_(
     and whose layers keep their names.
 
     What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. What is quantized already keeps its
-    codes: a model in which nothing is left to quantize is returned as it is where each layer has the format that `config` asks for.
-    Raises ArgumentError (a layer of such a model has another format, a pattern that matches nothing, a NaN in a weight, a method without
-    its calibration) or FormatError, and then nothing has changed.
+    codes: a model in which nothing is left to quantize is returned as it is where each layer is as `config` asks for. Raises
+    ArgumentError (a layer of such a model has another format, method, compute or activation, a pattern that matches nothing, a NaN in
+    a weight, a method without its calibration) or FormatError, and then nothing has changed.
     """
     config = as_config(config)
     check_calibration(config.method, calibration is not None)
@@ -200,9 +200,12 @@ def quantize_(
 def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibration | Tensor | None, progress: Progress | None) -> nn.Module:
     found, present = candidates(model), _quantized(model)
     decisions = decide(found, config)
-    others = _in_other_formats(model, present, config)
+    others = _quantized_otherwise(model, present, config)
     if present and not any(isinstance(decision, Format) for decision in decisions.values()):
         check_patterns(config, [candidate.name for candidate in (*found, *present)])
+        before = getattr(model, CONFIG_ATTRIBUTE, config).method
+        if not others and before != config.method:
+            others = f"the model is quantized already, and stays as {before} left it where {config.method} is asked for"
         if others:
             raise ArgumentError(f"{others}, and nothing is left to quantize: load the float model again and quantize that")
         return model
@@ -213,7 +216,7 @@ def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibrati
     notes: list[str] = [others] if others else []
     if calibration is not None:
         formats = _calibrated_names(model, decisions)
-        results = {r.name: r for r in calibrate(model, formats, config.method, _as_calibration(calibration), progress=progress)}
+        results = {r.name: r for r in calibrate(model, formats, config.method, as_calibration(calibration), progress=progress)}
         missed = sorted(name for name in formats if f"{name}.weight" not in results)
         notes += [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
     method = UNCALIBRATED.get(config.method, config.method)
@@ -362,22 +365,28 @@ def _quantized(model: nn.Module) -> list[Candidate]:
     return found
 
 
-def _in_other_formats(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
+def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
     """Says which of the modules `present`, which are quantized, are so otherwise than `config` asks; None where none are."""
     if present and config.activations == "static" and calibrated(model) is None:
         return f'{present[0].name} is quantized already with activations="dynamic", not "static"'
-    wanted = decide(present, config)
-    other = [name for name, fmt in wanted.items() if isinstance(fmt, Format) and _packed_format(model, name) != fmt]
+    wanted = {name: fmt for name, fmt in decide(present, config).items() if isinstance(fmt, Format)}
+    other = [(name, *different) for name, fmt in wanted.items() if (different := _difference(model.get_submodule(name), fmt, config))]
     if not other:
         return None
-    first, more = other[0], f" (and {len(other) - 1} more)" if len(other) > 1 else ""
-    return f"{first} is quantized already, and stays {_packed_format(model, first)} where {wanted[first]} is asked for{more}"
+    (first, has, asked), more = other[0], f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+    return f"{first} is quantized already, and stays {has} where {asked} is asked for{more}"
 
 
-def _packed_format(model: nn.Module, name: str) -> Format:
-    module = model.get_submodule(name)
+def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, str] | None:
+    """In what a quantized module is otherwise than asked: (what it has, what is asked), or None."""
     assert isinstance(module, QuantModule)
-    return module.packed.format
+    if module.packed.format != fmt:
+        return str(module.packed.format), str(fmt)
+    for setting in ("compute", "activation"):
+        has, asked = getattr(module, setting, None), getattr(config, setting)
+        if has not in (None, asked) and (has, asked) != ("row", "image"):  # see Config
+            return f"{setting}={has!r}", f"{asked!r}"
+    return None
 
 
 def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
@@ -458,7 +467,7 @@ def _calibrated_names(model: nn.Module, decisions: Mapping[str, Format | str]) -
     return {name: fmt for name, fmt in decisions.items() if name in alone and isinstance(fmt, Format)}
 
 
-def _as_calibration(calibration: Calibration | Tensor) -> Calibration:
+def as_calibration(calibration: Calibration | Tensor) -> Calibration:
     return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
 
 
