@@ -34,10 +34,17 @@ def formats(quantized: nn.Module) -> list[str]:
         ("q4_0", "q8_0", r"0 is quantized already, and stays q4_0 where q8_0 is asked for \(and 1 more\), and nothing is left"),
         ("q4_0", hb.Config("q4_0", overrides={"2": "q8_0"}), "2 is quantized already, and stays q4_0 where q8_0 is asked for, and nothing"),
         ("int8_channel", hb.Config("int8_channel", activations="static", calibration=[torch.zeros(1, 64)]), 'not "static", and nothing'),
+        (
+            "q4_0",
+            hb.Config("q4_0", compute="float"),
+            r"0 is quantized already, and stays compute='auto' where 'float' is asked for \(and 1",
+        ),
+        (hb.Config("q4_0", activation="row"), "q4_0", "0 is quantized already, and stays activation='row' where 'block' is asked for"),
+        ("q4_0", hb.Config("q4_0", method="mse"), "stays as absmax left it where mse is asked for, and nothing is left"),
         ("q4_0", hb.Config("q4_0", skip=["nope"]), "the skip pattern 'nope' matches no module"),
     ],
 )
-def test_quantizing_again_in_another_format_is_refused(first: str, second: Any, message: str) -> None:
+def test_quantizing_again_otherwise_is_refused(first: Any, second: Any, message: str) -> None:
     quantized = hb.quantize_(model(), first)
     before = formats(quantized)
     with pytest.raises(ArgumentError, match=message):
@@ -45,7 +52,15 @@ def test_quantizing_again_in_another_format_is_refused(first: str, second: Any, 
     assert formats(quantized) == before
 
 
-@pytest.mark.parametrize("config", [hb.Config("q4_0"), hb.Config("q4_0", overrides={"0": "q8_0"}), hb.Config("q4_0", skip=["2"])])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hb.Config("q4_0"),
+        hb.Config("q4_0", overrides={"0": "q8_0"}),
+        hb.Config("q4_0", skip=["2"]),
+        hb.Config("int8_channel", activation="image", compute="float", method="mse"),
+    ],
+)
 def test_quantizing_again_in_the_same_format_changes_nothing(config: hb.Config) -> None:
     quantized = hb.quantize_(model(stem=nn.Conv2d(3, 32, 3), body=nn.Conv2d(32, 32, 3), ids=nn.Embedding(9, 32)), config)
     before, modules = str(hb.report(quantized)), list(quantized.modules())
@@ -88,6 +103,9 @@ def test_a_model_in_training_for_its_codes_is_not_saved(scales: str, tmp_path: P
 WEIGHT, X = torch.ones(64, 128), torch.ones(3, 128)
 CODES, CONV_CODES = hb.quantize(WEIGHT, "q4_0"), hb.quantize_conv(torch.ones(8, 4, 3, 3), "int8_channel")
 PACKED, PACKED_CONV = hb.pack(CODES), hb.pack_conv(CONV_CODES, 3)
+EXPERTS, IDS = hb.pack(hb.quantize(torch.ones(2, 64, 128), "q4_0")), torch.tensor([0, 1, 0])
+PACKED_8, X8 = hb.pack(hb.quantize(WEIGHT, "int8_channel")), X.to(torch.int8)
+STEPS = {"in_scale": 0.1, "in_zero": 0, "out_scale": 0.1, "out_zero": 0}
 IMAGE = torch.ones(1, 4, 8, 8)
 ANYTHING: Any = hb  # the same functions, of which no type is checked
 
@@ -122,6 +140,23 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.conv2d(IMAGE, hb.pack(CONV_CODES)), r"that pack_conv has made, got halfbyte.Packed: pass pack_conv\("),
         (lambda: ANYTHING.conv2d(IMAGE.numpy(), PACKED_CONV), "the input, a tensor, got numpy.ndarray"),
         (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, [1.0] * 8), "bias is a tensor or None, got list"),
+        (lambda: ANYTHING.conv1d(IMAGE.numpy(), PACKED_CONV), "the input, a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.conv1d(IMAGE[0], PACKED), "that pack_conv has made, got halfbyte.Packed"),
+        (lambda: ANYTHING.grouped_linear(X, CODES, IDS), "a weight that pack has made, got halfbyte.Codes"),
+        (lambda: ANYTHING.grouped_linear(X.numpy(), EXPERTS, IDS), "the input, a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.grouped_linear(X, EXPERTS, [0, 1, 0]), "the experts of each row are a tensor, got list"),
+        (lambda: ANYTHING.grouped_linear(X, EXPERTS, IDS, 1.0), "bias is a tensor or None, got float"),
+        (lambda: ANYTHING.grouped_linear(X, PACKED, IDS), r"stacked weights \[E, N, K\], got one of shape \[64, 128\]: use linear"),
+        (lambda: ANYTHING.qlinear(X.numpy(), PACKED_8, **STEPS), "the input, a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.qlinear(X8, CODES, **STEPS), "a weight that pack has made, got halfbyte.Codes"),
+        (lambda: ANYTHING.qlinear(X8, PACKED_8, [1.0] * 64, **STEPS), "bias is a tensor or None, got list"),
+        (lambda: ANYTHING.qlinear(X8, PACKED_8, clamp=6, **STEPS), r"clamp is \(low, high\) or None, got 6"),
+        (lambda: ANYTHING.qconv2d(IMAGE.numpy(), PACKED_CONV, **STEPS), "the input, a tensor, got numpy.ndarray"),
+        (lambda: ANYTHING.qconv2d(IMAGE.char(), PACKED_8, **STEPS), "a weight that pack_conv has made, got halfbyte.Packed"),
+        (lambda: ANYTHING.qconv2d(IMAGE.char(), PACKED_CONV, 1, **STEPS), "bias is a tensor or None, got int"),
+        (lambda: ANYTHING.embedding([1, 2], PACKED), "the ids, a tensor, got list"),
+        (lambda: ANYTHING.unpack(CODES), "that pack or pack_conv has made, got halfbyte.Codes: Codes are unpacked already"),
+        (lambda: ANYTHING.dequantize(WEIGHT), "a weight that quantize or pack has made, got torch.Tensor"),
         (lambda: ANYTHING.quantize_("a/path", "q4_0"), "a model is a torch.nn.Module, got str: use halfbyte.convert for one on disk"),
         (lambda: ANYTHING.quantize_(model(), {"format": "q4_0"}), "a Config or a format, got dict: write Config"),
         (lambda: ANYTHING.quantize_(model(), None), "a Config or a format, got None: write Config"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
+    from halfbyte.nn.fused import fuse_ as fuse_
     from halfbyte.nn.parallel import parallel_report as parallel_report
     from halfbyte.nn.parallel import parallelize_ as parallelize_
     from halfbyte.nn.qat import convert_qat_ as convert_qat_
@@ -69,6 +71,7 @@ _HOMES = {
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.nn.fused": ("fuse_",),
     "halfbyte.nn.parallel": ("parallelize_", "parallel_report"),
     "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
     "halfbyte.nn.sparsity": ("prune_",),
@@ -85,7 +88,7 @@ __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     try:
         value = getattr(import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_table(
         ("name", "format", "shape", "bytes", "bits", "error"),
-        ([row["name"], row["format"], *_cells(row)] for row in rows),
+        ((row["name"], row["format"], *_cells(row)) for row in rows),
         left=2,
     )
     print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits an element")

@@ -52,8 +52,8 @@ def check_device(device: torch.device | str) -> torch.device:
     raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {why}: use device='cpu'")
 
 
-def check_operands(x: object, packed: object, kind: type, bias: object, residual: object, clamp: object) -> None:
-    """Raises ArgumentError for an argument of the wrong type. It takes longer than a small kernel: for calls that have failed."""
+def check_operands(x: object, packed: object, kind: type, bias: object, residual: object = None, clamp: object = None) -> None:
+    """Raises ArgumentError for an argument of the wrong type. It takes longer than a small kernel: mostly for calls that have failed."""
     names = {
         Packed: ("pack", "pack(quantize(weight, format))"),
         PackedConv: ("pack_conv", "pack_conv(quantize_conv(weight, format), size)"),

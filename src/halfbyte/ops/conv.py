@@ -73,22 +73,22 @@ def conv2d(
     padding: _Padding = 0,
     dilation: _Sizes = 1,
     *,
+    residual: Tensor | None = None,
     compute: str = "auto",
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
-    residual: Tensor | None = None,
 ) -> Tensor:
     """x [B, C, H, W] (or [C, H, W]) with the kernel moved over it, + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype.
 
     packed      weight, made by `pack_conv`, which also knows the groups
     padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
+    residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
     compute     "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
                 multiplied; "auto": the faster one. Depthwise convolutions are always "float".
     activation  scales under "int8": as in `linear`, one for each block of a patch or for the patch ("row"); or one for each image of the
                 batch ("image"), which is quantized once: faster, and less exact where an image's values differ much in size. It takes
                 weights with a scale a channel or tensor and no zero
     clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
-    residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
     """
@@ -109,17 +109,31 @@ def conv2d(
 
 
 def conv1d(
-    x: Tensor, packed: PackedConv, bias: Tensor | None = None, stride: int = 1, padding: _Padding = 0, dilation: int = 1, **more: Any
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: _Padding = 0,
+    dilation: int = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
 ) -> Tensor:
     """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of one line, with a kernel (1, Kw)."""
-    if not isinstance(padding, str):
-        sides = [padding] if isinstance(padding, int) else _flat(padding)
-        if len(sides) not in (1, 2):
-            raise ArgumentError(f'padding of a line is one number, (left, right), "same" or "valid", got {padding!r}')
-        padding = (0, 0), (sides[0], sides[-1])
-    if (residual := more.get("residual")) is not None:
-        more["residual"] = residual.unsqueeze(-2)
-    return conv2d(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **more).squeeze(-2)
+    try:
+        if not isinstance(padding, str):
+            sides = [padding] if isinstance(padding, int) else _flat(padding)
+            if len(sides) not in (1, 2):
+                raise ArgumentError(f'padding of a line is one number, (left, right), "same" or "valid", got {padding!r}')
+            padding = (0, 0), (sides[0], sides[-1])
+        settings: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
+        settings["residual"] = None if residual is None else residual.unsqueeze(-2)
+        return conv2d(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **settings).squeeze(-2)
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, residual, clamp)
+        raise
 
 
 def qconv2d(
@@ -134,12 +148,17 @@ def qconv2d(
     in_zero: int,
     out_scale: float,
     out_zero: int,
-    clamp: tuple[int, int] = (-128, 127),
+    clamp: tuple[int, int] | None = None,
 ) -> Tensor:
     """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. Outside of x lies `in_zero`,
-    which means 0. `clamp` is in output codes: (out_zero, 127) is ReLU."""
-    table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-    return qconv2d_with(x, packed, table, _moves(packed.sizes.kernel, stride, padding, dilation), in_zero, clamp)
+    which means 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
+    try:
+        low, high = (-128, 127) if clamp is None else clamp
+        table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+        return qconv2d_with(x, packed, table, _moves(packed.sizes.kernel, stride, padding, dilation), in_zero, (low, high))
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, clamp=clamp)
+        raise
 
 
 def qconv2d_with(

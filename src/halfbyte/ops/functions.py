@@ -72,6 +72,7 @@ def _pack_cpu(codes: Codes) -> Packed:
 
 def unpack(packed: Packed | PackedConv) -> Codes:
     """The Codes that `packed` was made from, on its device."""
+    check_type(packed, (Packed, PackedConv), "unpack takes a weight that pack or pack_conv has made", "Codes are unpacked already")
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
     if len(packed.shape) == 3:
@@ -140,7 +141,7 @@ def qlinear(
     in_zero: int,
     out_scale: float,
     out_zero: int,
-    clamp: tuple[int, int] = (-128, 127),
+    clamp: tuple[int, int] | None = None,
 ) -> Tensor:
     """int8 [..., K] -> int8 [..., N], with requantization fused into the product:
 
@@ -149,11 +150,16 @@ def qlinear(
 
     where x stands for in_scale * (x - in_zero), y for out_scale * (y - out_zero), and q, scale are the weight's: symmetric
     codes [N, K] with one scale a channel or a tensor. Sums are exact in int32, the rest is float32 as in
-    `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU.
+    `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127).
     """
-    n, k = _matrix(packed)
-    table = requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-    return OPS.qlinear.default(x, packed.data, table, packed.name, n, k, *clamp)  # type: ignore[no-any-return]
+    try:
+        n, k = _matrix(packed)
+        low, high = (-128, 127) if clamp is None else clamp
+        table = requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+        return OPS.qlinear.default(x, packed.data, table, packed.name, n, k, low, high)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, Packed, bias, clamp=clamp)
+        raise
 
 
 def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
@@ -185,6 +191,7 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
 
     An id outside of that is an error on the CPU. On a GPU its row is NaN: to look at ids there would mean to wait for them.
     """
+    check_type(ids, Tensor, "the first argument is the ids, a tensor", "pass torch.as_tensor(ids), and the packed weight second")
     n, k = _matrix(packed)
     if plain(ids):
         run = cpu.embedding if ids.is_cpu else cuda.embedding
@@ -192,8 +199,15 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
     return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
 
 
-def dequantize(packed: Packed | PackedConv, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that `packed` stands for, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`."""
+def dequantize(packed: Packed | PackedConv | Codes, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight that `packed` stands for, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`.
+
+    Of Codes it is `Codes.dequantize`, in their shape.
+    """
+    kinds = (Packed, PackedConv, Codes)
+    check_type(packed, kinds, "dequantize takes a weight that quantize or pack has made", "pass quantize(weight, format)")
+    if isinstance(packed, Codes):
+        return packed.dequantize(dtype)
     if isinstance(packed, PackedConv):
         return convolution.dequantize(packed, dtype)
     if len(packed.shape) == 3:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.dispatch.gpu_grouped import gpu_options
-from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
+from halfbyte.errors import ArgumentError, KernelError, UnsupportedError, check_type
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda
-from halfbyte.ops.checks import check_activation, check_bytes, check_floats, packed_bytes, place
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
 
 if TYPE_CHECKING:
@@ -49,12 +49,17 @@ def grouped_linear(
     A layer's routing weights are one multiplication and sum more: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights
     and biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
     """
-    if len(packed.shape) != 3:
-        raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
-    settings = (packed.name, *packed.shape, compute, activation)
-    if plain(x) and not differentiated(x, None, None):
-        return _grouped(x, packed.data, expert_ids, bias, *settings)
-    return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return]
+    try:
+        if len(packed.shape) != 3:
+            raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
+        settings = (packed.name, *packed.shape, compute, activation)
+        if plain(x) and not differentiated(x, None, None):
+            return _grouped(x, packed.data, expert_ids, bias, *settings)
+        return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, Packed, bias)
+        check_type(expert_ids, Tensor, "the experts of each row are a tensor", "pass torch.as_tensor(expert_ids), after the packed weights")
+        raise
 
 
 class _Settings(NamedTuple):
