@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["q4_0", "int4_g128"])
-    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512], help="tokens")
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512, 4096], help="tokens")
     parser.add_argument("--every-config", action="store_true", help="time all configs of halfbyte's kernel, not the first alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
+import gluon_interpreter
 import pytest
 import torch
-from aot import Binary, compile_all, grouped_job
+from aot import Binary, Job, compile_all, grouped_job
 from samples import random_codes
 
 import halfbyte as hb
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, skinny_tile
+from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, grouped_hopper, skinny_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import experts, gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -34,6 +37,7 @@ def run(
     bias: bool = False,
     index: int = 0,
     interpreted: bool,
+    given: tuple[Any, Any] | None = None,
 ) -> None:
     """Twice on NaN-poisoned memory: the same bits, near the reference (see float_support.check_linear for how near), unknown ids NaN."""
     fmt, (count, n, k) = as_format(name), sizes
@@ -42,16 +46,16 @@ def run(
     x = torch.randn(len(ids) // share, k).to(dtype)
     biases = torch.randn(count, n) if bias else None
     problem = Problem("grouped_linear", len(ids), n, k, fmt, dtype, experts=count)
-    config = grouped.configs(problem, gpu)[index]
+    file, config = given or (grouped, grouped.configs(problem, gpu)[index])
     found = []
     for _ in range(2):
         out = torch.full((len(ids), n), torch.nan, dtype=dtype, device=device)
-        grouped.launch(problem, config, x.to(device), packed, ids.to(device), out, None if biases is None else biases.to(device))
+        file.launch(problem, config, x.to(device), packed, ids.to(device), out, None if biases is None else biases.to(device))
         found.append(out.cpu())
     assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8))
     known = (ids >= 0) & (ids < count)
     assert found[0][~known].isnan().all()
-    rounded = skinny_tile.mode(replace(problem, op="linear")) != "sums" and dtype != F
+    rounded = (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
     for row in known.nonzero().flatten().tolist():
         matrix, inputs = experts.matrix_of(codes, int(ids[row])), x[row // share : row // share + 1]
         one = None if biases is None else biases[ids[row]]
@@ -108,11 +112,11 @@ def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.
     """Every pair once, in order within its expert; tiles of one expert each, full but for an expert's last; the rest empty."""
     ids = random_ids(pairs, count + 1) - (pairs % 2)  # some are unknown
     table = grouped.sorted_by_expert(ids.to(device), count, columns)
-    order, experts_of, first, size, ends = (part.tolist() for part in table)
+    order, experts_of, first, size, ends, (count_of_tiles,) = (part.tolist() for part in table)
     numbers = [e if 0 <= e < count else count for e in ids.tolist()]
     assert order == sorted(range(pairs), key=numbers.__getitem__)
     used = [i for i, e in enumerate(experts_of) if e >= 0]
-    assert used == list(range(len(used)))
+    assert used == list(range(count_of_tiles))
     assert experts_of[len(used) :] == [-1] * (len(experts_of) - len(used))
     met = [numbers[order[at]] for i in used for at in range(first[i], first[i] + size[i])]
     assert met == sorted(numbers)
@@ -159,6 +163,35 @@ def test_many_rows_an_expert(gpu: Gpu, device: torch.device, interpreted: bool) 
     assert torch.equal(y.flatten(0, 1)[known], found[0][known])
 
 
+@pytest.mark.parametrize("name", ["int4_g128", "q4_0", "q4_1", "int4_g64_zp", "int4_channel"])
+@pytest.mark.parametrize("tile", [(256, 3), (128, 5), (64, 6)])
+def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """Tiles cut short by the next expert, experts without rows, unknown ids, more tiles than programs; N and K that tiles do not divide."""
+    if interpreted and tile[0] > 64:
+        pytest.skip("the smallest tile is enough for the interpreter")
+    if not interpreted and gpu.capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    block_m, stages = tile
+    pairs, sizes = (120, (3, 140, 320)) if interpreted else (1500, (5, 200, 1000))
+    for dtype, share in ((H, 1), (B, 2)):
+        ids = random_ids(pairs, sizes[0] + 1)
+        ids[ids == 1] = 0
+        config = grouped_hopper.Config(block_m, stages, 7)
+        with gluon_interpreter.interpreted(grouped_hopper) if interpreted else nullcontext():
+            run(name, ids, sizes, dtype, gpu, device, share=share, bias=share == 1, interpreted=interpreted, given=(grouped_hopper, config))
+
+
+def test_what_hopper_refuses() -> None:
+    def asked(rows: int, name: str = "int4_g128", k: int = 512) -> Problem:
+        return Problem("grouped_linear", rows, 256, k, as_format(name), B, experts=4)
+
+    assert grouped_hopper.supports(asked(256), GPUS["sm_90"]) is None
+    assert "Hopper's instructions" in (grouped_hopper.supports(asked(256), GPUS["sm_80"]) or "")
+    assert "4 bits" in (grouped_hopper.supports(asked(256, "q8_0"), GPUS["sm_90"]) or "")
+    assert "do not fill" in (grouped_hopper.supports(asked(20), GPUS["sm_90"]) or "")
+    assert "TMA reads x" in (grouped_hopper.supports(asked(256, k=500), GPUS["sm_90"]) or "")
+
+
 MIXTRAL, SMALL = (8, 28672, 4096), (128, 1536, 2048)
 PROBLEMS = [(8, SMALL, "q4_0"), (2, MIXTRAL, "int4_g128"), (16, MIXTRAL, "int4_g128"), (512, SMALL, "int4_g128"), (1024, MIXTRAL, "q4_0")]
 ARCHES = ("sm_80", "sm_90")
@@ -179,6 +212,24 @@ def test_nothing_spills(problem: int, arch: str, compiled: dict[tuple[int, str],
     assert len(binaries) == (1 if 3 * PROBLEMS[problem][0] <= PROBLEMS[problem][1][0] else 2)
     assert all(binary.shared <= GPUS[arch].shared for binary in binaries)
     assert "LDG.E.128" in binaries[-1].assembly or "LDGSTS.E.BYPASS.128" in binaries[-1].assembly
+
+
+def launch_on_hopper(gpu: Gpu, format: str, tile: int) -> None:
+    """Every tile of `grouped_hopper`, for the compiler."""
+    problem = Problem("grouped_linear", 1024, 4096, 2048, as_format(format), B, experts=8)
+    nbytes = 8 * gpu_tiles.geometry(problem.format, (4096, 2048)).nbytes
+    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(1024, dtype=torch.int64, device="meta")
+    x, out = (torch.empty(1024, size, dtype=B, device="meta") for size in (2048, 4096))
+    config = next(c for c in grouped_hopper.configs(problem, gpu) if c.block_m == tile)
+    grouped_hopper.launch(problem, config, x, weight, ids, out, torch.empty(8, 4096, device="meta"))
+
+
+def test_nothing_spills_on_hopper() -> None:
+    tiles = [("int4_g128", 64), ("int4_g128", 128), ("int4_g128", 256), ("q4_0", 128)]
+    jobs = [Job("tests/gpu/test_grouped.py:launch_on_hopper", "sm_90", {"format": name, "tile": tile}) for name, tile in tiles]
+    for tile, [_, product] in zip(tiles, compile_all(jobs), strict=True):
+        assert product.spills == 0, tile
+        assert product.shared <= GPUS["sm_90"].shared, tile
 
 
 # The operation, on a GPU

@@ -27,7 +27,13 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import gpu
 from halfbyte.ops import quantize
 
-SHAPES = {"mixtral": (8, 28672, 4096, 2), "qwen3-30b-a3b": (128, 1536, 2048, 8)}  # experts, N, K, top k
+# Experts, N, K, experts of a token, and whether each of these has a row of its own; gate and up are one matrix.
+SHAPES = {
+    "mixtral": (8, 28672, 4096, 2, False),
+    "mixtral-down": (8, 4096, 14336, 2, True),
+    "qwen3-30b-a3b": (128, 1536, 2048, 8, False),
+    "qwen3-30b-a3b-down": (128, 2048, 768, 8, True),
+}
 _DRAWS = 8  # of ids, for each number of tokens
 _READ_BYTES = 1 << 30
 
@@ -50,7 +56,7 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
         raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
     from halfbyte.kernels.gpu.clock import graph_times
 
-    experts, n, k, top = SHAPES[shape]
+    experts, n, k, top, own = SHAPES[shape]
     fmt, here, found = as_format(format), gpu(torch.cuda.current_device()), []
     one = quantize(torch.randn(n, k, device="cuda"), fmt)
     all_alike = {name: t.expand(experts, *t.shape) for name, t in one.tensors().items()}
@@ -58,12 +64,13 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
     dense = torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda") if peers else torch.empty(0, device="cuda")
     for m in ms:
         ids = [torch.rand(m, experts, device="cuda").topk(top, dim=1).indices for _ in range(_DRAWS)]
-        x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(m * top if own else m, k, dtype=torch.bfloat16, device="cuda")
         out = torch.empty(m * top, n, dtype=torch.bfloat16, device="cuda")
         problem = Problem("grouped_linear", m * top, n, k, fmt, x.dtype, experts=experts)
         launches: dict[str, list[Callable[[], object]]] = {}
         for i, (file, config) in enumerate(gpu_options(problem, here)[: None if every_config else 1]):
-            name = f"halfbyte {i} {file.__name__.rpartition('.')[2]} {config}" if every_config else "halfbyte"
+            kernel = file.__name__.rpartition(".")[2]
+            name = f"halfbyte {i} {kernel} {config}" if every_config else f"halfbyte {kernel}"
             launches[name] = [partial(file.launch, problem, config, x, weight, each.flatten(), out, None) for each in ids]
         if peers:
             launches |= _peers(x, dense, ids, out)
@@ -76,7 +83,7 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
 def _peers(x: Tensor, dense: Tensor, ids: Sequence[Tensor], out: Tensor) -> dict[str, list[Callable[[], object]]]:
     grouped_mm, loop = list[Callable[[], object]](), list[Callable[[], object]]()
     for each in ids:
-        rows = x.repeat_interleave(each.shape[1], 0)
+        rows = x.repeat_interleave(each.numel() // len(x), 0)
         counts = torch.bincount(each.flatten(), minlength=len(dense))
         offsets = counts.cumsum(0).to(torch.int32)
         grouped_mm.append(partial(torch._grouped_mm, rows, dense.transpose(1, 2), offs=offsets))

@@ -15,6 +15,10 @@ from halfbyte.machine import Gpu
 
 GPU_GROUPED = (
     GpuCandidate(
+        "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
+        lambda c, p: Tiles(c.block_m, 128), direct=False,
+    ),
+    GpuCandidate(
         "grouped_dequantized", "float", "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
         lambda c, p: Tiles(128, 128, 4), direct=False,
     ),
@@ -54,10 +58,12 @@ def _seconds(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -
     ceilings, n, k = gpu_ceilings(gpu), problem.n, problem.k
     active = min(problem.m, problem.experts)
     tiles = candidate.tiles(config, problem)
-    if candidate.name == "grouped":  # as one linear layer whose weight is as high as those of all tiles of rows together
-        count = active * -(-problem.m // (active * tiles.rows)) if config.sort else problem.m
+    if candidate.name != "grouped_dequantized":  # as one linear layer whose weight is as high as those of all tiles of rows together
+        ordered = candidate.name == "grouped_hopper" or config.sort
+        count = active * -(-problem.m // (active * tiles.rows)) if ordered else problem.m
         alike = replace(problem, op="linear", m=min(tiles.rows, -(-problem.m // active)), n=n * count, experts=1)
-        return predict(alike, gpu, "skinny", tiles) + (ceilings.start if config.sort else 0.0)
+        skilled = "skinny" if candidate.name == "grouped" else "gemm_hopper"
+        return predict(alike, gpu, skilled, tiles) + (ceilings.start if ordered else 0.0)
     skill, element = SKILLS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)
     read = active * n * k * element + 2 * element * problem.m * (k + n)

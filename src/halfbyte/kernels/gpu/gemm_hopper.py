@@ -1,20 +1,10 @@
 """y [M, N] = x [M, K] · Wᵀ with many rows M on Hopper: TMA, weights from registers into wgmma, a persistent grid.
 
-Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ: one warp keeps records (128 k; of bytes half a record) of both operands
-on their way to shared memory; two warpgroups multiply `rows` rows of the weight each by `block_m` rows of x. Half a record (two
-planes) becomes floating point while the wgmma of the half before it runs, and one warpgroup's waits lie under the other's products.
-
-    4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
-             and constant, one that multiplies by the scale
-    8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
-             to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
+Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ, in the tiles of `hopper_tile.py`, with its arithmetic.
 
 Programs multiply the same number of whole tiles; the records of the tiles that are left over are cut into equal shares (Osama et al.,
 Stream-K, 2023), so that no multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last
 adds them, in a fixed order.
-
-Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32. One scale a row of the weight is
-multiplied with the sums.
 
 4 bits win from about 128 rows on (H100). Per record, 64 rows by 256 of x take the least time for each product: the larger the tile along M,
 the less often a weight is made.
@@ -28,42 +18,23 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, write_tile
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 # Microseconds of a record of a tile (rows of each warpgroup, rows of x) on an H100, by bits, and of the rest of a program's life.
-_RECORD_US = {
+RECORD_US = {
     4: {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04},
     8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
-_PIECES = gl.constexpr(4)  # of columns, written one after the other
 _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
-
-
-def _plane_text(shift: int, mask: str, magic: str) -> str:
-    return f"{{.reg .b32 t; shr.b32 t, $1, {shift}; lop3.b32 $0, t, {mask}, {magic}, 0xea;}}"
-
-
-_TWOS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-# Two bytes of a register and a constant -> two numbers, as decode.py makes them of four.
-_TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
-_TWO_BF16 = gl.constexpr(
-    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140;"
-    "and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 $0, s, n, m;}"
-)
-# The constant, of which the compiler does not know that it is one: else it would write it into a register again for each use.
-_HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
-_PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
-_PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
 
 @dataclass(frozen=True)
@@ -78,42 +49,6 @@ class Config:
     programs: int
 
 
-@dataclass(frozen=True)
-class _Static:
-    rows: int
-    block_m: int
-    stages: int
-    group: int
-    bits: int
-    groups: int  # blocks in a record
-    wide: int  # records in a block
-    whole: bool  # one block along K: its scale is multiplied with the sums
-    zero: str
-    clamp: bool
-
-    @property
-    def parts(self) -> int:
-        """Stages that a record takes."""
-        return self.bits // 4
-
-    @property
-    def pairs(self) -> gl.DistributedLinearLayout:
-        """Of the pairs of bytes [rows, 16] that a lane's registers of an operand hold."""
-        further = [[64, 0]] if self.rows == 128 else []
-        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-        return gl.DistributedLinearLayout([[8, 0], [0, 4], [0, 8], *further], lanes, [[16, 0], [32, 0]], [], [self.rows, 16])
-
-    @property
-    def width(self) -> int:
-        """Elements along K of a stage."""
-        return gpu_tiles.RECORD // self.parts
-
-    @property
-    def meetings(self) -> int:
-        """Pieces of a tile's columns, each of which the last of the programs to leave its part adds up."""
-        return max(1, self.block_m // 64)
-
-
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "linear" or problem.compute != "float":
@@ -121,7 +56,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
     geo, least = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), _LEAST_M[problem.format.bits]
-    scaled = not _whole(geo) and problem.dtype == torch.float16 and problem.format.scale != torch.float16
+    scaled = not whole(geo) and problem.dtype == torch.float16 and problem.format.scale != torch.float16
     if problem.dtype == torch.float32 or scaled:
         return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
     if problem.m < least:
@@ -131,7 +66,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def _whole(geo: gpu_tiles.Geometry) -> bool:
+def whole(geo: gpu_tiles.Geometry) -> bool:
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
@@ -139,7 +74,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of the longest share."""
     records, bits = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records, problem.format.bits
     found = []
-    for (rows, block_m), record_us in _RECORD_US[bits].items():
+    for (rows, block_m), record_us in RECORD_US[bits].items():
         tiles = -(-problem.n // (2 * rows)) * -(-problem.m // block_m)
         stages = (gpu.shared - (8 << 10)) // (256 * block_m * 4 // bits + 128 * rows)
         waves = -(-tiles // gpu.sms)
@@ -186,7 +121,7 @@ def multiply(
     else:
         of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
         weight = TensorDescriptor.from_tensor(codes, [2 * config.rows, 64], of_bytes)
-    static = _Static(
+    static = Static(
         rows=config.rows,
         block_m=config.block_m,
         stages=config.stages,
@@ -194,7 +129,7 @@ def multiply(
         bits=geo.format.bits,
         groups=max(1, gpu_tiles.RECORD // geo.padded),
         wide=max(1, geo.padded // gpu_tiles.RECORD),
-        whole=_whole(geo),
+        whole=whole(geo),
         zero=geo.format.zero,
         clamp=epilogue.clamps,
     )
@@ -221,7 +156,7 @@ def multiply(
     )
 
 
-# The kernel. `S` is a _Static; `sizes` is (M, N, N padded, records of a tile).
+# The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
 
 
 @gluon.jit
@@ -261,210 +196,16 @@ def _segment(at, end, whole, start, sizes, S: gl.constexpr):
 
 @gluon.jit
 def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
-    PANELS: gl.constexpr = S.rows // 32
     BM: gl.constexpr = S.block_m
-    STAGES: gl.constexpr = S.stages
     step = 0
     end, whole, start, _rest = _share(sizes, S)
     at = start - start
     while at < end:
         _tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
         for r in range(first * S.parts, (first + count) * S.parts):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BM * S.width * 2 + S.rows * 128)
-            tma.async_copy_global_to_shared(xd, [pm * BM, r * S.width], full.index(stage), xs.index(stage))
-            if S.bits == 4:
-                for p in gl.static_range(PANELS):
-                    row = ((pn * PANELS + p) * sizes[3] + r) * 32
-                    tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
-            else:
-                tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], full.index(stage), ws.index(stage))
-            if not S.whole:
-                _fetch(tails, pn, r // S.parts, sizes, S)
+            load_stage(xd, wd, tails, xs, ws, full, empty, pm * BM, 0, pn, r, step, sizes, S)
             step += 1
         at += count
-
-
-@gluon.jit
-def _fetch(tails, pn, r, sizes, S: gl.constexpr):
-    """Scales and zeros of a record on their way to the L2 cache: consumers read them one record ahead, which is less than memory takes."""
-    GROUPS: gl.constexpr = S.groups
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    EACH: gl.constexpr = 256 // tails[0].dtype.element_ty.primitive_bitwidth  # in the 32 bytes that come at least
-    row = pn * (2 * S.rows) + gl.minimum(gl.arange(0, 32, layout=LANES) * EACH, 2 * S.rows - 1)
-    row = gl.minimum(row, sizes[2] - 1)
-    for g in gl.static_range(GROUPS):
-        at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + row
-        _prefetch(tails[0] + at)
-        if S.zero != "none":
-            _prefetch(tails[1] + at)
-
-
-@gluon.jit
-def _prefetch(pointers):
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fma(a, b, c):
-    if a.dtype == gl.float16:
-        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
-    """What `_fma` adds to take point and magic constant off."""
-    if DTYPE == gl.bfloat16:
-        return (point | 0x4300 | -0x8000).to(DTYPE, bitcast=True)
-    elif ODD:
-        return (point << 4 | 0x5400 | -0x8000).to(DTYPE, bitcast=True)
-    else:
-        return (point | 0x6400 | -0x8000).to(DTYPE, bitcast=True)
-
-
-@gluon.jit
-def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """A plane with its magic constant -> the weight in DTYPE."""
-    ROWS: gl.constexpr = S.rows
-    GROUPS: gl.constexpr = S.groups
-    LAYOUT: gl.constexpr = plane.type.layout
-    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
-    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # bytes have no constant then: they are u - 128
-    G: gl.constexpr = PLANE // (4 // GROUPS)
-    factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
-    if S.zero == "point":
-        point = gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1)
-        zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else _negative(point, ODD, DTYPE)
-    else:
-        BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
-        POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
-        zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
-    q = plane
-    if not SIGNED or S.zero != "none":
-        q = _fma(plane, factor, zero)
-    if not S.whole:
-        offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
-        if S.zero == "offset":
-            offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
-        q = _fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
-    return q
-
-
-@gluon.jit
-def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
-    ROWS: gl.constexpr = S.rows
-    if S.bits == 8:  # by twos: [rows, 16]
-        twos = ws._reinterpret(gl.int16, [2 * ROWS, 32], _TWOS)
-        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE % 2 * 16, 16, dim=1).load(S.pairs)
-    else:
-        PANELS: gl.constexpr = S.rows // 64
-        LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
-        words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
-        return gl.convert_layout(words, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
-    if S.bits == 8:
-        TWO: gl.constexpr = _TWO_F16 if DTYPE == gl.float16 else _TWO_BF16
-        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
-        u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
-        u = gl.convert_layout(u, OPERAND, assert_trivial=True)
-    elif DTYPE == gl.float16:
-        u = gl.inline_asm_elementwise(_PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        u = gl.inline_asm_elementwise(_PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
-    return _weights(u, tails, PLANE, DTYPE, S)
-
-
-@gluon.jit
-def _two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Planes FIRST and FIRST + 1 of the record in shared memory, or of its half, as weights in DTYPE."""
-    first = _codes(ws, FIRST, HALF, OPERAND, S)
-    second = first
-    if S.bits == 8:
-        second = _codes(ws, FIRST + 1, HALF, OPERAND, S)
-    return _plane(first, high, tails, FIRST, OPERAND, DTYPE, S), _plane(second, high, tails, FIRST + 1, OPERAND, DTYPE, S)
-
-
-@gluon.jit
-def _tails(tails, r, rn, sizes, S: gl.constexpr):
-    """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
-    GROUPS: gl.constexpr = S.groups
-    found = ()
-    for i in gl.static_range(2):
-        row = tails[i if S.zero != "none" else 0] + (r // S.wide * GROUPS).to(gl.int64) * sizes[2]
-        for _ in gl.static_range(GROUPS):
-            found += (gl.load(row + rn),)  # type: ignore[assignment]
-            row += sizes[2]
-    return found
-
-
-@gluon.jit
-def _columns(xs, step, PLANE: gl.constexpr, S: gl.constexpr):
-    """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m], of the stage of `step`."""
-    return xs.index(step % S.stages).slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
-
-
-@gluon.jit
-def _sums(
-    xs,
-    ws,
-    full,
-    empty,
-    tails,
-    rn,
-    first,
-    count,
-    step,
-    high,
-    sizes,
-    HALF: gl.constexpr,
-    OPERAND: gl.constexpr,
-    DTYPE: gl.constexpr,
-    S: gl.constexpr,
-):
-    """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them."""
-    ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
-    STAGES: gl.constexpr = S.stages
-    MMA: gl.constexpr = OPERAND.parent
-    acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
-    now = _tails(tails, first, rn, sizes, S)
-    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    if S.bits == 8:
-        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-    w0, w1 = _two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
-    for r in range(count):
-        last = step + S.parts - 1  # of the stages of this record
-        following = last + gl.where(r + 1 < count, 1, 0)
-        after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
-        # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
-        # the other warpgroup whose products lie over this one's work.
-        a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
-        a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-        w2, w3 = _two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
-        a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
-        a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
-        if S.bits == 8:
-            mbarrier.arrive(empty.index(step % STAGES), count=1)
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
-        # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-        ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
-        mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
-        acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
-        mbarrier.arrive(empty.index(last % STAGES), count=1)
-        now = after
-        step += S.parts
-    return acc, step
 
 
 @gluon.jit
@@ -476,7 +217,7 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
     DTYPE: gl.constexpr = out.dtype.element_ty
     step = 0
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    high = gl.inline_asm_elementwise(_HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     end, whole, start, rest = _share(sizes, S)
     at = start - start
     while at < end:
@@ -487,11 +228,11 @@ def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HAL
             rn += gl.minimum(first_n, sizes[2] - ROWS)
         else:
             rn = gl.minimum(first_n + rn, sizes[2] - 1)
-        acc, step = _sums(xs, ws, full, empty, tails, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
+        acc, step = sums(xs, ws, full, empty, tails, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
         if count == sizes[3]:
-            pieces = _pieces(acc, S)
-            for i in gl.static_range(_PIECES):
-                _write(pieces[i], tails[0], out, added, first_n, pm * BM + i * (BM // _PIECES), sizes, bounds, S)
+            pieces = pieces_of(acc, S)
+            for i in gl.static_range(PIECES):
+                write_tile(pieces[i], tails[0], out, added, first_n, pm * BM + i * (BM // PIECES), None, sizes, bounds, S)
         elif scratch is not None:
             number = tile - whole * gl.num_programs(0)
             _meet(acc, tile, number, rest, tails[0], out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
@@ -529,26 +270,11 @@ def _meet(acc, tile, number, rest, scale, out, added, scratch, first_n, first_m,
             part = gl.load(local + away, cache_modifier=".cg")
             for j in range(1, others + 1):
                 part += gl.load(local + 2 * j * away, cache_modifier=".cg")
-            pieces = _pieces(part, S)
-            for p in gl.static_range(_PIECES):
-                column = first_m + piece * WIDTH + p * (WIDTH // _PIECES)
-                _write(pieces[p], scale, out, added, first_n, column, sizes, bounds, S)
+            pieces = pieces_of(part, S)
+            for p in gl.static_range(PIECES):
+                column = first_m + piece * WIDTH + p * (WIDTH // PIECES)
+                write_tile(pieces[p], scale, out, added, first_n, column, None, sizes, bounds, S)
             gl.store(lock, 0)
-
-
-@gluon.jit
-def _pieces(total, S: gl.constexpr):
-    """The columns of a tile in four parts: what is written from fewer registers leaves more of them for addresses."""
-    left, right = _halves(total, S)
-    return _halves(left, S) + _halves(right, S)
-
-
-@gluon.jit
-def _halves(total, S: gl.constexpr):
-    WIDTH: gl.constexpr = total.shape[1] // 2
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    left, right = total.reshape([S.rows, 2, WIDTH]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
 
 
 @gluon.jit
@@ -559,44 +285,10 @@ def _local(first, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
     return gl.expand_dims(row, 1) * S.block_m + gl.expand_dims(column, 0)
 
 
-@gluon.jit
-def _write(total, scale, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
-    """Sums [rows, columns] as they come out of the matrix unit into `out`.
-
-    Only 16 bits go from lane to lane, so that the shared memory that this takes fits beside the ring.
-    """
-    ROWS: gl.constexpr = S.rows
-    WIDTH: gl.constexpr = total.shape[1]
-    MMA: gl.constexpr = total.type.layout
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
-    DTYPE: gl.constexpr = out.dtype.element_ty
-    rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
-    mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
-    at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
-    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    if S.whole:
-        total *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
-    if added[1] is not None:
-        total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
-    y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
-    gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
-
-
 @gluon.jit(do_not_specialize=["M"])
 def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
-    ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
-    STAGES: gl.constexpr = S.stages
     gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
-    ws = gl.allocate_shared_memory(wd.dtype, [STAGES, ROWS * S.parts, 64], wd.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    xs, ws, full, empty = ring(xd, wd, S)
     gdc_wait()
     sizes = (M, N, n_padded, records)
     gl.warp_specialize(

@@ -110,13 +110,14 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
 
 def sorted_by_expert(ids: Tensor, experts: int, columns: int) -> tuple[Tensor, ...]:
     """int32 in the device's scratch memory: the pairs in the order of their experts, [P]; for each tile its expert (-1: none), its first
-    of these, and their number; and where each expert's end, [E + 1]. Pairs of ids that are no expert's come last, as those of one more.
+    of these, and their number; where each expert's end, [E + 1]; and how many tiles there are, [1]. Pairs of ids that are no expert's come
+    last, as those of one more.
     """
     pairs = ids.numel()
     filled = min(pairs, experts + 1)
     blocks = (pairs + filled * (columns - 1)) // columns
     starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
-    lengths = (pairs, blocks, blocks, blocks, experts + 1)
+    lengths = (pairs, blocks, blocks, blocks, experts + 1, 1)
     for length in lengths:
         starts.append(starts[-1] + -(-length // 4) * 4)
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
@@ -149,7 +150,9 @@ def _sort(ids, table, pairs, experts, blocks, BINS: tl.constexpr, CHUNK: tl.cons
         tl.store(table[2] + at, first + before, mask=inside)
         tl.store(table[3] + at, tl.minimum(mine - before, COLUMNS), mask=inside)
     if e == experts:
-        for start in range(tile + (mine + (COLUMNS - 1)) // COLUMNS, blocks, CHUNK):
+        used = tile + (mine + (COLUMNS - 1)) // COLUMNS
+        tl.store(table[5], used)
+        for start in range(used, blocks, CHUNK):
             tl.store(table[1] + start + i, tl.zeros_like(i) - 1, mask=start + i < blocks)
     for start in range(0, pairs, CHUNK):
         hit = ((_expert(ids, start + i, pairs, experts) == e) & (start + i < pairs)).to(tl.int32)

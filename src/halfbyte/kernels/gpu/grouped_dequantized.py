@@ -56,7 +56,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo = gpu_tiles.geometry(problem.format, (n, k))
     dense = torch.empty(experts, n, k, dtype=problem.dtype, device=out.device)
     dequantize.write(gpu_tiles.views(weight, geo), geo, dense, experts)
-    order, _, _, _, ends = grouped.sorted_by_expert(ids, experts, grouped.MOST_COLUMNS)
+    order, _, _, _, ends, _ = grouped.sorted_by_expert(ids, experts, grouped.MOST_COLUMNS)
     rows = x.index_select(0, order // (pairs // len(x)))
     y = torch._grouped_mm(rows, dense.transpose(1, 2), offs=ends[:experts])
     grid = (pairs, -(-n // _BLOCK))

@@ -1,0 +1,182 @@
+"""y [P, N] as in `grouped.py`, on Hopper with many rows an expert: the tiles of `hopper_tile.py`, one after the other of a list.
+
+Rows of x are put in the order of their experts first, so that TMA reads those of one expert as a box; what of the next expert is in the
+box is computed and not written. The list of tiles (expert, first row, how many) is made on the device, as `grouped.py` makes it, and says
+how many there are: a persistent grid takes them in turn, and the host never waits. Rows of y are written where they belong.
+
+Weight: 4 bits, the words of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
+expert's gives a row of NaN.
+
+It wins from some 64 rows an expert on, where a weight that is made once serves a whole tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import gemm_hopper, grouped
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.hopper_tile import PIECES, Static, load_stage, pieces_of, ring, sums, write_tile
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+_ROWS = 64  # of the weight, for each of two warpgroups
+_LEAST_ROWS = 48  # of an expert on the average
+_GROUP = 8  # tiles along the list together in the L2 cache
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of 128 rows of the weight by `block_m` of x, `stages` records in flight."""
+
+    block_m: int
+    stages: int
+    programs: int
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if problem.op != "grouped_linear" or problem.compute != "float":
+        return f"it multiplies experts in floating point, not {problem.op} in {problem.compute}"
+    if problem.format.bits != 4:
+        return f"it reads 4 bits, not {problem.format.bits}"
+    if problem.m < _LEAST_ROWS * problem.experts:
+        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {_LEAST_ROWS} an expert on"
+    return gemm_hopper.supports(replace(problem, op="linear", experts=1), gpu)
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first: the least time of all tiles, an expert's last one being half full on the average."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    mean, found = problem.m / problem.experts, []
+    for (rows, block_m), record_us in gemm_hopper.RECORD_US[4].items():
+        if rows == _ROWS:
+            stages = min(8, (gpu.shared - (8 << 10)) // (256 * block_m + 128 * _ROWS))
+            tiles = max(1.0, mean / block_m + 0.5) * problem.experts * -(-problem.n // (2 * _ROWS))
+            found.append((max(1.0, tiles / gpu.sms) * geo.records * record_us, Config(block_m, stages, gpu.sms)))
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
+
+
+def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """As `grouped.launch`."""
+    experts, n, k = problem.experts, problem.n, problem.k
+    geo = gpu_tiles.geometry(problem.format, (n, k))
+    scale = weight[geo.scale_offset :].view(geo.format.scale)  # of the first expert, and so on
+    tails = (scale, scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype))
+    words = weight.view(torch.int16).view(-1, 64)
+    steps = (geo.nbytes // 128, *(geo.nbytes // part.element_size() for part in tails))
+    table = grouped.sorted_by_expert(ids, experts, config.block_m)
+    rows = x.index_select(0, table[0] // (problem.m // len(x)))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    static = Static(
+        rows=_ROWS,
+        block_m=config.block_m,
+        stages=config.stages,
+        group=_GROUP,
+        bits=4,
+        groups=max(1, gpu_tiles.RECORD // geo.padded),
+        wide=max(1, geo.padded // gpu_tiles.RECORD),
+        whole=gemm_hopper.whole(geo),
+        zero=geo.format.zero,
+        clamp=False,
+    )
+    launcher.run(
+        _grouped,
+        (config.programs,),
+        TensorDescriptor.from_tensor(rows, [config.block_m, static.width], layout),
+        TensorDescriptor.from_tensor(words, [32, 64], layout),
+        tails,
+        steps,
+        table,
+        out,
+        bias,
+        experts,
+        (0, n, geo.n_padded, geo.records),
+        static,
+        num_warps=4,
+        launch_pdl=True,
+    )
+
+
+# `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile).
+
+
+@gluon.jit
+def _tiles(table, sizes, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    return gl.load(table[5]) * gl.cdiv(sizes[1], 2 * ROWS)
+
+
+@gluon.jit
+def _tile(number, table, sizes, S: gl.constexpr):
+    """A tile's expert, its first row among those in the order of experts, how many there are, and its place along N."""
+    ROWS: gl.constexpr = S.rows
+    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], 2 * ROWS), S.group)
+    return gl.load(table[1] + at), gl.load(table[2] + at), gl.load(table[3] + at), pn
+
+
+@gluon.jit
+def _tails_of(e, tails, steps):
+    """Scales and zeros of expert e."""
+    return tails[0] + e.to(gl.int64) * steps[1], tails[1] + e.to(gl.int64) * steps[2]
+
+
+@gluon.jit
+def _produce(xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S: gl.constexpr):
+    step = 0
+    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
+        e, first, _count, pn = _tile(number, table, sizes, S)
+        e = gl.minimum(e, experts - 1)
+        mine = _tails_of(e, tails, steps)
+        for r in range(sizes[3]):
+            load_stage(xd, wd, mine, xs, ws, full, empty, first, e * steps[0], pn, r, step, sizes, S)
+            step += 1
+
+
+@gluon.jit
+def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    step = 0
+    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
+        e, first, count, pn = _tile(number, table, sizes, S)
+        at = gl.minimum(e, experts - 1)
+        mine = _tails_of(at, tails, steps)
+        first_n = (pn * 2 + HALF) * ROWS
+        rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
+        acc, step = sums(xs, ws, full, empty, mine, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
+        added = (None, None)
+        if bias is not None:
+            added = (bias + at.to(gl.int64) * sizes[1], None)
+        pieces = pieces_of(acc, S)
+        for i in gl.static_range(PIECES):
+            y = gl.where(e < experts, pieces[i], float("nan"))
+            write_tile(y, mine[0], out, added, first_n, i * (BM // PIECES), (table[0] + first, count), sizes, (0.0, 0.0), S)
+
+
+@gluon.jit(do_not_specialize=["experts"])
+def _grouped(xd, wd, tails, steps, table, out, bias, experts, sizes, S: gl.constexpr):
+    gdc_launch_dependents()
+    xs, ws, full, empty = ring(xd, wd, S)
+    gdc_wait()
+    gl.warp_specialize(
+        [
+            (_consume, (xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, 0, S)),
+            (_consume, (xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, 1, S)),
+            (_produce, (xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
