@@ -41,11 +41,16 @@ PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # where tests run s
 
 @dataclass(frozen=True)
 class Job:
-    """Call `function` ("module:name" or "file.py:name") with the Gpu of `arch` and `kwargs`, and compile what it launches."""
+    """Call `function` ("module:name" or "file.py:name") with the Gpu of `arch` and `kwargs`, and compile what it launches.
+
+    wanted   what a Binary tells: "assembly": all; "resources": all but the assembly, which takes NVIDIA's tools most of a second (it is
+             there all the same for a kernel that uses the stack); "shared": `shared` alone, known before most of the compiler's work
+    """
 
     function: str
     arch: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    wanted: str = "assembly"
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,10 @@ class Binary:
     shared: int
 
 
-def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, **problem: Any) -> Job:
+def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, wanted: str = "assembly", **problem: Any) -> Job:
     """A linear kernel's file, or what dispatch takes where `module` is None, on one problem: m, n, k, format, and perhaps dtype
     ("bfloat16"), compute, activation, bias, residual."""
-    return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem})
+    return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem}, wanted)
 
 
 def launch_linear(
@@ -120,7 +125,8 @@ def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: s
 
 def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> Job:
     """The kernels of a layer of Llama for one token and a cache of `size`, in their order."""
-    return Job("aot:launch_layer", arch, {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "size": size})
+    sizes = {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "size": size}
+    return Job("aot:launch_layer", arch, sizes, "resources")
 
 
 def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> None:
@@ -203,7 +209,7 @@ def _compile(job: Job) -> list[Binary]:
     with launch.recording(dry=True) as calls:
         _function(job.function)(gpu, **job.kwargs)
     assert calls, f"{job} launched nothing"
-    return [_binary(call, gpu) for call in calls if hasattr(call.kernel, "signature")]  # the rest are torch's own
+    return [_binary(call, gpu, job.wanted) for call in calls if hasattr(call.kernel, "signature")]  # the rest are torch's own
 
 
 def _function(name: str) -> Any:
@@ -219,7 +225,7 @@ def _function(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _binary(call: Any, gpu: Gpu) -> Binary:
+def _binary(call: Any, gpu: Gpu, wanted: str) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource, make_backend
@@ -233,9 +239,13 @@ def _binary(call: Any, gpu: Gpu) -> Binary:
     bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*call.args, **options)
     parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
     words = ", ".join(f"{name}={value}" for name, value in bound.items() if name in {kernel.arg_names[path[0]] for path in constexprs})
-    common = {"kernel": compiled.name, "arch": gpu.arch, "options": words, "shared": compiled.metadata.shared}
+    common: dict[str, Any] = {"arch": gpu.arch, "options": words}
+    if wanted == "shared":
+        shared = _shared(source, backend, parsed, target)
+        return Binary(**common, kernel=source.name, shared=shared, ptx="", assembly="", registers=0, spills=0, stack=0)
+    compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    common |= {"kernel": compiled.name, "shared": compiled.metadata.shared}
     if gpu.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
@@ -243,11 +253,39 @@ def _binary(call: Any, gpu: Gpu) -> Binary:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
-        sass = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", sass)}
+
+        def dump(*what: str) -> str:
+            command = [triton.knobs.nvidia.cuobjdump.path, *what, file.name]
+            return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+        numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage"))}
+        # What is spilled lies on the stack.
+        sass = dump("--dump-sass") if wanted == "assembly" or numbers["STACK"] or numbers["LOCAL"] else ""
     spills = 4 * len(re.findall(r"\bSTL\b", sass)) + 8 * len(re.findall(r"\bSTL\.64", sass)) + 16 * len(re.findall(r"\bSTL\.128", sass))
     return Binary(**common, ptx=compiled.asm["ptx"], assembly=sass, registers=numbers["REG"], spills=spills, stack=numbers["STACK"])
+
+
+def _shared(source: Any, backend: Any, options: Any, target: Any) -> int:
+    """Bytes of shared memory on an NVIDIA GPU: Triton's steps up to the one that finds them, the first of those that make LLVM IR."""
+    from triton._C.libtriton import ir, nvidia, passes
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    context, stages = ir.context(), dict[str, Any]()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    module = source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    names = list(stages)
+    for name in names[names.index(source.ext) : names.index("llir")]:
+        module = stages[name](module, {})
+    steps = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(steps)
+    passes.ttgpuir.add_allocate_warp_groups(steps)
+    passes.convert.add_scf_to_cf(steps)
+    passes.gluon.add_inliner(steps)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(steps, target.arch, get_ptx_version_from_options(options, target.arch))
+    steps.run(module, "shared memory")
+    return int(module.get_int_attr("ttg.shared"))
 
 
 if __name__ == "__main__":

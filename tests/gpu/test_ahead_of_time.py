@@ -22,15 +22,16 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def binaries() -> dict[tuple[str, str], list[Binary]]:
     keys = [(what, arch) for arch in ARCHES for what in PROBLEMS]
-    return dict(zip(keys, compile_all([linear_job(None, arch, **PROBLEMS[what]) for what, arch in keys]), strict=True))
+    wanted = {what: "resources" if what in ("many rows", "odd") else "assembly" for what in PROBLEMS}
+    jobs = [linear_job(None, arch, wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys]
+    return dict(zip(keys, compile_all(jobs), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("what", PROBLEMS)
 def test_compiles_without_spills(what: str, arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
     for binary in binaries[what, arch]:
-        assert binary.assembly
-        assert binary.registers <= (255 if arch.startswith("sm_") else 512)
+        assert 0 < binary.registers <= (255 if arch.startswith("sm_") else 512)
         assert binary.shared <= GPUS[arch].shared
         # float32 activations in three pieces, an offset and blocks with gaps together take more registers than there are.
         assert binary.spills <= (256 if what == "odd" else 0), f"{binary.kernel}: {binary.spills}"

@@ -20,24 +20,24 @@ PROBLEMS = {
     "bfloat16, blocks of 32": {"m": 16, "n": 4096, "k": 4096, "format": "q4_0", "dtype": "bfloat16"},
     "many rows, points": {"m": 100, "n": 4096, "k": 4096, "format": "int4_g128_zp"},
     "bytes": {"m": 16, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
-    "float32, odd sizes": {"m": 3, "n": 333, "k": 300, "format": "q4_1", "dtype": "float32"},
 }
-ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+# What dispatch takes is compiled for sm_89 too, in test_ahead_of_time.py, as are odd sizes in float32: here its instructions are sm_80's.
+ARCHES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str], Binary]:
     """The best guess for each problem, all compiled at once."""
     keys = [(what, arch) for what in PROBLEMS for arch in ARCHES]
-    found = compile_all([linear_job(SKINNY, arch, configs=[0], **PROBLEMS[what]) for what, arch in keys])
+    wanted = {what: "assembly" if what in ("one row", "bytes") else "resources" for what in PROBLEMS}
+    found = compile_all([linear_job(SKINNY, arch, configs=[0], wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys])
     return {key: binaries[0] for key, binaries in zip(keys, found, strict=True)}
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("what", PROBLEMS)
 def test_nothing_spills(what: str, arch: str, compiled: dict[tuple[str, str], Binary]) -> None:
-    """float32 takes three pieces of both operands: a few registers too many, outside of what is meant to be fast."""
-    assert compiled[what, arch].spills <= (128 if "float32" in what else 0)
+    assert compiled[what, arch].spills == 0
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm_")])
@@ -102,14 +102,20 @@ def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
         tiles |= {(with_zero, config.rows, config.block_m, config.stages) for config in found}
     assert tiles >= {("int4_g128_zp", *tile) for tile in ((64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6))}
     assert tiles >= {("int8_g128_zp", *tile) for tile in ((64, 256, 5), (64, 128, 9), (128, 128, 6), (128, 64, 9))}
-    names = ("format", "rows", "block_m", "stages")
-    jobs = [Job("tests/gpu/test_float_assembly.py:launch_hopper", "sm_90", dict(zip(names, tile, strict=True))) for tile in tiles]
+    names, function = ("format", "rows", "block_m", "stages"), "tests/gpu/test_float_assembly.py:launch_hopper"
+    jobs = [Job(function, "sm_90", dict(zip(names, tile, strict=True)), "shared") for tile in tiles]
     for tile, [binary] in zip(tiles, compile_all(jobs), strict=True):
-        assert binary.shared <= gpu.shared, tile
+        assert 0 < binary.shared <= gpu.shared, tile
+    # That is what the compiler says in the end, for those of them that are compiled soonest.
+    tile = ("int4_g128_zp", 64, 64, 8)
+    early, late = (Job(function, "sm_90", dict(zip(names, tile, strict=True)), wanted) for wanted in ("shared", "resources"))
+    [[first], [last]] = compile_all([early, late])
+    assert first.shared == last.shared
+    assert last.spills == 0
 
 
 def test_configs_for_few_rows_fit_in_shared_memory() -> None:
-    common = {"n": 4173, "k": 4096, "bias": True, "residual": True, "configs": [0]}
+    common = {"n": 4173, "k": 4096, "bias": True, "residual": True, "configs": [0], "wanted": "shared"}
     jobs = [
         linear_job(SKINNY, arch, m=m, format=name, dtype="bfloat16", **common)
         for arch, name, m in (
@@ -119,4 +125,4 @@ def test_configs_for_few_rows_fit_in_shared_memory() -> None:
     ]
     for job, binaries in zip(jobs, compile_all(jobs), strict=True):
         for binary in binaries:
-            assert binary.shared <= GPUS[job.arch].shared, job
+            assert 0 < binary.shared <= GPUS[job.arch].shared, job

@@ -119,7 +119,7 @@ def binaries() -> dict[tuple[str, str], list[Binary]]:
     for arch, name in NAMES:
         function, *case = HOPPER[name.removeprefix("Hopper ")] if name.startswith("Hopper") else CASES[name]
         kwargs = dict(zip(("dtype", "format", "channels", "outputs", "size"), case, strict=True))
-        jobs.append(Job(f"{FILE}:{function}", arch, kwargs))
+        jobs.append(Job(f"{FILE}:{function}", arch, kwargs, "resources"))
     return dict(zip(NAMES, compile_all(jobs), strict=True))
 
 
