@@ -1,0 +1,80 @@
+"""What README.md and its like say can be done: commands that parse, names and arguments that exist, links that lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfbyte.cli.main import _parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+
+
+def _lines() -> Iterator[tuple[str, str]]:
+    """(page, line) of all lines that are a command of halfbyte's."""
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if (match := re.fullmatch(r"(?: {4}|\$ )?(?:torchrun .* -m )?(halfbyte [a-z]+ [^`]*)", line)) is not None:
+                yield page.name, match[1]
+
+
+def _blocks() -> Iterator[tuple[str, str]]:
+    """(page and line, code) of all blocks of Python."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            yield f"{page.name}:{text.count(chr(10), 0, match.start()) + 2}", match[1]
+
+
+@pytest.mark.parametrize(("page", "line"), list(_lines()))
+def test_commands_parse(page: str, line: str) -> None:
+    if any(sign in line for sign in "[|…"):  # a synopsis: its first choice
+        line = re.sub(r"\|\S*|[\[\]…]", "", line)
+    words = shlex.split(line, comments=True)
+    args = _parser().parse_args(words[1:])
+    assert callable(args.run)
+
+
+@pytest.mark.parametrize(("place", "code"), list(_blocks()))
+def test_names_and_arguments_exist(place: str, code: str) -> None:
+    known: dict[str, Any] = {}
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {a.asname or a.name: importlib.import_module(a.name) for a in node.names if a.name.startswith("halfbyte")}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("halfbyte"):
+            known |= {a.asname or a.name: getattr(importlib.import_module(node.module), a.name) for a in node.names}
+    known.setdefault("hb", importlib.import_module("halfbyte"))
+    known.setdefault("halfbyte", importlib.import_module("halfbyte"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("hb", "halfbyte"):
+            assert hasattr(known[node.value.id], node.attr), f"{place}: there is no {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and (function := _found(node.func, known)) is not None:
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+            assert callable(function)
+            inspect.signature(function).bind(*node.args, **keywords)
+
+
+def _found(node: ast.expr, known: dict[str, Any]) -> Any:
+    """The function of halfbyte that an expression names, or None."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id) if node.id not in ("hb", "halfbyte") else None
+    if isinstance(node, ast.Attribute):
+        home = known.get(node.value.id) if isinstance(node.value, ast.Name) else _found(node.value, known)
+        return None if home is None else getattr(home, node.attr, None)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
