@@ -9,7 +9,7 @@ from typing import Any
 import gluon_interpreter
 import pytest
 import torch
-from aot import Binary, Job, compile_all, grouped_job
+from aot import Binary, compile_all, grouped_job
 from samples import random_codes
 
 import halfbyte as hb
@@ -212,24 +212,6 @@ def test_nothing_spills(problem: int, arch: str, compiled: dict[tuple[int, str],
     assert len(binaries) == (1 if 3 * PROBLEMS[problem][0] <= PROBLEMS[problem][1][0] else 2)
     assert all(binary.shared <= GPUS[arch].shared for binary in binaries)
     assert "LDG.E.128" in binaries[-1].assembly or "LDGSTS.E.BYPASS.128" in binaries[-1].assembly
-
-
-def launch_on_hopper(gpu: Gpu, format: str, tile: int) -> None:
-    """Every tile of `grouped_hopper`, for the compiler."""
-    problem = Problem("grouped_linear", 1024, 4096, 2048, as_format(format), B, experts=8)
-    nbytes = 8 * gpu_tiles.geometry(problem.format, (4096, 2048)).nbytes
-    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(1024, dtype=torch.int64, device="meta")
-    x, out = (torch.empty(1024, size, dtype=B, device="meta") for size in (2048, 4096))
-    config = next(c for c in grouped_hopper.configs(problem, gpu) if c.block_m == tile)
-    grouped_hopper.launch(problem, config, x, weight, ids, out, torch.empty(8, 4096, device="meta"))
-
-
-def test_nothing_spills_on_hopper() -> None:
-    tiles = [("int4_g128", 64), ("int4_g128", 128), ("int4_g128", 256), ("q4_0", 128)]
-    jobs = [Job("tests/gpu/test_grouped.py:launch_on_hopper", "sm_90", {"format": name, "tile": tile}) for name, tile in tiles]
-    for tile, [_, product] in zip(tiles, compile_all(jobs), strict=True):
-        assert product.spills == 0, tile
-        assert product.shared <= GPUS["sm_90"].shared, tile
 
 
 # The operation, on a GPU
