@@ -1,8 +1,8 @@
-"""One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER cpu|cuda
+"""One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER cpu|cuda [SCENARIO …]
 
-Runs every scenario below, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each to FOLDER/<rank>.json:
-"" or what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing waits longer than the
-timeout of the process group.
+Runs every scenario below, or those that are named, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each
+to FOLDER/<rank>.json: "" or what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing
+waits longer than the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDS = torch.randint(0, 300, (2, 7), generator=torch.Generator().manual_seed(1))
 FORMATS = {"blocks": "int4_g16_zp", "rows": "int8_channel"}  # of which columns may be cut, and not
 
 
-def main(rank: int, count: int, folder: Path, device: str) -> None:
+def main(rank: int, count: int, folder: Path, device: str, names: list[str]) -> None:
     how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=150)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}  # as torchrun does
     if device == "cuda":
@@ -46,7 +46,7 @@ def main(rank: int, count: int, folder: Path, device: str) -> None:
     mesh = distributed.init_device_mesh(device, (count,))
     results: dict[str, str] = {}
     for name, scenario in SCENARIOS.items():
-        if name in CPU_ALONE and device != "cpu":
+        if (name in CPU_ALONE and device != "cpu") or (names and name not in names):
             continue
         try:
             scenario(mesh, folder)
@@ -310,4 +310,4 @@ SCENARIOS = {
 CPU_ALONE = {"rows_alone_give_the_same_bits": "on GPUs shape chooses the kernel", "what_is_refused": "is the same on every device"}
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -79,14 +79,17 @@ def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("run")
     for model in models.iterdir():
         (folder / model.name).symlink_to(model, target_is_directory=True)
-    said = run_processes(count, [str(Path(parallel_worker.__file__)), "{rank}", str(count), str(folder), device])
+    command = [str(Path(parallel_worker.__file__)), "{rank}", str(count), str(folder), device]
+    said = run_processes(count, command, seconds=200 if device == "cpu" else 600)  # GPU kernels of many formats are compiled
     files = [folder / f"{rank}.json" for rank in range(count)]
     assert all(file.exists() for file in files), said
     skipped = dict.fromkeys(parallel_worker.CPU_ALONE, "skipped") if device != "cpu" else {}
     return [json.loads(file.read_text()) | skipped for file in files]
 
 
-def run_processes(count: int, command: list[str], environment: dict[str, str] | None = None) -> list[tuple[str, str]]:
+def run_processes(
+    count: int, command: list[str], environment: dict[str, str] | None = None, *, seconds: float = 200
+) -> list[tuple[str, str]]:
     """(stdout, stderr) of `count` processes that run together, none of them forever."""
     source = str(Path(hb.__file__).parent.parent)
     everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
@@ -96,7 +99,7 @@ def run_processes(count: int, command: list[str], environment: dict[str, str] | 
         arguments = [argument.format(rank=rank) for argument in command]
         started.append(subprocess.Popen([sys.executable, *arguments], env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        return [process.communicate(timeout=200) for process in started]
+        return [process.communicate(timeout=seconds) for process in started]
     finally:
         for process in started:
             process.kill()
