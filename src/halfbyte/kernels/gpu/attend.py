@@ -38,14 +38,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile; the parts of `chunk` blocks are added up at a time."""
+    take; `tokens` are a tile."""
 
     dim: int
     wide: int
     heads: int
     rows: int
     splits: int
-    chunk: int
     tokens: int
     pdl: bool
 
@@ -53,6 +52,11 @@ class Static:
     def group(self) -> int:
         """`heads` up to a power of two."""
         return int(triton.next_power_of_2(self.heads))
+
+    @property
+    def parts(self) -> int:
+        """`splits` up to a power of two."""
+        return int(triton.next_power_of_2(self.splits))
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -79,9 +83,7 @@ def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: to
     group, wide = heads // kv_heads, _wide(dim)
     tokens = 32 if dtype != torch.float32 and wide <= 128 else 16
     splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
-    chunk = min(triton.next_power_of_2(splits), max(1, 16384 // (triton.next_power_of_2(group) * wide)))
-    pdl = launcher.starts_early(gpu)
-    return Static(dim, wide, group, _rows(group), splits, chunk, tokens, pdl)
+    return Static(dim, wide, group, _rows(group), splits, tokens, launcher.starts_early(gpu))
 
 
 def launch(
@@ -127,7 +129,8 @@ def launch(
         num_warps=4,
         **options,
     )
-    launcher.run(_add_up, (programs,), parts, length, out, advance, s, num_warps=8, **options)
+    warps = 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, advance, s, num_warps=warps, **options)
 
 
 @triton.jit
@@ -247,40 +250,22 @@ def _product(a0, a1, b, total):
 
 @triton.jit(do_not_specialize=["advance"])
 def _add_up(scratch, length, out, advance, S: tl.constexpr):
-    """The softmax of all parts of a key head, from the sums and maxima of each."""
-    GROUP: tl.constexpr = S.group
-    WIDE: tl.constexpr = S.wide
-    CHUNK: tl.constexpr = S.chunk
+    """The softmax of all parts of a query head, from the sums and maxima of each."""
     if S.pdl:
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    g, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
-    mine = (g < S.heads)[:, None] & (d < S.dim)[None, :]
-    most = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    sums = tl.zeros((GROUP, WIDE), tl.float32)
+    program, head = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, S.parts), tl.arange(0, S.wide)
+    part = (program * S.splits + p) * S.group
+    there, inside = p < S.splits, d < S.dim
     if S.pdl:
         gdc_wait()
-    for first in range(0, S.splits, CHUNK):
-        parts = ()
-        larger = most
-        for p in tl.static_range(CHUNK):
-            there = first + p < S.splits
-            part = (program * S.splits + first + p) * GROUP
-            its_sums = tl.load(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], mask=there & mine, other=0.0)
-            its_most = tl.load(scratch[1] + 2 * part + g, mask=there, other=float("-inf"))
-            its_total = tl.load(scratch[1] + 2 * part + GROUP + g, mask=there, other=0.0)
-            parts += ((its_sums, its_most, its_total),)  # type: ignore[assignment]
-            larger = tl.maximum(larger, its_most)
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        less = tl.exp2(most - base)
-        total, sums = total * less, sums * less[:, None]
-        for p in tl.static_range(CHUNK):
-            weight = tl.exp2(parts[p][1] - base)
-            total += parts[p][2] * weight
-            sums += parts[p][0] * weight[:, None]
-        most = larger
-    to = out + program.to(tl.int64) * (S.heads * S.dim) + g[:, None] * S.dim + d[None, :]
-    tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), mask=mine)
-    if program == 0:
+    sums = tl.load(scratch[0] + (part + head)[:, None] * S.wide + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+    most = tl.load(scratch[1] + 2 * part + head, mask=there, other=float("-inf"))
+    total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
+    largest = tl.max(most, axis=0)
+    weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
+    y = tl.sum(sums * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+    to = out + program.to(tl.int64) * (S.heads * S.dim) + head * S.dim + d
+    tl.store(to, y.to(out.dtype.element_ty), mask=inside)
+    if (program == 0) & (head == 0):
         tl.store(length, tl.load(length) + advance)
