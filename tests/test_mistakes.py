@@ -160,6 +160,11 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.quantize_("a/path", "q4_0"), "a model is a torch.nn.Module, got str: use halfbyte.convert for one on disk"),
         (lambda: ANYTHING.quantize_(model(), {"format": "q4_0"}), "a Config or a format, got dict: write Config"),
         (lambda: ANYTHING.quantize_(model(), None), "a Config or a format, got None: write Config"),
+        (
+            lambda: ANYTHING.quantize_(model(), hb.Config("q4_0", method="gptq"), "a text"),
+            "token ids, a tensor, got str: pass calibration_tok",
+        ),
+        (lambda: ANYTHING.Calibration([[1, 2]]), "calibration takes token ids, a tensor, got list"),
         (lambda: ANYTHING.prepare_qat_(model(), None), "a Config or a format, got None: write Config"),
         (lambda: ANYTHING.report(WEIGHT), "report takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),

@@ -23,12 +23,11 @@ from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
-from halfbyte.nn.calibrate import Calibration, calibrate, unreached
+from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
 from halfbyte.nn.convert import (
     UNCALIBRATED,
     Candidate,
     Config,
-    as_calibration,
     as_config,
     check_calibration,
     check_patterns,

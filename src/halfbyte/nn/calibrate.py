@@ -51,6 +51,7 @@ class Calibration:
     awq: AWQ = field(default_factory=AWQ)
 
     def __post_init__(self) -> None:
+        check_type(self.tokens, Tensor, "calibration takes token ids, a tensor", "pass calibration_tokens(tokenizer, text)")
         if self.tokens.dim() != 2 or not self.tokens.numel() or self.tokens.is_floating_point():
             raise ArgumentError(
                 f"calibration takes token ids [passages, tokens], at least one, got {self.tokens.dtype} {list(self.tokens.shape)}: "
@@ -62,6 +63,11 @@ class Calibration:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as e:  # torch raises either where it has no such device
             raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
+
+
+def as_calibration(calibration: Calibration | Tensor) -> Calibration:
+    """A Calibration as it is, or one of token ids alone. Raises ArgumentError."""
+    return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
 
 
 def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
@@ -76,7 +82,9 @@ def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: i
         )
     if passages < 1 or length < 1:
         raise ArgumentError(f"calibration takes 1 or more passages of 1 or more tokens, got {passages} of {length}")
-    ids = torch.as_tensor(tokenizer(text)["input_ids"], dtype=torch.int64).flatten()
+    # transformers warns of texts that are longer than a model takes: this one is cut into passages.
+    quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
+    ids = torch.as_tensor(tokenizer(text, **quiet)["input_ids"], dtype=torch.int64).flatten()
     if not len(ids):
         raise ArgumentError("the calibration text has no tokens: use a few pages of text of the kind that the model will see")
     length = min(length, len(ids))

@@ -19,7 +19,7 @@ from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import PackedConv, channels_last
-from halfbyte.nn.calibrate import Calibration, Progress, Result, calibrate, unreached
+from halfbyte.nn.calibrate import Calibration, Progress, Result, as_calibration, calibrate, unreached
 from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
@@ -465,10 +465,6 @@ def _calibrated_names(model: nn.Module, decisions: Mapping[str, Format | str]) -
         owners[id(module.weight)].add(id(module))
     alone = {name for name, m in modules.items() if not isinstance(m, nn.Embedding) and len(owners[id(m.weight)]) == 1}
     return {name: fmt for name, fmt in decisions.items() if name in alone and isinstance(fmt, Format)}
-
-
-def as_calibration(calibration: Calibration | Tensor) -> Calibration:
-    return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
 
 
 def _stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:

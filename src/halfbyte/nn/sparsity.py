@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
-from halfbyte.nn.calibrate import Calibration, Progress
+from halfbyte.nn.calibrate import Calibration, Progress, as_calibration
 from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
 from halfbyte.nn.forms import FLOAT_MODULES
 from halfbyte.nn.runs import Runs, decoder_layers
@@ -62,8 +62,7 @@ def prune_(
         pruned = {name: _by_magnitude(layer, wanted, name) for name, layer in layers.items()}
     else:
         layers = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
-        calibration = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
-        pruned = _by_inputs(model, list(layers), wanted, method, calibration, progress)
+        pruned = _by_inputs(model, list(layers), wanted, method, as_calibration(calibration), progress)
     with torch.no_grad():
         for name, weight in pruned.items():
             layers[name].weight.copy_(weight)
