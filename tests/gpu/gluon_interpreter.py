@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import threading
 import types
@@ -176,8 +177,17 @@ class Shared:
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.t.permute(order))
 
+    @property
+    def dtype(self) -> Any:
+        return _GLUON[self.t.dtype]
+
+    layout = None
+
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        return Shared(self.t.view(_TORCH[dtype]).view([int(size) for size in shape]))
+        """From where it begins, perhaps beyond its end: torch refuses what lies outside of the whole allocation."""
+        sizes = [int(size) for size in shape]
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        return Shared(self.t.view(_TORCH[dtype]).as_strided(sizes, strides))
 
     def load(self, layout: Any) -> Value:
         return Value(self.t.clone())
@@ -421,7 +431,7 @@ def _atomic_add(pointer: Pointer, value: int, **_: Any) -> Value:
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
-        return _Barriers(shape[0])
+        return _Barriers(shape[0]) if len(shape) == 2 else Barrier()
     nbytes = torch.empty(0, dtype=_TORCH[dtype]).element_size()
     for size in shape:
         nbytes *= size

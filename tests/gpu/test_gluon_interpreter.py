@@ -75,14 +75,18 @@ def test_gemm_int8_hopper(name: str, activation: Activation) -> None:
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
 
 
-@pytest.mark.parametrize(("name", "pixels"), [("int4_g32", 128), ("int8_channel", 256)])
-def test_conv_hopper(name: str, pixels: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "pixels", "sweep"),
+    [("int4_g32", 64, 128, False), ("int8_channel", 64, 256, False), ("int4_g32", 64, 128, True), ("int8_channel", 128, 128, True)],
+)
+def test_conv_hopper(name: str, rows: int, pixels: int, sweep: bool) -> None:
     window = Window((1, 1), (1, 1, 0, 2))
     codes = random_codes(as_format(name), (80, 9, 64) if name != "int8_channel" else (80, 9 * 64))
     sizes = convolution.filter_of(codes, (3, 3), 1)
     problem = Convolution(sizes, window, 2, (6, 9), torch.float16)
     x, bias = torch.randn(2, 64, 6, 9).half(), torch.randn(80)
-    config = next(config for config in conv_hopper.configs(problem, GPU) if config.pixels == pixels)
+    asked = rows, pixels, sweep
+    config = next(config for config in conv_hopper.configs(problem, GPU) if (config.rows, config.pixels, config.sweep) == asked)
     out = torch.full((problem.m, 80), torch.nan, dtype=x.dtype)
     with interpreted(conv_hopper):
         memory = x.permute(0, 2, 3, 1).contiguous()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
+import gluon_interpreter
 import pytest
 import torch
 from float_support import UNIT
@@ -275,7 +277,8 @@ HOPPER = [
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", range(len(HOPPER)))
 def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
-    if interpreted or gpu.capability != (9, 0):
+    """Without a GPU: integers, and a tile of each kind, in the interpreter of `test_gluon_interpreter.py`, which has the others."""
+    if gpu.capability != (9, 0) or (interpreted and (case > 1 or dtype != torch.int8)):
         pytest.skip("it is made of Hopper's instructions")
     batch, height, width, channels, outputs, kernel, window = HOPPER[case]
     codes, sizes = codes_of("int8_channel" if dtype == torch.int8 else "int4_g32", channels, 1, outputs, kernel)
@@ -283,13 +286,18 @@ def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, i
     assert conv_hopper.supports(problem, gpu) is None
     x, bias = image(batch, channels, height, width, dtype), torch.randn(outputs)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)
-    for config in conv_hopper.configs(problem, gpu):
+    configs = conv_hopper.configs(problem, gpu)
+    assert {config.sweep for config in configs} == {False, kernel[1] > 1}
+    if interpreted:
+        configs = tuple(replace(next(config for config in configs if config.sweep == sweep), programs=2) for sweep in (False, True))
+    for config in configs:
         out = torch.full((problem.m, outputs), 99, dtype=dtype, device=device)
         if dtype == torch.int8:
             for in_zero in (0, -7):
                 scales = 0.02, in_zero, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
                 table = table_of(codes, sizes, bias, *scales).to(device)
-                conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
+                with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
+                    conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
                 wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
                 assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
             continue

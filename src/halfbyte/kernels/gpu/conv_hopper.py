@@ -5,12 +5,17 @@ of 64 or 128 outputs by a box of images x rows x columns of y, one after the oth
 asks TMA for the same box of x, moved by the tap: a patch is never addressed pixel by pixel, and what lies outside of the image comes
 as 0. Two warpgroups multiply, both operands from shared memory.
 
+Small tiles wait for shared memory, not for the matrix unit. There a box is a row of y, with its images next to each other in shared
+memory and then its columns: a step to the right is then a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one
+copy of x.
+
 Outside of the image lies in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of those
 pixels whose tap is outside. All of it is exact.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
@@ -37,7 +43,8 @@ _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 class Config:
     """Tiles of `rows` (64 or 128) outputs by a `box` of (images, rows, columns) of y, whose product is a power of two; `stages` steps
     of K in flight. `paired`: 64 bytes are all channels, so that two pixels are read as one line of 128, which TMA takes no longer for,
-    and each warpgroup multiplies one of the two. `resident`: the weight stays in shared memory."""
+    and each warpgroup multiplies one of the two. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of
+    the kernel; a box has one row then, and a multiple of 8 images."""
 
     rows: int
     box: tuple[int, int, int]
@@ -45,6 +52,7 @@ class Config:
     programs: int
     paired: bool = False
     resident: bool = False
+    sweep: bool = False
 
     @property
     def pixels(self) -> int:
@@ -56,7 +64,7 @@ class Config:
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for. columns: pixels of a warpgroup; parts: steps of a tap; step: channels of a step."""
+    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns."""
 
     rows: int
     images: int
@@ -64,18 +72,40 @@ class _Static:
     width: int
     stages: int
     kernel_w: int
+    dilation: int
     taps: int
     parts: int
     step: int
     paired: bool
     resident: bool
+    sweep: bool
     bounded: bool
     clamp: bool
 
     @property
+    def together(self) -> int:
+        """Taps of a stage."""
+        return self.kernel_w if self.sweep else 1
+
+    @property
+    def halo(self) -> int:
+        """Columns of x beyond those of y that a stage has."""
+        return (self.kernel_w - 1) * self.dilation if self.sweep else 0
+
+    @property
+    def piece(self) -> int:
+        """Columns that are read at once."""
+        return math.gcd(self.width, self.halo) if self.sweep else self.width
+
+    @property
+    def buffers(self) -> int:
+        """That a stage of x has: one, or one for each column."""
+        return self.width + self.halo if self.sweep else 1
+
+    @property
     def lines(self) -> int:
-        """Of shared memory that a box of x takes."""
-        return self.pixels // 2 if self.paired else self.pixels
+        """Of shared memory in a buffer of x."""
+        return self.images if self.sweep else self.pixels // 2 if self.paired else self.pixels
 
     @property
     def line(self) -> int:
@@ -84,12 +114,13 @@ class _Static:
 
     @property
     def steps(self) -> int:
-        return self.taps * self.parts
+        """Stages that a tile takes."""
+        return self.taps // self.together * self.parts
 
     @property
     def kept(self) -> int:
-        """Steps of the weight in shared memory."""
-        return self.steps if self.resident else self.stages
+        """Pieces of the weight in shared memory."""
+        return self.taps * self.parts if self.resident else self.stages * self.together
 
     @property
     def pixels(self) -> int:
@@ -97,6 +128,7 @@ class _Static:
 
     @property
     def columns(self) -> int:
+        """Pixels that a warpgroup multiplies."""
         return self.pixels * self.rows // 128
 
 
@@ -117,24 +149,56 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first: the least of waves times pixels of a tile."""
-    step, element = _step(problem), problem.dtype.itemsize
+    """The best guess first: the least clocks of a program."""
     found = []
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
         if rows > 64 >= problem.n:
             continue
-        paired = rows == 64 and pixels == 256 and problem.sizes.channels * element == 64
-        box = min((b for b in _boxes(pixels) if not paired or b[2] == 2), key=lambda box: (_count(problem, box), -box[2]))
-        tiles = _count(problem, box) * -(-problem.n // rows)
-        weight = rows * problem.sizes.k * element
-        resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
-        left = gpu.shared - (56 << 10 if element == 2 else 24 << 10) - (weight if resident else 0)
-        stages = min(6, left // ((pixels + (0 if resident else rows)) * step * element))
-        # A wave takes as long as its tile's products, and what reading it and writing it costs.
-        read = pixels // (2 if paired else 1) + (0 if resident else rows)
-        cost = -(-tiles // gpu.sms) * (rows * pixels / 128 + read / 4 + 16)
-        found.append((cost, Config(rows, box, stages, min(gpu.sms, tiles), paired, resident)))
-    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
+        if problem.sizes.kernel[1] > 1:
+            sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16, 32) if 8 <= pixels // width <= max(8, problem.batch)]
+            if sweeps:
+                box = min(sweeps, key=lambda box: (_count(problem, box), -box[2]))
+                found.append(_config(problem, gpu, rows, box, sweep=True))
+        paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64
+        boxes = [box for box in _boxes(pixels) if not paired or box[2] == 2]
+        found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (_count(problem, box), -box[2])), paired=paired))
+    known = [config for config in found if config is not None]
+    return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
+
+
+def _config(
+    problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False, paired: bool = False
+) -> Config | None:
+    """With what fits in shared memory, if that is enough."""
+    line, pixels, weight = _step(problem) * problem.dtype.itemsize, math.prod(box), rows * problem.sizes.k * problem.dtype.itemsize
+    tiles = _count(problem, box) * -(-problem.n // rows)
+    resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
+    left = gpu.shared - (16 << 10) - (weight if resident else 0)
+    together = problem.sizes.kernel[1] if sweep else 1
+    stage = line * (_lines(problem, box) if sweep else pixels) + (0 if resident else together * rows * line)
+    stages = min(8, left // stage)
+    return Config(rows, box, stages, min(gpu.sms, tiles), paired, resident, sweep) if stages > (2 if sweep else 1) else None
+
+
+def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
+    """Pixels of x that all taps of a row of the kernel read together."""
+    return box[0] * (box[2] + (problem.sizes.kernel[1] - 1) * problem.window.dilation[1])
+
+
+def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
+    """Of a program, roughly, fitted to times of an H100: a step takes as long as its products, or as the lines of 128 bytes that shared
+    memory gives and takes; a tile takes time of its own, by its size."""
+    rows, pixels, step = config.rows, config.pixels, _step(problem)
+    read = 128 + (2 if rows == 128 else 1) * pixels
+    written = pixels / (2 if config.paired else 1)
+    if config.sweep:
+        written = _lines(problem, config.box) / problem.sizes.kernel[1]
+    if not config.resident:
+        written += rows
+    lines = (0.9 * read + written) * step * problem.dtype.itemsize / 128
+    multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
+    steps = problem.sizes.taps * problem.sizes.channels / step
+    return -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + rows * pixels / 8)
 
 
 def _boxes(pixels: int) -> list[tuple[int, int, int]]:
@@ -156,7 +220,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     geo = convolution.gpu_geometry(problem.sizes)
     nbytes = problem.n * geo.k * x.element_size()
     rows = launcher.workspace(out.device, nbytes)[:nbytes].view(x.dtype).view(problem.n, geo.k)
-    dequantize.write(gpu_tiles.views(weight, geo), geo, rows)
+    dequantize.write(gpu_tiles.views(weight, geo), geo, rows, early=True)
     _start(problem, config, x, rows, out, epilogue, None)
 
 
@@ -170,10 +234,6 @@ def launch_integer(
 
 def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None) -> None:
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
-    line = step * (2 if config.paired else 1)
-    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=2)
-    of_box = gl.NVMMASharedLayout(swizzle_byte_width=line * bits // 8, element_bitwidth=bits, rank=3 if config.paired else 4)
-    box = [*config.box[: 2 if config.paired else 3], line]
     static = _Static(
         rows=config.rows,
         images=config.box[0],
@@ -181,19 +241,29 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         width=config.box[2],
         stages=config.stages,
         kernel_w=problem.sizes.kernel[1],
+        dilation=window.dilation[1],
         taps=problem.sizes.taps,
         parts=problem.sizes.channels // step,
         step=step,
         paired=config.paired,
         resident=config.resident,
+        sweep=config.sweep,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
     )
+    if config.sweep:
+        images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
+    elif config.paired:
+        images, box = x.flatten(2), [*config.box[:2], static.line]
+    else:
+        images, box = x, [*config.box, step]
+    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=2)
+    of_box = gl.NVMMASharedLayout(swizzle_byte_width=static.line * bits // 8, element_bitwidth=bits, rank=len(box))
     covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     launcher.run(
         _conv,
         (config.programs,),
-        TensorDescriptor.from_tensor(x.flatten(2) if config.paired else x, box, of_box),
+        TensorDescriptor.from_tensor(images, box, of_box),
         TensorDescriptor.from_tensor(rows, [config.rows, step], of_rows),
         table,
         out,
@@ -206,6 +276,7 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         0 if table is None else table.stride(1),
         static,
         num_warps=4,
+        launch_pdl=True,
     )
 
 
@@ -226,115 +297,214 @@ def _tile(tile, grid, S: gl.constexpr):
 def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     STEPS: gl.constexpr = S.steps
-    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * S.step
-    BOX: gl.constexpr = [S.images, S.height, S.line] if S.paired else [S.images, S.height, S.width, S.step]
+    TOGETHER: gl.constexpr = S.together
+    KEPT: gl.constexpr = S.kept
+    COLUMNS: gl.constexpr = S.buffers // S.piece if S.sweep else 1
+    WEIGHTS: gl.constexpr = 0 if S.resident else S.rows * S.together
+    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.line * S.lines * S.buffers + WEIGHTS * S.step)
+    BOX: gl.constexpr = xd.block_shape
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
     if S.resident:
-        mbarrier.expect(loaded, STEPS * S.rows * BYTES)
-        for t in range(STEPS):
+        mbarrier.expect(loaded, KEPT * S.rows * S.step * (xd.dtype.primitive_bitwidth // 8))
+        for t in range(KEPT):
             tma.async_copy_global_to_shared(wd, [0, t * S.step], loaded, ws.index(t))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
         for t in range(STEPS):
-            tap = t // S.parts
+            tap = t // S.parts * TOGETHER
+            part = t % S.parts * S.step
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (S.pixels if S.resident else S.pixels + S.rows) * BYTES)
+            mbarrier.expect(full.index(stage), BYTES)
             iy = y + tap // S.kernel_w * window[2] - window[0]
             ix = x + tap % S.kernel_w * window[3] - window[1]
-            to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-            if S.paired:
+            if S.sweep:
+                for i in gl.static_range(COLUMNS):
+                    to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
+                    tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
+            elif S.paired:
+                to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
                 tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
             else:
-                tma.async_copy_global_to_shared(xd, [b, iy, ix, t % S.parts * S.step], full.index(stage), to)
+                to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
+                tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)
             if not S.resident:
-                tma.async_copy_global_to_shared(wd, [first_n, t * S.step], full.index(stage), ws.index(stage))
+                for i in gl.static_range(TOGETHER):
+                    at = (tap + i) * (S.parts * S.step) + part
+                    tma.async_copy_global_to_shared(wd, [first_n, at], full.index(stage), ws.index(stage * TOGETHER + i))
             step += 1
 
 
 @gluon.jit
-def _pixels(first, b, y, x, image, S: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of a warpgroup's pixels: image, row, column, and which of them there are. They begin with `first` of the tile, or, where pixels
-    are paired, are the first or second of each pair."""
-    i = gl.arange(0, S.columns, layout=LAYOUT)
+def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexpr):
+    """Image, row and column of WIDTH pixels, and which of them there are. `at`: the first output; the first of these pixels in the tile,
+    of which they are every second where pixels are paired; the tile's first image, row and column."""
+    i = gl.arange(0, WIDTH, layout=LAYOUT)
     if S.paired:
         i = i * 2
-    i += first
-    oy = y + i // S.width % S.height
-    ox = x + i % S.width
-    b += i // (S.width * S.height)
+    i += at[1]
+    if S.sweep:
+        b = at[2] + i % S.images
+        oy = at[3] + gl.zeros_like(i)
+        ox = at[4] + i // S.images
+    else:
+        b = at[2] + i // (S.width * S.height)
+        oy = at[3] + i // S.width % S.height
+        ox = at[4] + i % S.width
     return b, oy, ox, (b < image[0]) & (oy < image[3]) & (ox < image[4])
+
+
+@gluon.jit
+def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
+    """What a warpgroup multiplies of the TAPth tap of a stage: of the weight [64, k], of x [k, columns]."""
+    COLUMNS: gl.constexpr = S.columns
+    w = ws.index((t // S.parts * S.together + TAP) * S.parts + t % S.parts if S.resident else stage * S.together + TAP)
+    if S.sweep:
+        xt = xs.index(stage * S.buffers + TAP * S.dilation)._reinterpret(xs.dtype, [S.pixels, S.step], xs.layout)
+    else:
+        xt = xs.index(stage)
+    if S.rows == 128:
+        w = w.slice(W * 64, 64, dim=0)
+    elif S.paired:
+        xt = xt.slice(W * S.step, S.step, dim=1)
+    else:
+        xt = xt.slice(W * COLUMNS, COLUMNS, dim=0)
+    return w, xt.permute([1, 0])
 
 
 @gluon.jit
 def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
+    TOGETHER: gl.constexpr = S.together
+    TOLD: gl.constexpr = S.taps if S.bounded else 0
     INTEGER: gl.constexpr = table is not None
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS if COLUMNS < 128 else 128, 32 if INTEGER else 16]
     )
+    WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     PART: gl.constexpr = W if S.rows == 64 else 0
     HALF: gl.constexpr = 0 if S.rows == 64 else W
     FIRST: gl.constexpr = PART if S.paired else PART * COLUMNS
+    NEXT: gl.constexpr = 2 * WIDTH if S.paired else WIDTH
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
     if S.resident:
         mbarrier.wait(loaded, 0)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
+        told = ()
+        if INTEGER:  # on its way while there is nothing to multiply yet
+            rn = gl.minimum(first_n + HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
+            told = (rn, gl.load(table + rn), gl.load(table + row + rn))  # type: ignore[assignment]
+            told += (gl.load(table + 2 * row + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
+            for tap in gl.static_range(TOLD):
+                told += (gl.load(table + (4 + tap) * row + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
         acc = gl.zeros([64, COLUMNS], gl.int32 if INTEGER else gl.float32, layout=MMA)
         for t in range(S.steps):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            if S.paired:
-                xt = xs.index(stage).slice(PART * S.step, S.step, dim=1)
-            else:
-                xt = xs.index(stage).slice(PART * COLUMNS, COLUMNS, dim=0)
-            acc = warpgroup_mma(ws.index(t if S.resident else stage).slice(HALF * 64, 64, dim=0), xt.permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # for the step before
+            for i in gl.static_range(TOGETHER):
+                w, xt = _operands(xs, ws, stage, t, i, W, S)
+                acc = warpgroup_mma(w, xt, acc, is_async=True)
+            acc = warpgroup_mma_wait(TOGETHER, deps=[acc])  # for the step before
             if t > 0:
                 mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-        at = (first_n + HALF * 64, FIRST, b, y, x)
-        if INTEGER:
-            _write_codes(acc, table, out, N, at, image, window, bounds, row, S)
-        else:
-            _write(acc, out, added, N, at, image, bounds, S)
+        pieces = _pieces(acc)
+        for i in gl.static_range(COLUMNS // WIDTH):
+            at = (first_n + HALF * 64, FIRST + i * NEXT, b, y, x)
+            if INTEGER:
+                _write_codes(pieces[i], table, told, out, N, at, image, window, bounds, row, S)
+            else:
+                _write(pieces[i], out, added, N, at, image, bounds, S)
 
 
 @gluon.jit
-def _write_codes(acc, table, out, N, at, image, window, bounds, row, S: gl.constexpr):
-    """Sums of codes -> codes."""
-    MMA: gl.constexpr = acc.type.layout
+def _pieces(acc):
+    """Of at most 64 columns: what is written from fewer registers leaves more of them for addresses."""
+    if acc.shape[1] == 256:
+        left, right = _halves(acc)
+        return _halves(left) + _halves(right)
+    elif acc.shape[1] == 128:
+        return _halves(acc)
+    else:
+        return (acc,)
+
+
+@gluon.jit
+def _halves(acc):
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    DEPTH: gl.constexpr = 32 if acc.dtype == gl.int32 else 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, DEPTH])
+    left, right = acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _write_codes(acc, table, told, out, N, at, image, window, bounds, row, S: gl.constexpr):
+    """Sums of codes -> codes. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is outside."""
     OUT: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
-    rn = gl.minimum(at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), N - 1)
-    acc += gl.expand_dims(gl.load(table + 2 * row + rn).to(gl.int32, bitcast=True), 1)
+    acc += gl.expand_dims(told[3], 1)
     if S.bounded:
-        _, oy, ox, _ = _pixels(at[1], at[2], at[3], at[4], image, S, gl.SliceLayout(0, MMA))
-        for tap in range(S.taps):
-            iy = oy + tap // S.kernel_w * window[2] - window[0]
-            ix = ox + tap % S.kernel_w * window[3] - window[1]
-            outside = ((iy < 0) | (iy >= image[1]) | (ix < 0) | (ix >= image[2])).to(gl.int32)
-            if gl.max(outside, axis=0) > 0:
-                acc += gl.expand_dims(gl.load(table + (4 + tap) * row + rn).to(gl.int32, bitcast=True), 1) * gl.expand_dims(outside, 0)
-    multiplier = gl.expand_dims(gl.load(table + row + rn), 1)
-    constant = gl.expand_dims(gl.load(table + rn), 1)
+        acc = _outside(acc, table, told, at, image, window, row, S)
+    multiplier = gl.expand_dims(told[2], 1)
+    constant = gl.expand_dims(told[1], 1)
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
     total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
     codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
-    rn, m, mask = _places(at, N, image, S, OUT)
+    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
     gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), codes, mask=mask)
 
 
 @gluon.jit
-def _places(at, N, image, S: gl.constexpr, OUT: gl.constexpr):
+def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
+    """Adds what is due for taps outside of the image: of those above or below, of those beside, less what was counted twice."""
+    TALL: gl.constexpr = S.taps // S.kernel_w
+    WIDE: gl.constexpr = S.kernel_w
+    _b, oy, ox, _real = _pixels(at, image, acc.shape[1], S, gl.SliceLayout(0, acc.type.layout))
+    top = at[3] - window[0]
+    left = at[4] - window[1]
+    bottom = gl.minimum(at[3] + S.height, image[3]) - 1 - window[0]
+    right = gl.minimum(at[4] + S.width, image[4]) - 1 - window[1]
+    for ky in gl.static_range(TALL):
+        if (top + ky * window[2] < 0) | (bottom + ky * window[2] >= image[1]):
+            term = told[4 + ky * WIDE]
+            for kx in gl.static_range(1, WIDE):
+                term += told[4 + ky * WIDE + kx]
+            iy = oy + ky * window[2] - window[0]
+            acc += gl.expand_dims(term, 1) * gl.expand_dims(((iy < 0) | (iy >= image[1])).to(gl.int32), 0)
+    for kx in gl.static_range(WIDE):
+        if (left + kx * window[3] < 0) | (right + kx * window[3] >= image[2]):
+            term = gl.zeros_like(told[4])
+            for ky in gl.static_range(TALL):  # of a box of one row a whole row of taps is outside, or none of it
+                whole = (S.height == 1) & ((top + ky * window[2] < 0) | (top + ky * window[2] >= image[1]))
+                term += gl.where(whole, 0, told[4 + ky * WIDE + kx])
+            ix = ox + kx * window[3] - window[1]
+            acc += gl.expand_dims(term, 1) * gl.expand_dims(((ix < 0) | (ix >= image[2])).to(gl.int32), 0)
+    if S.height > 1:
+        for tap in range(S.taps):
+            y = tap // WIDE * window[2]
+            x = tap % WIDE * window[3]
+            tall = (top + y < 0) | (bottom + y >= image[1])
+            if tall & ((left + x < 0) | (right + x >= image[2])):
+                term = gl.load(table + (4 + tap) * row + told[0]).to(gl.int32, bitcast=True)
+                iy = oy + y - window[0]
+                ix = ox + x - window[1]
+                both = ((iy < 0) | (iy >= image[1])) & ((ix < 0) | (ix >= image[2]))
+                acc -= gl.expand_dims(term, 1) * gl.expand_dims(both.to(gl.int32), 0)
+    return acc
+
+
+@gluon.jit
+def _places(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr):
     """Outputs, patches (rows of y) and which of them there are."""
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    b, oy, ox, real = _pixels(at[1], at[2], at[3], at[4], image, S, gl.SliceLayout(0, OUT))
+    b, oy, ox, real = _pixels(at, image, WIDTH, S, gl.SliceLayout(0, OUT))
     m = (b.to(gl.int64) * image[3] + oy) * image[4] + ox
     return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
 
@@ -342,22 +512,25 @@ def _places(at, N, image, S: gl.constexpr, OUT: gl.constexpr):
 @gluon.jit
 def _write(total, out, added, N, at, image, bounds, S: gl.constexpr):
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    MMA: gl.constexpr = total.type.layout
     DTYPE: gl.constexpr = out.dtype.element_ty
-    rn, m, mask = _places(at, N, image, S, OUT)
-    if added[0] is None and added[1] is None and not S.clamp:
-        y = gl.convert_layout(total.to(DTYPE), OUT)
-    else:
-        y = finish(gl.convert_layout(total, OUT), added, rn, m, N, bounds[0], bounds[1], S.clamp, DTYPE, mask)
-    gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), y, mask=mask)
+    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
+    to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
+    if added[1] is not None:
+        total += gl.convert_layout(gl.load(added[1] + to, mask=mask, other=0.0), MMA).to(gl.float32)
+    row = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    y = finish(total, (added[0], None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
+    gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)
 
 
 @gluon.jit
 def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
+    gdc_launch_dependents()
     LINES: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=xd.layout.swizzle_byte_width, element_bitwidth=xd.layout.element_bitwidth, rank=2
     )
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, S.lines, S.line], LINES)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.buffers, S.lines, S.line], LINES)
     ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -367,6 +540,7 @@ def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    gdc_wait()
     gl.warp_specialize(
         [
             (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 0, S)),

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
@@ -26,8 +27,11 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
     return out
 
 
-def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1) -> None:
-    """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k]."""
+def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
+    """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
+
+    early: the next kernel may start before this one has ended; it waits for it itself (gdc_wait).
+    """
     run(
         _whole,
         (geo.records, geo.panels, experts),
@@ -40,6 +44,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         ZERO=ZEROS[geo.format.zero],
         G=min(geo.padded, RECORD),
         CONTIGUOUS=geo.contiguous,
+        EARLY=early and not INTERPRETED,
         num_warps=4,
     )
 
@@ -99,9 +104,11 @@ def _place(start, i, k, block, padded):
 @triton.jit
 def _whole(
     codes, scale, zero, out, k, NP, R, block, padded, N, steps,
-    BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
+    if EARLY:
+        gdc_launch_dependents()
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(2).to(tl.int64)
