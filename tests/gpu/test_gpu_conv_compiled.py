@@ -36,7 +36,6 @@ HOPPER = {
     "int8, 64": ("launch_hopper", "int8", "int8_channel", 64, 64, 56),
     "int8, 7": ("launch_hopper", "int8", "int8_channel", 512, 512, 7),
     "float": ("launch_hopper", "float16", "int4_g32", 128, 128, 28),
-    "float, 1024": ("launch_hopper", "float16", "int4_g32", 128, 1024, 28),
 }
 
 
