@@ -17,9 +17,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled anew in each session, and the user's cache stays as it is."""
+    """Kernels are compiled anew in each session, once for all of its processes, and the user's cache stays as it is."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder of its own in the session's
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HALFBYTE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HALFBYTE_CACHE", str(folder / "cache"))
         yield
 
 

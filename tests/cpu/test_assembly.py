@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from support import pairwise
 
 from halfbyte.kernels.cpu import activations, dequantize, driver, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
@@ -207,9 +208,8 @@ def test_all_is_compiled_for_every_instruction_set(isa: ISA) -> None:
         modules.append(quantize.build(QuantizeSpec("f16", bits, zero, next(some), "int"), isa))
     for family, bits, zero in (("ggml", 4, "none"), ("ggml", 4, "offset"), ("ggml", 8, "none"), ("inferllm", 4, "none")):
         modules.append(quantize.build(QuantizeSpec("bf16", bits, zero, "f32", family), isa))
-    for inner, bits, out in itertools.product(("int8", "float"), (4, 8), (*halves, "i8")):
-        if out != "i8" or inner == "int8":
-            modules.append(tile.build(spec_of(isa, inner, bits, "none", (8, False), 3, out=out), isa))
+    for inner, bits, out in (*pairwise(("int8", "float"), (4, 8), halves), ("int8", 4, "i8"), ("int8", 8, "i8")):
+        modules.append(tile.build(spec_of(isa, inner, bits, "none", (8, False), 3, out=out), isa))
     for module in modules:
         text = jit.compile_assembly(module, isa)
         assert all(f"\n{function.name}:" in text for function in module.functions)

@@ -109,9 +109,11 @@ def check(
 @cases
 def test_products_are_those_of_the_reference(case: Case) -> None:
     clamps = st.sampled_from([None, (0.0, torch.inf), (0.0, 6.0), (-3.0, 0.1)])
+    # Tiles are compiled for each number of rows: every fourth, another four for the next case.
+    rows = st.sampled_from(range(1 + CASES.index(case) % 4, 21, 4))
 
     @settings(max_examples=12)
-    @given(st.integers(1, 20), st.integers(1, 100), st.integers(1, 700), st.booleans(), clamps, st.integers(0, 3), st.integers(0, 2**16))
+    @given(rows, st.integers(1, 100), st.integers(1, 700), st.booleans(), clamps, st.integers(0, 3), st.integers(0, 2**16))
     def sweep(m: int, n: int, k: int, with_bias: bool, clamp: tuple[float, float] | None, stride: int, seed: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             kernel = case.kernel(n, k, patch)
