@@ -22,7 +22,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
 from halfbyte.ops import conv as ops
-from halfbyte.ops import functions
+from halfbyte.ops import cpu_conv, functions
 
 FORMATS = ("q4_0", "q8_0", "q4_1", "int4_g20_zp", "int8_channel", "int4_channel_zp", "int8_tensor", "int8_channel_offset")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -179,6 +179,29 @@ def test_integer_patches_of_whole_units(isa, channels: int, bits: int, monkeypat
         table = ops.conv_requantization_table(weight, None, **scales)
         y = ConvKernel(sizes, torch.int8, "int8", "block")(x, window, weight.data, table, -128, 127, outside=5)
         assert bool(conv_reference.qconv2d(x, codes, kernel, window, None, **scales).agrees(y).all())
+
+
+@isas
+@pytest.mark.parametrize("channels", [3, 5, 12])
+def test_stems(isa, channels: int, monkeypatch) -> None:
+    """Taps of few channels: lines of the kernel of a multiple of 8 codes, also by taps of 0 at their ends, and of others."""
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    cpu_conv._plans.clear()
+    torchs, rng = torch.Generator().manual_seed(channels), random.Random(channels)
+    for kernel in ((7, 7), (2, 8), (3, 2)):
+        window = Window((rng.randint(1, 2), rng.randint(1, 2)), (rng.randint(0, 3), 1, rng.randint(0, 3), 2))
+        sizes = Filter(as_format("int8_channel"), 35, channels, kernel)
+        case = Case(sizes, window, (2, channels, rng.randint(8, 14), rng.randint(24, 50)), channels)
+        codes, x = case.codes(), case.image_of(torch.int8)
+        scales = {"in_scale": 0.02, "in_zero": rng.randint(-128, 127), "out_scale": 0.03 * sizes.k**0.5 * 2**8, "out_zero": -7}
+        packed_, padding = ops.pack_conv(codes, kernel), (window.padding[:2], window.padding[2:])
+        y = ops.qconv2d(x, packed_, None, window.stride, padding, **scales)  # type: ignore[arg-type]
+        assert bool(conv_reference.qconv2d(x, codes, kernel, window, None, **scales).agrees(y).all())
+        floats = torch.randn(x.shape, generator=torchs)
+        wanted, error = conv_reference.conv2d_of_images(floats, codes, kernel, window, None, 1)
+        y = ops.conv2d(floats, packed_, None, window.stride, padding, activation="image")
+        assert bool(reference.agrees(y, wanted, error).all())
+    cpu_conv._plans.clear()
 
 
 @isas

@@ -111,13 +111,19 @@ def to_matrix(codes: Codes, sizes: Filter) -> Codes:
     if len(codes.shape) == 2:
         return codes
     fmt, more = sizes.matrix_format, sizes.padded - sizes.channels
-    values = codes.values()
-    if more:
-        fill = values.new_zeros(()) if codes.zero is None or fmt.zero == "offset" else codes.zero[..., -1:].to(values.dtype)
-        values = torch.cat((values, fill.expand(*values.shape[:-1], more)), dim=-1)
+    values = _with_more(codes.values(), codes, more)
     flat = [None if t is None else t.reshape(sizes.out, -1) for t in (codes.scale, codes.zero)]
     assert flat[0] is not None
     return Codes.from_values(fmt, values.reshape(sizes.out, sizes.k), flat[0], flat[1])
+
+
+def _with_more(values: Tensor, codes: Codes, more: int) -> Tensor:
+    """Values of `codes` [Co, taps, channels] with more channels, which hold what stands for 0: the last zero point of each tap, if any."""
+    if not more:
+        return values
+    zero = None if codes.format.zero == "offset" else codes.zero
+    fill = values.new_zeros(()) if zero is None else zero.reshape(zero.shape[0], -1, zero.shape[-1])[..., -1:].to(values.dtype)
+    return torch.cat((values, fill.expand(*values.shape[:-1], more)), dim=-1)
 
 
 def from_matrix(matrix: Codes, sizes: Filter) -> Codes:
@@ -261,12 +267,5 @@ def _unpack_gpu(packed: PackedConv) -> Codes:
 def _with_channels(codes: Codes, sizes: Filter, channels: int) -> Codes:
     """Codes [Co, taps * Ci] with more channels a tap (what pads means 0; with an offset, q = 0) or with less."""
     values = codes.values().reshape(sizes.out, sizes.taps, sizes.channels)
-    if channels <= sizes.channels:
-        values = values[..., :channels]
-    else:
-        fill = (
-            values.new_zeros(()) if codes.zero is None or codes.format.zero == "offset" else codes.zero.reshape(-1, 1, 1).to(values.dtype)
-        )
-        more = fill.expand(sizes.out, sizes.taps, channels - sizes.channels)
-        values = torch.cat((values, more), dim=-1)
+    values = _with_more(values[..., :channels], codes, max(0, channels - sizes.channels))
     return Codes.from_values(codes.format, values.reshape(sizes.out, -1), codes.scale, codes.zero)

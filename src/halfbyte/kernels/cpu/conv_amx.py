@@ -46,8 +46,8 @@ MATRIX = Block(
         *DIRECT.fields,
         # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
         *("units", "unit_places", "row_step", "near_from"),
-        # for each unit so many rows of the tile before are made into outputs; whether all tiles pass over a panel before the next one
-        *("rows_a_unit", "tiles_inside"),
+        # with how many rows of the tile before each unit makes outputs, but for some first units
+        *("rows_a_unit", "waiting_units"),
     ),
     DIRECT.floats,
 )
@@ -55,8 +55,8 @@ UNIT = COLUMN_BYTES  # codes
 _VECTORS = 2  # of columns
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 _TILE_COST = 1  # of beginning a tile, in rows
-_NEAR_WEIGHTS = 1 << 20  # that a core's second-level cache holds while tile after tile passes over them
-_AHEAD = 4096  # bytes: where weights come from further away, they are asked for so far ahead
+_AHEAD = 8192  # bytes: weights are asked for so far ahead of the first tile
+_WAITING = 2  # units: what a tile register stores cannot be loaded at once
 _MOST_PADDED = 4  # times as many products as there are, and it is still faster than products of vectors
 _LEAST_OUTPUTS = 9
 
@@ -125,14 +125,12 @@ class _Matrix(Lines):
 
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         f, get = self.f, self.get
-        rows, number, inside = get("rows"), panels[1] - panels[0], get("tiles_inside").equals(1)
-        tiles = (rows + (self.tile.rows - 1)) // self.tile.rows
-        for outer in f.loop(inside.select(number, tiles)):
-            for inner in f.loop(inside.select(tiles, number)):
-                p, t = panels[0] + inside.select(outer, inner), inside.select(inner, outer)
+        rows = get("rows")
+        for p in f.loop(panels[1], panels[0]):
+            panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
+            for t in f.loop((rows + (self.tile.rows - 1)) // self.tile.rows):
                 m = f.umin(t * self.tile.rows, rows - self.tile.rows)  # the last tile may overlap the one before
-                panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
-                self._tile(walked + m * get("row_step"), panel, at, inside & t.equals(0))
+                self._tile(walked + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
                 to, places = out + p * (PANEL * self.out_bytes), self.pointer("places") + m * 8
                 scales = panel + (get("panel_bytes") - 4 * PANEL)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
@@ -140,10 +138,13 @@ class _Matrix(Lines):
                 for variable, value in zip(self.before, now, strict=True):
                     variable.value = value
 
-    def _tile(self, image: Value, weights: Value, table: Value, far: Value) -> None:
-        """The sums of a tile, while those of the tile before become outputs. `far`: the weights come for the first time."""
+    def _tile(self, image: Value, weights: Value, table: Value, new_weights: Value, new_image: Value) -> None:
+        """The sums of a tile, while those of the tile before become outputs.
+
+        new_weights, new_image   whether they are read for the first time: what comes next is asked for then
+        """
         f, isa, get = self.f, self.isa, self.get
-        step, some, left = get("row_step"), get("rows_a_unit"), self.before[0].value
+        step, some, waiting, left = get("row_step"), get("rows_a_unit"), get("waiting_units"), self.before[0].value
         start = table + get("table_stride") * 2
         for i in range(len(self.parts)):
             for v in range(_VECTORS):
@@ -153,17 +154,22 @@ class _Matrix(Lines):
                     isa.tile_zero(f, i * _VECTORS + v)
         for u in f.loop(get("units")):
             w, a = weights + u * (UNIT * PANEL), image + (self.pointer("unit_places") + u * 8).load("i64", 0, 8)
-            with f.when(far):
+            with f.when(new_weights):
                 for line in range(0, UNIT * PANEL, 64):
                     f.prefetch(w + (_AHEAD + line))
+            if not self.spec.copied:
+                with f.when(new_image):
+                    for row in range(self.tile.rows):
+                        f.prefetch(a + step * (self.tile.rows + row))
             for v in range(_VECTORS):
                 isa.tile_load(f, _FIRST_W + v, w + v * (ROWS * COLUMN_BYTES), COLUMN_BYTES)
             for i, (first, _) in enumerate(self.parts):
                 isa.tile_load(f, _FIRST_A + i, a + step * first, step)
                 for v in range(_VECTORS):
                     isa.tile_product(f, i * _VECTORS + v, _FIRST_A + i, _FIRST_W + v)
-            done = u * some
-            self._finish(f.umin(done, left), f.umin(done + some, left))
+            with f.when(u > waiting - 1):
+                done = (u - waiting) * some
+                self._finish(f.umin(done, left), f.umin(done + some, left))
         for i, (first, _) in enumerate(self.parts):
             for v in range(_VECTORS):
                 isa.tile_store(f, i * _VECTORS + v, self.sums + (first * 4 * PANEL + v * 64), 4 * PANEL)
@@ -351,6 +357,7 @@ class MatrixConvKernel:
         places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
         near_from = torch.tensor(near_lines(lines))
         units = torch.tensor(unit_places)
+        waiting = min(_WAITING, len(units) // 3)
         edge = torch.full((UNIT,), outside, dtype=torch.int8)
         thread_bytes = 0 if image_itself else len(near_from) * line + SLACK + 63 & ~63
         buffer = MATRIX.buffer(
@@ -386,8 +393,8 @@ class MatrixConvKernel:
                 "unit_places": units.data_ptr(),
                 "row_step": sw * channels,
                 "near_from": near_from.data_ptr(),
-                "rows_a_unit": -(-rows // len(units)),
-                "tiles_inside": int(panel_bytes * strips.group > _NEAR_WEIGHTS),
+                "rows_a_unit": -(-rows // (len(units) - waiting)),
+                "waiting_units": waiting,
             }
         )
         kept = edge, places, near_from, units

@@ -48,7 +48,7 @@ class ISA:
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
-    minimal = False  # products of int16 are as fast as those of codes: see `winograd.py`
+    minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on

@@ -43,7 +43,7 @@ class AVX2(ISA):
     register = "v"
     direct_tile = (4, 2)
     multiplies_sums = True
-    minimal = True
+    minimal = 25, 22  # on Zen 3
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -216,6 +216,7 @@ class AVX512VNNI(AVXVNNI):
     register = ""
     register_totals = 12
     direct_tile = (12, 2)
+    minimal = 112, 58  # on Sapphire Rapids
 
     def __init__(self, intel: bool | None = None) -> None:
         self.intel = machine().vendor == "Intel" if intel is None else intel

@@ -3,8 +3,9 @@
     576 * y = A^T [sum over ci of (G w G^T) * (B^T x B)] A       F(4x4, 3x3): 36 products for 16 outputs, where there are 144
 
 (S. Winograd, "Arithmetic complexity of computations", 1980; A. Lavin and S. Gray, "Fast algorithms for convolutional neural networks",
-2016.) The matrices are multiplied by what makes them integers, 24 for each dimension. It is for instruction sets whose products of codes
-are products of int16 anyway. Weights are transformed beforehand, and take 8 bytes for each code then.
+2016.) The matrices are multiplied by what makes them integers, 24 for each dimension. Products are of int16: some instruction sets have
+no others that are exact, and for those that make twice as many products of codes in the same time there are still fewer. Weights are
+transformed beforehand, and take 8 bytes for each code then.
 
 Arithmetic. |x| <= 128 and |w| <= 128, so |B^T x B| <= 12800 and |G w G^T| <= 6272 fit int16. Sums are exact modulo 2^32. What is left
 of them after a multiplication by the inverse of 9 modulo 2^32 and a shift by 6 is y, exactly, where |y| < 2^25, which `transformed`
@@ -60,9 +61,8 @@ POSITIONS = SIZE**2
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
-# A cycle of one of Zen 3's cores: products of `direct.py` and of this, bytes of weights from the third-level cache; and cycles for a
-# position of a tile's image or outputs.
-_DIRECT_PRODUCTS, _PRODUCTS, _WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 25, 22, 8, 0.18, 0.37
+# A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
+_WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 8, 0.18, 0.37
 
 
 def pixels(x: Sequence[T]) -> list[T]:
@@ -263,18 +263,20 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
     moves = window.stride == window.dilation == (1, 1)
     plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
-    return isa.minimal and plain and moves and sizes.channels % (2 * isa.lanes) == 0
+    return isa.minimal is not None and plain and moves and sizes.channels % (2 * isa.lanes) == 0
 
 
 def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     """Whether it takes fewer cycles than `direct.py`, for outputs [B, Ho, Wo]."""
+    assert isa.minimal is not None
+    directly, by_this = isa.minimal
     batch, height, width = out
     matrix, group = sizes.out * sizes.channels, isa.direct_tile[0]
     tiles = batch * -(-height // M) * -(-width // M)
     products = POSITIONS * -(-tiles // group) * group * matrix
     ends = tiles * POSITIONS * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
-    cycles = products / _PRODUCTS + ends + 2 * POSITIONS * matrix / _WEIGHT_BYTES
-    return cycles < batch * height * width * 9 * matrix / _DIRECT_PRODUCTS
+    cycles = products / by_this + ends + 2 * POSITIONS * matrix / _WEIGHT_BYTES
+    return cycles < batch * height * width * 9 * matrix / directly
 
 
 class WinogradKernel:
