@@ -30,7 +30,7 @@ SIZES = {
     "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
 }
 VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
-CONTENDERS = ("halfbyte", "halfbyte-compiled", "torch", "torch-compiled", "llama.cpp")
+CONTENDERS = ("halfbyte", "halfbyte-compiled", "torch", "torch-compiled", "torch-int4-compiled", "llama.cpp")
 
 
 def main() -> int:
@@ -150,7 +150,7 @@ class LlamaCpp:
 
 
 class Torch:
-    """halfbyte, or transformers alone: float32 on a CPU, bfloat16 on a GPU."""
+    """halfbyte, or transformers alone: float32 on a CPU, bfloat16 on a GPU, and there torch's own product with 4-bit weights."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
@@ -158,6 +158,8 @@ class Torch:
         torch.set_num_threads(args.threads)
         self.args, self.seed = args, 0
         self.model = make_model(args, quantized=args.worker.startswith("halfbyte"))
+        if "int4" in args.worker:
+            with_int4pack(self.model)
         self.tokenizer = make_tokenizer(VOCABULARY[args.size])
         self.compiled = args.worker.endswith("compiled")
         self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__}
@@ -292,6 +294,28 @@ def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None 
     if not quantized:
         model.set_attn_implementation("sdpa")  # transformers' own
     return model
+
+
+def with_int4pack(model: Any) -> None:
+    """Puts torch's `_weight_int4pack_mm` (tinygemm), in blocks of 128 and with random weights, in the place of each linear layer."""
+    import torch
+    from torch import nn
+
+    class Int4(nn.Module):
+        def __init__(self, n: int, k: int) -> None:
+            super().__init__()
+            packed = torch.randint(-(2**31), 2**31, (n // 8, k // 128, 32, 4), dtype=torch.int32, device="cuda")
+            scales = torch.tensor([0.004, 0.0], dtype=torch.bfloat16, device="cuda").repeat(k // 128, n, 1)
+            self.packed, self.scales = (nn.Parameter(data, requires_grad=False) for data in (packed, scales))
+            self.n = n
+
+        def forward(self, x: Any) -> Any:
+            y = torch.ops.aten._weight_int4pack_mm(x.reshape(-1, x.shape[-1]), self.packed, 128, self.scales)
+            return y.reshape(*x.shape[:-1], self.n)
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, Int4(module.out_features, module.in_features))
 
 
 def weight_bytes(model: Any) -> int:
