@@ -65,7 +65,8 @@ def cases(count: int, seed: int) -> list[tuple[Filter, Window, tuple[int, int, i
         except ArgumentError:
             continue
         found.append((sizes, window, shape))
-    return found
+    stem = Filter(as_format("int8_channel"), 40, 3, (7, 7))
+    return [*found, (stem, Window((2, 2), (3, 3, 3, 3)), (2, 3, 21, 26)), (stem, Window((2, 1), (0, 1, 2, 3)), (1, 3, 12, 17))]
 
 
 @runs
@@ -135,7 +136,7 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_inner_loop_is_four_products_for_four_loads() -> None:
     isa = AMXTiles()
-    lines = jit.compile_assembly(conv_amx.build(MatrixSpec(64, 32, "i8", False), isa), isa).splitlines()
+    lines = jit.compile_assembly(conv_amx.build(MatrixSpec(64, 0, 32, "i8", False), isa), isa).splitlines()
 
     def count(instruction: str) -> int:
         return sum(line.startswith(f"\t{instruction}\t") for line in lines)

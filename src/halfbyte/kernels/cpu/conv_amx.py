@@ -7,7 +7,8 @@ and so do those of the next lines if the lines go on for as many outputs as they
 too, and overwritten by those that come next in memory. Above each other are outputs whose lines of the image are `stride` lines apart,
 so that the lines that a thread copies are put together by their number modulo the stride. (Nothing is copied where nothing is padded and
 the lines are not strided, as for most kernels of 1 x 1.) A unit is 64 codes of what one line of the kernel covers, or of one tap's
-channels where taps do not touch; what is left of a unit meets weights that are 0.
+channels where taps do not touch; what is left of a unit meets weights that are 0. With stride 2 two lines that fit one unit, as those of
+stems, are woven pixel by pixel.
 
 Up to 32 outputs times 32 columns are summed in four tile registers. What they held before is made into outputs meanwhile, some rows with
 each unit: that takes other ports of the core than the products do.
@@ -66,19 +67,21 @@ class MatrixSpec:
     """What the kernel is compiled for.
 
     copied    bytes that are copied at a time; 0 where tiles read the image itself
+    woven     channels of pixels, where each two lines are woven into one; else 0
     rows      outputs of a tile, at most 32
     out       "i8", or "f32", "bf16" or "f16" for images with one scale each
     residual  whether one is added
     """
 
     copied: int
+    woven: int
     rows: int
     out: str
     residual: bool
 
     @property
     def name(self) -> str:
-        return f"conv_amx_{self.copied}_{self.rows}_{self.out}{'_residual' if self.residual else ''}"
+        return f"conv_amx_{self.copied}_{self.woven}_{self.rows}_{self.out}{'_residual' if self.residual else ''}"
 
 
 def build(spec: MatrixSpec, isa: AMXTiles) -> Module:
@@ -120,12 +123,26 @@ class _Matrix(Lines):
         self._finish(self.f.value("i64", 0), self.before[0].value)
         self.isa.release(self.f)
 
+    def _copy(self, image: Value, top: Value) -> None:
+        super()._copy(image, top)
+        if not self.tile.woven:
+            return
+        f, channels, size, kind = self.f, self.tile.woven, self.get("near_line_bytes"), vector("i8", UNIT)
+        pixels = UNIT // (2 * channels)  # at a time
+        picks = [b // channels % 2 * UNIT + b // (2 * channels) * channels + b % channels for b in range(2 * channels * pixels)]
+        picks += [0] * (UNIT - len(picks))  # overwritten by what comes next
+        for pair in f.loop(self.get("near_lines") // 2):
+            lines, to = self.near + pair * 2 * size, self.patches + pair * 2 * size
+            for at in f.loop(size, step=pixels * channels):
+                first, second = (lines + at).load(kind), (lines + size + at).load(kind)
+                to.store(first.shuffle(picks, second), at * 2)
+
     def _near(self, line: Value) -> Value:
         return (self.pointer("near_from") + line * 8).load("i64", 0, 8)
 
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         f, get = self.f, self.get
-        rows = get("rows")
+        rows, walked = get("rows"), self.patches if self.tile.woven else walked
         for p in f.loop(panels[1], panels[0]):
             panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
             for t in f.loop((rows + (self.tile.rows - 1)) // self.tile.rows):
@@ -221,38 +238,58 @@ class _Matrix(Lines):
             (to + at).store((source + at).load(self._element, 0, 1), 0, 1)
 
 
-def joined(sizes: Filter, window: Window) -> bool:
-    """Whether the taps of a line of the kernel lie side by side."""
-    return window.dilation[1] == 1 and sizes.groups == 1
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a kernel's codes are cut into units: `lines` of `runs` of codes that lie side by side.
 
+    woven   how many lines of the image are one
+    """
 
-def _runs(sizes: Filter, *, joined: bool) -> tuple[int, int]:
-    """Runs of codes that lie side by side under a line of the kernel, and their length."""
-    return (1, sizes.kernel[1] * sizes.channels) if joined else (sizes.kernel[1], sizes.channels)
+    lines: int
+    runs: int
+    run: int
+    woven: int
 
+    @classmethod
+    def of(cls, sizes: Filter, window: Window) -> Units:
+        (kh, kw), channels = sizes.kernel, sizes.channels
+        if window.dilation[1] > 1 or sizes.groups > 1:
+            return cls(kh, kw, channels, 1)
+        woven = 2 if kh > 1 and window.stride[0] == 2 and window.dilation[0] == 1 and 2 * kw * channels <= UNIT else 1
+        return cls(-(-kh // woven), 1, kw * channels * woven, woven)
 
-def transformed(codes: Codes, sizes: Filter, *, joined: bool) -> Tensor:
-    """The weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
-    n, (runs, run) = sizes.out // sizes.groups, _runs(sizes, joined=joined)
-    panels, units = -(-n // PANEL), -(-run // UNIT)
-    more = panels * PANEL - n
-    w = codes.values().to(torch.int8).view(sizes.groups, n, -1, run)
-    w = torch.nn.functional.pad(w, (0, units * UNIT - run, 0, 0, 0, more))
-    w = w.view(sizes.groups, panels, _VECTORS, ROWS, sizes.kernel[0] * runs * units, COLUMN_BYTES // 4, 4)
-    scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
-    scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
-    made = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
-    aligned = torch.empty(made.numel() + 64, dtype=torch.int8)
-    return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
+    @property
+    def of_run(self) -> int:
+        return -(-self.run // UNIT)
+
+    @property
+    def number(self) -> int:
+        return self.lines * self.runs * self.of_run
+
+    def weights(self, codes: Codes, sizes: Filter) -> Tensor:
+        """The weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
+        n, (kh, kw) = sizes.out // sizes.groups, sizes.kernel
+        panels = -(-n // PANEL)
+        more = panels * PANEL - n
+        w = codes.values().to(torch.int8).view(sizes.groups, n, kh, kw, sizes.channels)
+        w = torch.nn.functional.pad(w, (0, 0, 0, 0, 0, self.lines * self.woven - kh, 0, more))
+        w = w.view(sizes.groups, panels * PANEL, self.lines, self.woven, kw, sizes.channels).transpose(3, 4)
+        w = w.reshape(sizes.groups, panels * PANEL, self.lines * self.runs, self.run)
+        w = torch.nn.functional.pad(w, (0, self.of_run * UNIT - self.run))
+        w = w.view(sizes.groups, panels, _VECTORS, ROWS, self.number, COLUMN_BYTES // 4, 4)
+        scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
+        scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
+        made = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
+        aligned = torch.empty(made.numel() + 64, dtype=torch.int8)
+        return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
 
 
 def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA) -> bool:
     """Whether `MatrixConvKernel` takes weights of these sizes, for outputs [B, Ho, Wo], and is worth it."""
-    fmt, n, (runs, run) = sizes.format, sizes.out // sizes.groups, _runs(sizes, joined=joined(sizes, window))
+    fmt, n = sizes.format, sizes.out // sizes.groups
     if isa.matrix is None or fmt.bits != 8 or fmt.zero != "none" or isinstance(fmt.block, int) or out[0] * out[1] * out[2] < _LEAST_OUTPUTS:
         return False
-    padded = sizes.kernel[0] * runs * -(-run // UNIT) * UNIT * -(-n // PANEL) * PANEL
-    return padded <= _MOST_PADDED * sizes.k * n
+    return Units.of(sizes, window).number * UNIT * -(-n // PANEL) * PANEL <= _MOST_PADDED * sizes.k * n
 
 
 _kept = Kept[ConvCall]()
@@ -272,8 +309,8 @@ class MatrixConvKernel:
 
     def __init__(self, sizes: Filter, window: Window, isa: AMXTiles, out: torch.dtype = torch.int8) -> None:
         self.sizes, self.isa, self.out_dtype = sizes, isa, out
-        self.joined = joined(sizes, window)
-        self.form = "units of lines" if self.joined else "units of taps"
+        self.units = Units.of(sizes, window)
+        self.form = f"units of {self.units}"
         self.run = runtime.runner()
         self.number = next(_numbers)
         self.n = sizes.out // sizes.groups
@@ -281,7 +318,7 @@ class MatrixConvKernel:
 
     def weights_of(self, codes: Codes) -> Tensor:
         """The weights as the kernel reads them; kernels of one `form` have the same."""
-        return transformed(codes, self.sizes, joined=self.joined)
+        return self.units.weights(codes, self.sizes)
 
     def __call__(
         self,
@@ -324,42 +361,48 @@ class MatrixConvKernel:
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
         top, _, left, _ = window.padding
-        runs, run = _runs(sizes, joined=self.joined)
+        units = self.units
         near_width = -(-((wo - 1) * sw + (kw - 1) * dw + 1) // sw) * sw
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
-        image_itself = top == left == 0 and inside and sh == 1 and near_width == width and run % UNIT == 0
+        image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
         line, flat = near_width * channels, near_width // sw
-        lines_of = [(k * dh % sh, k * dh // sh) for k in range(kh)]  # of the kernel: modulo the stride, and how far down from there
+        # Lines of the kernel: which of those modulo the stride that are woven, or copied together, and how far down from there
+        together = 1 if units.woven > 1 else sh
+        lines_of = [(k * dh % together, k * dh // together) for k in range(units.lines)]
         behind = {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of}
+        step_down = sh // units.woven  # from line to line of outputs, in woven lines
 
         def near_lines(lines: int) -> list[int]:
             """Lines of the image that so many lines of outputs need, in the order in which they are copied."""
+            if units.woven > 1:
+                return list(range(units.woven * (lines * step_down + units.lines - 1)))
             return [phase + sh * j for phase in behind for j in range(lines + behind[phase])]
 
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: 0 if image_itself else len(near_lines(n)) * line)
+        copies = 0 if image_itself else units.woven  # of a line
+        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: copies * len(near_lines(n)) * line)
         lines, threads = strips.lines, min(most, strips.items)
         starts = dict(zip(behind, itertools.accumulate((lines + down for down in behind.values()), initial=0), strict=False))
         unit_places = [
-            (starts[phase] + down) * line + tap * dw * channels + c
+            (starts[phase] + down) * line * units.woven + tap * dw * channels + c
             for phase, down in lines_of
-            for tap in range(runs)
-            for c in range(0, run, UNIT)
+            for tap in range(units.runs)
+            for c in range(0, units.run, UNIT)
         ]
         m = (lines - 1) * flat + wo
         rows = min(range(min(m, 2 * ROWS), min(m, 2 * ROWS) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
         left_pixels = min(left, near_width)
         copied = min(width, near_width - left_pixels) * channels
         step = 0 if image_itself else power_of_two(copied, UNIT) if copied else UNIT
-        spec = MatrixSpec(step, rows, KINDS[self.out_dtype], residual)
+        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, KINDS[self.out_dtype], residual)
         out_bytes, panel_bytes = self.out_dtype.itemsize, len(unit_places) * UNIT * PANEL + 4 * PANEL
         flat_rows = torch.arange(m)
         places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
         near_from = torch.tensor(near_lines(lines))
-        units = torch.tensor(unit_places)
-        waiting = min(_WAITING, len(units) // 3)
+        all_places = torch.tensor(unit_places)
+        waiting = min(_WAITING, len(unit_places) // 3)
         edge = torch.full((UNIT,), outside, dtype=torch.int8)
-        thread_bytes = 0 if image_itself else len(near_from) * line + SLACK + 63 & ~63
+        near_bytes = len(near_from) * line + SLACK + 63 & ~63
         buffer = MATRIX.buffer(
             {
                 **strips.fields(),
@@ -375,7 +418,8 @@ class MatrixConvKernel:
                 "group_weights": panel_bytes * self.panels,
                 "group_bias": (12 if self.out_dtype == torch.int8 else 4) * PANEL * self.panels,
                 "group_out": self.n * out_bytes,
-                "thread_bytes": thread_bytes,
+                "thread_bytes": copies * near_bytes,
+                "patches_at": near_bytes,
                 "height": height if copied else 0,  # 0: nothing of a line is seen
                 "out_height": ho,
                 "out_width": wo,
@@ -389,13 +433,13 @@ class MatrixConvKernel:
                 "left_codes": left_pixels * channels,
                 "outside": edge.data_ptr(),
                 "places": places.data_ptr(),
-                "units": len(units),
-                "unit_places": units.data_ptr(),
-                "row_step": sw * channels,
+                "units": len(unit_places),
+                "unit_places": all_places.data_ptr(),
+                "row_step": sw * channels * units.woven,
                 "near_from": near_from.data_ptr(),
-                "rows_a_unit": -(-rows // (len(units) - waiting)),
+                "rows_a_unit": -(-rows // (len(unit_places) - waiting)),
                 "waiting_units": waiting,
             }
         )
-        kept = edge, places, near_from, units
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, kept)
+        kept = edge, places, near_from, all_places
+        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)
