@@ -62,6 +62,8 @@ def test_pack_keeps_the_numbers(fmt: str) -> None:
     assert torch.equal(hb.dequantize(packed), codes.dequantize())
     ids = torch.tensor([[3, 0], [N - 1, 3]], dtype=torch.int32)
     assert torch.equal(hb.embedding(ids, packed, torch.bfloat16), codes.dequantize(torch.bfloat16)[ids])
+    one = torch.arange(6).view(2, 3)[:, 1:2]  # flattened it is a view whose numbers do not follow each other
+    assert torch.equal(hb.embedding(one, packed), codes.dequantize()[one])
 
 
 def test_a_weight_of_three_dimensions_is_dequantized_in_its_shape() -> None:

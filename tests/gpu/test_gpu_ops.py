@@ -137,6 +137,8 @@ def test_codes_go_there_and_back(fmt: str) -> None:
         assert torch.equal(hb.dequantize(packed, dtype).cpu(), hb.dequantize(hb.pack(codes), dtype))
         ids = torch.tensor([[3, 0], [N - 1, 3]], dtype=torch.int32)
         assert torch.equal(hb.embedding(ids.cuda(), packed, dtype).cpu(), hb.embedding(ids, hb.pack(codes), dtype))
+    one = torch.arange(6).view(2, 3)[:, 1:2]  # flattened it is a view whose numbers do not follow each other
+    assert torch.equal(hb.embedding(one.cuda(), packed), hb.embedding(one.contiguous().cuda(), packed))
 
 
 def test_ids_outside_give_nan() -> None:

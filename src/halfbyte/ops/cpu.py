@@ -115,7 +115,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
         if least < 0 or most >= n:
             raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {least} … {most}")
     geo = cpu_tiles.geometry(as_format(format), (n, k))
-    return run(_aligned(weight), geo, dtype, ids.to(torch.int64).flatten()).view((*ids.shape, k))
+    return run(_aligned(weight), geo, dtype, ids.to(torch.int64).flatten().contiguous()).view((*ids.shape, k))
 
 
 def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:

@@ -294,7 +294,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
         from halfbyte.kernels.gpu import dequantize as kernel
 
         with on(ids):
-            rows = kernel.embedding(ids.flatten(), aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
+            rows = kernel.embedding(ids.flatten().contiguous(), aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
         return rows.view(*ids.shape, k)
     if n == 0 or k == 0:
         return torch.full((*ids.shape, k), torch.nan, dtype=dtype, device=ids.device)
