@@ -155,7 +155,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         if rows > 64 >= problem.n:
             continue
         if problem.sizes.kernel[1] > 1:
-            sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= max(8, problem.batch)]
+            sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
                 box = min(sweeps, key=lambda box: (_count(problem, box), -box[2]))
                 found.append(_config(problem, gpu, rows, box, sweep=True))
