@@ -123,7 +123,6 @@ def convolved(
             table = next(table for table in (DIRECT, CONV, DEPTHWISE) if table.struct().size == size)
             block = ctypes.string_at(address, size)
             depthwise = isinstance(kernel, DepthwiseKernel)
-            kept = (call.outside,) if depthwise else call.kept
             sizes = {
                 "x": x.numel() * (kernel.inner_dtype if depthwise else kernel.dtype).itemsize,
                 "scratch": 0 if depthwise else call.memory,
@@ -132,7 +131,7 @@ def convolved(
                 "out": math.prod(call.out_shape) * (kernel.inner_dtype if depthwise else kernel.out_dtype).itemsize,
                 "zeros": 4 * PANEL,
                 "scales": 0 if scales is None else scales.nbytes,
-                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places", "pixel_mask"), kept, strict=False)},
+                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places", "pixel_mask"), call.tensors, strict=False)},
             }
             _call(emulator, table, block, {name: n for name, n in sizes.items() if name in table.fields}, {"scratch", "out"})
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.formats.codes import Codes
+from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import QUANTIZE
@@ -27,6 +27,7 @@ _CHUNK = 32
 _FLOATS, _INTS, _BYTES = f"<{_CHUNK} x float>", f"<{_CHUNK} x i32>", f"<{_CHUNK} x i8>"
 
 _ELEMENTS_A_THREAD = 1 << 16
+_FAMILIES = ("int", "ggml", "inferllm")  # of formats, whose rules are written here
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,8 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
     """Why `quantize` can't take this weight; None if it can."""
     if weight.device.type != "cpu":
         return "the weight is not on the CPU"
+    if fmt.family not in _FAMILIES:
+        return f"it does not know the rules of {fmt.family}"
     if weight.dtype not in KINDS or weight.dtype == torch.int8:
         return f"it takes float32, bfloat16 or float16, not {weight.dtype}"
     if fmt.block == "tensor":
@@ -262,11 +265,9 @@ def _phase(spec: QuantizeSpec) -> int:
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax.absmax(weight, fmt)`, fast; None where a value or a scale is not finite. The caller asks `supports` first."""
-    *lead, k = weight.shape
-    data_shape = (*lead, (k + 1) // 2 if fmt.bits == 4 else k)
-    data = torch.empty(data_shape, dtype=torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8)
-    scale = torch.empty(fmt.scale_shape(tuple(weight.shape)), dtype=fmt.scale)
-    zero = None if fmt.zero == "none" else torch.empty_like(scale, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
+    shape, k = tuple(weight.shape), weight.shape[-1]
+    made = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in stored_tensors(fmt, shape).items()}
+    data, scale, zero = made["data"], made["scale"], made.get("zero")
     if weight.numel():
         flat = weight.reshape(-1, k)
         if flat.stride(1) != 1:
@@ -277,9 +278,9 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         block = QUANTIZE.struct().pack(
             *(_phase(spec), 0, runtime.openmp_address(), 0),
             *(flat.data_ptr(), flat.stride(0) * flat.element_size(), len(flat), k, fmt.block_size(k), -(-k // fmt.block_size(k))),
-            *(data.data_ptr(), data_shape[-1], scale.data_ptr(), 0 if zero is None else zero.data_ptr(), scratch.data_ptr(), 0),
+            *(data.data_ptr(), data.shape[-1], scale.data_ptr(), 0 if zero is None else zero.data_ptr(), scratch.data_ptr(), 0),
         )
         after = runtime.run(block, threads)
         if QUANTIZE.struct().unpack(after)[-1]:
             return None
-    return Codes(fmt, tuple(weight.shape), data, scale, zero)
+    return Codes.from_tensors(fmt, shape, made)

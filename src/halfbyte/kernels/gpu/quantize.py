@@ -30,6 +30,8 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
     """Why `quantize` can't take this weight; None if it can."""
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, bfloat16 or float16, not {weight.dtype}"
+    if fmt.family not in _FAMILIES:
+        return f"it does not know the rules of {fmt.family}"
     if fmt.block == "tensor":
         return "one scale for a whole tensor takes two passes over it"
     block = fmt.block_size(weight.shape[-1]) if weight.dim() else 1
