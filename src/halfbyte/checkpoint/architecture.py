@@ -1,6 +1,6 @@
 """Models of transformers, built from a config.json without their numbers, and how other names map onto theirs.
 
-All that halfbyte knows about transformers is in this file.
+What checkpoints need to know about transformers is in this file.
 """
 
 from __future__ import annotations

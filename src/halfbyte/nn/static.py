@@ -26,7 +26,7 @@ from halfbyte.nn.modules import AnyPacked
 from halfbyte.ops import conv
 
 OBSERVERS = ("minmax", "percentile", "mse")
-PERCENTILE = 0.9999
+_PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
@@ -71,19 +71,18 @@ def calibrated(model: nn.Module) -> Calibrated | None:
     return found if isinstance(found, Calibrated) else None
 
 
-def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: str, percentile: float = PERCENTILE) -> fx.GraphModule:
+def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: str) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
     images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
                 one hundred images or so
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
-    percentile  the part of values inside the range, for "percentile"
 
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
-    watcher = _Watcher(traced, observer, percentile)
+    watcher = _Watcher(traced, observer)
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             watcher.run(_image_of(batch))
@@ -148,9 +147,9 @@ def _image_of(batch: Any) -> Tensor:
 class _Watcher(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
-    def __init__(self, traced: fx.GraphModule, observer: str, percentile: float) -> None:
+    def __init__(self, traced: fx.GraphModule, observer: str) -> None:
         super().__init__(traced)
-        self.observer, self.percentile = observer, percentile
+        self.observer = observer
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
@@ -174,7 +173,7 @@ class _Watcher(fx.Interpreter):
             return Scale.of_range(low, high)
         samples = torch.cat(self.samples[name])
         if self.observer == "percentile":
-            tail = (1 - self.percentile) / 2
+            tail = (1 - _PERCENTILE) / 2
             ordered = samples.sort().values
             last = len(ordered) - 1
             return Scale.of_range(float(ordered[round(tail * last)]), float(ordered[round((1 - tail) * last)]))
