@@ -336,3 +336,18 @@ def test_the_section_is_what_it_was() -> None:
         "c": Module(halfbyte.as_format("int8_channel"), (1, 1)),
     }
     assert parse(json.loads(json.dumps(describe(modules)))) == modules
+
+
+def test_an_old_release_is_named() -> None:
+    program = """
+import warnings, transformers
+transformers.__version__ = "5.3.1"
+warnings.simplefilter("error")
+import halfbyte
+try:
+    halfbyte.HalfbyteConfig("q4_0")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "this is transformers 5.3.1: pip install -U transformers"

@@ -29,7 +29,7 @@ def _integrate() -> None:
     except ImportError as error:
         if not (error.name or "").startswith("transformers"):
             raise
-        warnings.warn(f"halfbyte is not registered with transformers, which has to be version 5 or newer: {error}", stacklevel=2)
+        warnings.warn(f"halfbyte is not registered with transformers, which has to be version 5.4 or newer: {error}", stacklevel=2)
 
 
 class _Watcher(MetaPathFinder):

@@ -19,9 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -49,6 +51,10 @@ from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, 
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
+
+OLDEST = (5, 4)  # before, tensors of a wrong type were cast silently, and static caches counted their tokens otherwise
+if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(f"this is transformers {transformers.__version__}: pip install -U transformers", name="transformers")
 
 
 @register_quantization_config(METHOD)
@@ -186,7 +192,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 del model.all_tied_weights_keys[target]
         self._tied = {name: owner for name, owner in self._tied.items() if owner in wanted and name not in wanted}
         guards = {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
+        ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
+        model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
     def _resolve(self, model: Any) -> dict[str, Module]:
         """The modules of the files by their names in the model, which may be the saved one's base or one built on top of it."""
@@ -384,12 +391,15 @@ def _adopt(model: nn.Module) -> None:
 finished.append(_adopt)
 
 
+_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # which older releases do not have
+
+
 def _keep_stacked(model: Any) -> None:
     """Keeps `save_pretrained` from taking the codes of experts for float weights, which it writes expert by expert."""
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantExperts)]
     conversions = getattr(model, "_weight_conversions", None)  # how the model was loaded, of which saving is the inverse
     if conversions is None:
-        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)]
+        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, _PREFIX_CHANGE)]
     model._weight_conversions = [
         entry
         for entry in conversions
