@@ -52,7 +52,7 @@ class Tile:
         self.padding = torch.cat([d[:, size:] for d, size in zip(data, real, strict=True)], dim=1)
         self.data = torch.cat([d[:, :size] for d, size in zip(data, real, strict=True)], dim=1)
         self.scale, self.sum, self.offset = (torch.stack([f[i].view(torch.float32) for f in fields], dim=1) for i in (0, 2, 3))
-        self.correction = torch.stack([f[1].view(torch.int32) for f in fields], dim=1)
+        self.correction = torch.stack([f[1].view(torch.float32 if kernel.tile_spec.folded else torch.int32) for f in fields], dim=1)
 
 
 def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
@@ -67,6 +67,8 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     if kernel.paired:
         q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
         start = start - q.prod(2, dtype=torch.int32).sum(1, keepdim=True, dtype=torch.int32)  # there is one block
+    if kernel.tile_spec.folded:
+        start = start.float() * wanted.scale
     assert torch.equal(got.correction[good], start[good])
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):

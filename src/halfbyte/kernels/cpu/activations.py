@@ -29,6 +29,7 @@ class RowSpec:
     inner, bits, unit, single, by_row, shifted   as in TileSpec
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
+    folded    as in TileSpec
     zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
@@ -43,6 +44,7 @@ class RowSpec:
     correction: int
     sums: str
     zeroed: bool = False
+    folded: bool = False
 
     @property
     def name(self) -> str:
@@ -51,6 +53,7 @@ class RowSpec:
             + ("_row" if self.by_row else "")
             + ("_shifted" if self.shifted else "")
             + ("_zeroed" if self.zeroed else "")
+            + ("_folded" if self.folded else "")
         )
         sign = "m" if self.correction < 0 else ""
         unit = f"u{self.unit}{'s' if self.single else ''}"
@@ -161,7 +164,7 @@ class _Int8Row(_Row):
                 sums.add(self.store(q, data, u), q)
             codes, start = sums.found()
             self.field(fields, 0, scale)
-            self.field(fields, 1, start)
+            self.field(fields, 1, start.to("float") * scale if spec.folded else start)
             if spec.sums == "codes":
                 self.field(fields, 2, codes.to("float"))
             elif spec.sums == "values":

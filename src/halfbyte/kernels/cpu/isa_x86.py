@@ -48,7 +48,7 @@ class AVX2(ISA):
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
             return m, 4
-        return (4, 2) if compute == "int8" and bits == 4 else (6, 2)
+        return (5, 2) if compute == "int8" and bits == 4 else (6, 2)
 
     def activation_bytes(self, inner: str, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
@@ -87,10 +87,12 @@ class AVX2(ISA):
         return [both & 255, both >> 8]  # u of k = 0 and 2, and of 1 and 3
 
     def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
-        if unit.bits == 4:
-            yield from super().steps(row, unit)
-            return
         # A step loads the stored bytes anew: the 16 registers are for accumulators.
+        if unit.bits == 4:
+            low = row.fn.value(self.quads, 15)
+            yield tuple(stored & low for stored in self.stored(row, unit.vectors))
+            yield tuple((stored.bits(self.shorts) >> 4).bits(self.quads) & low for stored in self.stored(row, unit.vectors))
+            return
         mask = row.fn.pinned(row.fn.value(self.shorts, 255), self.register)
         yield tuple(stored.bits(self.shorts) & mask for stored in self.stored(row, unit.vectors))
         yield tuple(stored.bits(self.shorts) >> 8 for stored in self.stored(row, unit.vectors))

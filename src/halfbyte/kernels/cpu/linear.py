@@ -111,11 +111,14 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         pairs = has_pairs(fmt)
         self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
-        self.tile_spec = TileSpec(inner, *weight, pairs, self.unit, single, by_row, shifted, rows=1, vectors=1, out=out, gelu=gelu)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
+        # Where a block's sums are made apart, nothing is gained by their beginning at the correction.
+        folded = correction != 0 and self.isa.apart(fmt.bits) and kind != "i8" and not by_row and not shifted
+        scheme = inner, *weight, pairs, self.unit, single, by_row, shifted
+        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded)
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
-        row_spec = RowSpec(kind, inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted, correction, sums, zeroed)
+        row_spec = RowSpec(kind, inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted, correction, sums, zeroed, folded)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes

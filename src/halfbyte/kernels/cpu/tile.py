@@ -9,8 +9,10 @@ Activations were written by `activations.py` in the order that the tile reads th
 
 Arithmetic. int8: products are summed in int32, exactly, for each block; the sum becomes float32 (exact below 2^24), has its
 point's share taken off, is multiplied by the activation's scale, and is added to the output with one fused multiply-add by
-the weight's scale. float: products of the codes and float32 activations are summed by fused multiply-adds for each block,
-then scaled as above. bf16: as float, with pairs of bfloat16 products summed by the CPU's dot-product instruction.
+the weight's scale. `folded`: the sum is that of stored codes, q + 8, and one fused multiply-add scales it and takes 8 times the
+scaled sum of the block's activations off, which was rounded when they were laid out. float: products of the codes and float32
+activations are summed by fused multiply-adds for each block, then scaled as above. bf16: as float, with pairs of bfloat16 products
+summed by the CPU's dot-product instruction.
 
 All of K is done in one pass, so an output is written once, with its bias and what there is of a residual added, and clamped, or put
 through GELU.
@@ -48,6 +50,7 @@ class TileSpec:
     rows     R
     out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
     gelu     outputs go through `gelu.gelu`
+    folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     """
 
     inner: Inner
@@ -63,6 +66,7 @@ class TileSpec:
     vectors: int
     out: str
     gelu: bool = False
+    folded: bool = False
 
     @property
     def signed(self) -> bool:
@@ -71,7 +75,7 @@ class TileSpec:
     @property
     def name(self) -> str:
         scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
-        scheme += "_pairs" if self.pairs else ""
+        scheme += ("_pairs" if self.pairs else "") + ("_folded" if self.folded else "")
         shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
         return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{'_gelu' if self.gelu else ''}"
 
@@ -176,7 +180,7 @@ class Tile:
             totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
         if spec.inner == "int8":
             totals = isa.turned(self.int8, totals)
-        if apart:  # now, so that it takes no registers meanwhile; for the same reason scales and zeros come late
+        if apart and not spec.folded:  # now, so that it takes no registers meanwhile; for the same reason scales and zeros come late
             totals = [total + s for total, s in zip(totals, self._start(fields, tail, first), strict=True)]
         self._scale(totals.__getitem__, fields, tail, first, weight_sums, units)
         w.value = tail + self.tail_bytes
@@ -270,6 +274,7 @@ class Tile:
             scaled = spec.inner == "int8" and not spec.by_row
             scale = self._field(fields, 0, i, "float") if scaled else None
             total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
+            correction = self._field(fields, 1, i, "float") if spec.folded else None
             for v in range(spec.vectors):
                 x, zero = total(i * spec.vectors + v), zeros[v]
                 if spec.inner == "int8":
@@ -277,7 +282,8 @@ class Tile:
                     if spec.zero == "point" and zero is not None and total_x is not None:
                         x = f.fma(f.value(x.type, -0.0) - zero, total_x, x)
                 if scale is not None:
-                    x = f.fma(x, scale, code_sums[v] * self._field(fields, 3, i, "float")) if spec.shifted else x * scale
+                    more = code_sums[v] * self._field(fields, 3, i, "float") if spec.shifted else correction
+                    x = x * scale if more is None else f.fma(x, scale, more)
                 n, out = i * spec.vectors + v, self._total(i * spec.vectors + v)
                 if spec.zero == "offset" and zero is not None and total_x is not None:
                     out = f.fma(zero, total_x, out)
