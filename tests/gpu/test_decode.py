@@ -24,12 +24,18 @@ def decode_words(words, points, out, SIZE: tl.constexpr, DTYPE: tl.constexpr, AS
 
 
 @triton.jit
-def decode_bytes(q, points, out, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+def decode_bytes(q, points, out, TURNED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    i = tl.program_id(0) * 1024 + tl.arange(0, 256)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    codes = tl.load(q + i)
+    if TURNED:
+        i = i // 4 * 4 + i % 2 * 2 + i // 2 % 2
+        values = decode.int8_turned(codes, DTYPE, ASM)
+    else:
+        values = decode.int8_values(codes, DTYPE, ASM)
     point = None
     if points is not None:
         point = tl.load(points + i)
-    tl.store(out + i, decode.minus(decode.int8_values(tl.load(q + i), DTYPE, ASM), point, 8, ASM))
+    tl.store(out + i, decode.minus(values, point, 8, ASM))
 
 
 def ways(interpreted: bool) -> list[bool]:
@@ -50,14 +56,15 @@ def test_every_nibble_and_point(dtype: torch.dtype, device: torch.device, interp
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_byte_and_point(dtype: torch.dtype, device: torch.device, interpreted: bool) -> None:
+def test_every_byte_and_point(dtype: torch.dtype, turned: bool, device: torch.device, interpreted: bool) -> None:
     stored = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int8)
     points = (torch.arange(1 << 16, dtype=torch.int32, device=device) >> 8).to(torch.uint8)
     for asm in ways(interpreted):
         for point in (None, points):
             out = torch.full((1 << 16,), torch.nan, dtype=dtype, device=device)
-            launch.run(decode_bytes, (64,), stored, point, out, DTYPE=TYPES[dtype], ASM=asm)
+            launch.run(decode_bytes, (64,), stored, point, out, TURNED=turned, DTYPE=TYPES[dtype], ASM=asm)
             q = stored.int()  # with a point, u - 128 is stored
             expected = (q if point is None else q + 128 - point.int()).to(dtype)
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))

@@ -31,10 +31,10 @@ FORMATS = [
     "int4_channel_zp",
 ]
 CONFIGS = {
-    1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8, "ahead": 2},
+    1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8, "ahead": 2, "stages": 1},
     3: {"columns": 4, "slices": 2, "bands": 2, "warps": 4, "split": 3},
-    4: {"columns": 4, "slices": 2, "bands": 1, "batch": 4, "warps": 4},
-    7: {"columns": 8, "slices": 1, "bands": 4, "batch": 4, "warps": 4, "split": 2},
+    4: {"columns": 4, "slices": 2, "bands": 1, "batch": 4, "warps": 4, "stages": 1},
+    7: {"columns": 8, "slices": 1, "bands": 4, "batch": 4, "warps": 4, "split": 2, "stages": 1},
     17: {"columns": 16, "slices": 1, "bands": 8, "warps": 8, "split": 2, "records": 2, "ahead": 8},
 }
 

@@ -37,6 +37,17 @@ BYTES_BF16 = tl.constexpr(
     )
     + "}"
 )
+_TURNED_F16 = tl.constexpr(
+    "{.reg .b32 t; shr.b32 t, $2, 8; lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a; lop3.b32 $1, t, 0x00ff00ff, 0x64806480, 0x6a;}"
+)
+_TURNED_BF16 = tl.constexpr(
+    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; shr.b32 t, $2, 8;"  # -1
+    + "".join(
+        f"lop3.b32 m, {word}, 0x007f007f, 0x43004300, 0xea; lop3.b32 s, {word}, 0x00800080, 0x43004300, 0xea; fma.rn.bf16x2 ${i}, s, n, m;"
+        for i, word in enumerate(("$2", "t"))
+    )
+    + "}"
+)
 _FMA_F16 = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 _FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 
@@ -90,6 +101,18 @@ def int8_values(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(BYTES_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
     else:
         return tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def int8_turned(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """`int8_values` of q [n, 4] in the order 0, 2, 1, 3, in which they take fewer instructions."""
+    if ASM and DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(_TURNED_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
+    elif ASM:
+        return tl.inline_asm_elementwise(_TURNED_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        q = tl.permute(tl.reshape(q, (q.shape[0], 2, 2)), (0, 2, 1))
+        return int8_values(tl.reshape(q, (q.shape[0], 4)), DTYPE, ASM)
 
 
 @triton.jit

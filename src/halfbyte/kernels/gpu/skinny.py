@@ -43,7 +43,12 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first. The rules come from measurements on an H100."""
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     pdl = launcher.starts_early(gpu)
-    found = _few_rows(problem, gpu) if _reads_directly(problem, gpu) else _staged(problem, gpu)
+    if not _reads_directly(problem, gpu):
+        found = _staged(problem, gpu)
+    elif problem.format.bits == 4:
+        found = _few_rows(problem, gpu)
+    else:
+        found = _few_rows_of_bytes(problem, gpu)
     found = [replace(config, ptx=ptx, pdl=pdl, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
     if pdl:  # the best ones also the other way
         found += [replace(config, ahead=_AHEAD - config.ahead) for config in found[:2]]
@@ -60,8 +65,8 @@ def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
 
 
 def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
-    """Whether 4-bit weights go to registers without a stop in shared memory: where few rows of x leave nothing else to wait for."""
-    return gpu.backend == "cuda" and problem.m <= 8 and problem.format.bits == 4 and problem.dtype != torch.float32
+    """Whether weights go to registers without a stop in shared memory: where few rows of x leave nothing else to wait for."""
+    return gpu.backend == "cuda" and problem.m <= (8 if problem.format.bits == 4 else 16) and problem.dtype != torch.float32
 
 
 def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -99,6 +104,24 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
         found = [two, eight, four, alone[0], *staged]
         first = [eight] if columns > 2 or short else []
     return [config for config in dict.fromkeys([*first, *found]) if config.columns >= columns]
+
+
+def _few_rows_of_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
+    """The same for 8 bits. Scales of short blocks are best read by as many threads as there are rows in a block of threads."""
+    columns = triton.next_power_of_2(problem.m)
+    short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
+    fills = -(-problem.n // BAND) >= 3 * gpu.sms
+    if columns == 1:
+        one, two = Config(1, 1, 8), Config(2, 1, 8)
+        found = [two, Config(1, 1, 8, warps=4), one] if short and fills else [one, Config(1, 1, 8, warps=4), two]
+        found += [Config(2, 1, 8, records=2), Config(1, 1, 8, records=2)]
+    elif columns <= 4:
+        found = [Config(1, 4, 2, batch=4, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4)]
+    elif columns == 8:
+        found = [Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4), Config(1, 8, batch=4, warps=4)][:: 1 if fills else -1]
+    else:
+        found = [Config(1, 16, batch=4, warps=4), Config(4, 16, batch=4, warps=4, split=2)]
+    return [*found, *_staged(problem, gpu)]
 
 
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -86,6 +86,11 @@ class Static:
     gated: bool = False
 
     @property
+    def direct(self) -> bool:
+        """Weights go to registers without a stop in shared memory."""
+        return self.stages == 1
+
+    @property
     def groups(self) -> int:
         """Blocks in a record."""
         return max(1, 128 // self.padded)
@@ -116,7 +121,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
     # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
-    early = config.pdl and config.stages == config.columns == 1 and geo.format.bits == 4
+    early = config.pdl and config.stages == config.columns == 1
     ahead = min(config.ahead, per) if config.pdl and not early else 0
     return Static(
         bands=config.bands,
@@ -189,6 +194,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         xp = xp[None, :]
     if S.bits == 4:
         codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
+    elif S.direct:
+        codes, codes_record = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_record = row_record[:, None]
@@ -336,6 +343,22 @@ def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
 
 
 @triton.jit
+def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
+    """Pointers to the bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64 bytes], and
+    the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_record`."""
+    SLICES: tl.constexpr = S.slices
+    BANDS: tl.constexpr = S.bands
+    BATCH: tl.constexpr = S.batch
+    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    record = first + slice_ * per
+    band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
+    half = tl.arange(0, 4)[None, None, None, :, None]
+    i = tl.arange(0, 512)[None, None, None, None, :]
+    row = tl.minimum(_row(band + half % 2 * 8 + i // 64, pn, N, S), n_padded - 1)
+    return codes + (row.to(tl.int64) * (records * 128) + record * 128 + (half // 2 * 64 + i % 64)), record
+
+
+@triton.jit
 def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, S: tl.constexpr):
     """Bring what this block reads first of ROWS rows of the weight, from row n on, to the L2 cache, while the kernel before is still
     running. Rows that are not in one panel are whole panels."""
@@ -409,14 +432,19 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
     """x [128, width], with a batch before it if there is one, of a record of each slice."""
     at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
     if S.even:
-        return tl.load(xp + at)
+        x = tl.load(xp + at)
     else:
         inside = record < records
         if S.block > 0:
             within = at % S.padded
             inside &= within < S.block
             at = at // S.padded * S.block + within
-        return tl.load(xp + at, mask=inside & (at < K), other=0.0)
+        x = tl.load(xp + at, mask=inside & (at < K), other=0.0)
+    if S.bits == 8 and S.direct:  # khalf, k4, step, and the bytes of a word with the two in the middle turned
+        SHAPE: tl.constexpr = x.shape
+        x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 2, 5, 4, 6))
+        x = tl.reshape(x, SHAPE)
+    return x
 
 
 @triton.jit
@@ -428,6 +456,10 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
         values = decode.nibbles(codes, DTYPE, S.ptx)
+    elif S.direct:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
+        values = decode.int8_turned(tl.reshape(codes, (ALL * 32, 4)), DTYPE, S.ptx)
+        values = tl.reshape(values, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 4))  # batch, slice, band, khalf, rowhalf, row, k4, step, k
+        values = tl.reshape(tl.permute(values, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL, 8, 16))
     else:
         values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ALL, 4, 32))
     if S.zero == "point":
@@ -469,17 +501,21 @@ def _operand(values, S: tl.constexpr):
 
 @triton.jit
 def _spread(values, S: tl.constexpr):
-    """What each group has, [rows] -> [rows, 4 or 1, 1], for the four planes of a record."""
-    plane = tl.arange(0, 4)[None, :, None]
-    if S.groups == 4:
-        odd = plane % 2 == 1
+    """What each group has, [rows] -> what broadcasts to the weights of a record as `_record` has them, [rows, 8 or 4, 16 or 32]."""
+    PLANES: tl.constexpr = 8 if S.bits == 8 and S.direct else 4
+    upper = tl.arange(0, PLANES)[None, :, None] >= PLANES // 2
+    if S.groups == 1:
+        return values[0][:, None, None]
+    elif S.groups == 2:
+        return tl.where(upper, values[1][:, None, None], values[0][:, None, None])
+    else:
+        if PLANES == 8:
+            odd = tl.arange(0, 16)[None, None, :] >= 8
+        else:
+            odd = tl.arange(0, 4)[None, :, None] % 2 == 1
         low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
         high = tl.where(odd, values[3][:, None, None], values[2][:, None, None])
-        return tl.where(plane >= 2, high, low)
-    elif S.groups == 2:
-        return tl.where(plane >= 2, values[1][:, None, None], values[0][:, None, None])
-    else:
-        return values[0][:, None, None]
+        return tl.where(upper, high, low)
 
 
 @triton.jit
