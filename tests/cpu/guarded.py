@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from emulated.amx import EmulatedTiles
 from samples import random_codes
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from halfbyte.dispatch.rules import choose_linear
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import dequantize, linear, quantize, runtime
 from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -216,6 +218,27 @@ def minimal_filtering(tell: Callable[[str], None]) -> None:
                 same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
 
 
+def matrix_convolutions(tell: Callable[[str], None]) -> None:
+    unit = current().matrix or EmulatedTiles()
+    for (channels, kernel, stride, padding), out in itertools.product(((64, 1, 1, 0), (64, 2, 1, 1), (20, 3, 2, 1), (3, 7, 2, 3)), (5, 32)):
+        if unit.missing() is not None:
+            continue
+        sizes, window = Filter(as_format("int8_channel"), out, channels, (kernel,) * 2), Window((stride,) * 2, (padding,) * 4)
+        codes, x = random_codes(sizes.format, sizes.codes_shape), torch.randint(-128, 128, (1, 7, 9, channels), dtype=torch.int8)
+        scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
+        table = conv_ops.conv_requantization_table(conv_ops.pack_conv(codes, kernel), None, **scales)
+        run = MatrixConvKernel(sizes, window, unit)
+        data = run.weights_of(codes)
+        wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)
+        for flush in ENDS:
+            tell(f"matrix units {sizes.numbers} {window.numbers} flush with {flush}")
+            images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
+            given = placed(data.flatten(), flush).view(data.shape), placed(table.flatten(), flush).view(table.shape)
+            scratch(flush)
+            with guarded_allocations(flush):
+                same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
+
+
 def weights(tell: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
     names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
@@ -259,6 +282,7 @@ def main(progress: str, one_too_far: bool) -> None:
         integer_products(tell)
         convolutions(tell)
         minimal_filtering(tell)
+        matrix_convolutions(tell)
         weights(tell)
 
 
