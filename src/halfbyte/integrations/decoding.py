@@ -55,6 +55,7 @@ def shorten_(model: nn.Module) -> list[str]:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
+    """Whether it is built like those of `shorten_`, which may have nothing for its kind."""
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp"))
 
 
@@ -108,7 +109,8 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     found = []
     for name, linear, gated in ((QKV, attention.q_proj, False), (GATE_UP, mlp.gate_proj, True)):
         packed, bias = linear.together
-        plan = normed_plan(str(packed.format), rows, *packed.shape, dtype, here, gated=gated, biased=bias is not None)
+        n, k = packed.shape
+        plan = normed_plan(str(packed.format), rows, n, k, dtype, here, gated=gated, biased=bias is not None)
         if isinstance(plan, str):
             found.append(Step(name, "the product alone", f"norm{' and gates' if gated else ''} in torch's operations: {plan}"))
         else:
