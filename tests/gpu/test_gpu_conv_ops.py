@@ -32,6 +32,7 @@ LAYERS = [
     ("int8_channel", 33, 33, 3, 33, 2, 1),
     ("int8_channel", 64, 64, 3, 4, 1, 1),
     ("int8_channel", 3, 64, 7, 1, 2, 3),
+    ("int4_g32", 48, 24, 1, 1, 1, 0),
 ]
 
 
@@ -187,7 +188,7 @@ def test_other_scales(setting: tuple[str, int, int, int, int, int, int], activat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("activation", ["block", "image", "row_offset", "block_offset"])
-@pytest.mark.parametrize("setting", [LAYERS[0], LAYERS[3], LAYERS[5], LAYERS[7]])
+@pytest.mark.parametrize("setting", [LAYERS[0], LAYERS[3], LAYERS[5], LAYERS[7], LAYERS[8]])
 def test_the_op_in_the_interpreter(
     setting: tuple[str, int, int, int, int, int, int], activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,8 +200,10 @@ def test_the_op_in_the_interpreter(
     monkeypatch.setattr(direct, "broken", lambda device: "there is no GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
-    if kernel == 1 and activation != "image":
+    if kernel == 1 and activation != "image" and channels % 32 == 0:
         pytest.skip("pixels go to linear layers' kernels")
+    if activation == "image" and fmt != "int8_channel":
+        pytest.skip("images have one scale, and so have their weights")
     codes = hb.quantize_conv(torch.randn(outputs, channels // groups, kernel, kernel) * 0.1, fmt)
     packed = cuda_conv.pack(codes, convolution.filter_of(codes, (kernel, kernel), groups))
     x, bias, window = torch.randn(2, channels, 7, 8), torch.randn(outputs), Window((stride, stride), (padding,) * 4)

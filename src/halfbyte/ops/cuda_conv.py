@@ -93,7 +93,8 @@ def _plan(shape: torch.Size, format: str, numbers: tuple[int, ...], moves: tuple
     if depthwise(sizes):
         return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*numbers, *moves))
     nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
-    return _Plan(sizes, window, out, nbytes, "linear" if sizes.taps == sizes.groups == 1 else "patches", (*numbers, *moves))
+    linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
+    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", (*numbers, *moves))
 
 
 def _fitting(x: Tensor, weight: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int]) -> _Plan:
