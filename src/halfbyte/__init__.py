@@ -91,10 +91,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     try:
         value = getattr(import_module(_HOME_OF[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
+    except ImportError as error:  # there is none, or one that is too old
+        if (error.name or "").partition(".")[0] != "transformers":
             raise
-        raise ModuleNotFoundError(f"halfbyte.{name} needs transformers: pip install 'halfbyte[transformers]'", name=error.name) from error
+        raise ImportError(f"halfbyte.{name} needs transformers: pip install 'halfbyte[transformers]'", name=error.name) from error
     globals()[name] = value
     return value
 

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         said = error.strerror or str(error)
         return _fail(said if error.filename is None else f"{error.filename}: {said}")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
+    except ImportError as error:  # there is none, or one that is too old
+        if (error.name or "").partition(".")[0] != "transformers":
             raise
         return _fail("this command needs transformers: pip install 'halfbyte[transformers]'")
     except KeyboardInterrupt:
