@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,15 +20,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+    make: Any = PreTrainedTokenizerFast  # its __init__ has no types
+    return cast(PreTrainedTokenizerFast, make(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE))
 
 
 def make_language_model(folder: Path, *, tied: bool = True) -> Path:
     """Writes the model and its tokenizer to `folder`, and returns it."""
     tokenizer = make_tokenizer()
     torch.manual_seed(3)
-    settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-    config = LlamaConfig(**settings, vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=tied)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    }
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=tied)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.initializer_range = 0.2  # so that what a model says depends on what it is told
     LlamaForCausalLM(config).save_pretrained(folder)

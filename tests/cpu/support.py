@@ -1,6 +1,7 @@
 """What the tests of generated code share: functions made on the spot, and the instruction sets that this CPU runs."""
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -97,12 +98,16 @@ def pairwise(*dimensions: Sequence[object]) -> list[tuple[object, ...]]:
     """Few combinations in which each value of a dimension meets each value of every other."""
     missing = {(i, a, j, b) for i, j in itertools.combinations(range(len(dimensions)), 2) for a in dimensions[i] for b in dimensions[j]}
     chosen = []
+
+    def unmet(row: dict[int, object], d: int, v: object) -> int:
+        return sum(_pair(d, v, e, w) in missing for e, w in row.items())
+
     while missing:
         i, a, j, b = min(missing, key=str)
         row: dict[int, object] = {i: a, j: b}
         for d in range(len(dimensions)):
             if d not in row:  # the value that meets most that it has not met yet
-                row[d] = max(dimensions[d], key=lambda v, d=d: sum(_pair(d, v, e, w) in missing for e, w in row.items()))
+                row[d] = max(dimensions[d], key=functools.partial(unmet, row, d))
         chosen.append(tuple(row[d] for d in range(len(dimensions))))
         missing -= {_pair(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(dimensions)), 2)}
     return chosen

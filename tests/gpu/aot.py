@@ -140,7 +140,9 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         problem = Problem("linear", 1, n, k, as_format("int4_g128"), torch.bfloat16)
         config = skinny.configs(problem, gpu)[0]
         if gated:
-            config = skinny.gated(problem, config)
+            fitting = skinny.gated(problem, config)
+            assert fitting is not None
+            config = fitting
         geo = gpu_tiles.geometry(problem.format, (n, k))
         views = gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
         epilogue, before = Epilogue(None, None if first else empty(1, n), gated=gated), (empty(k), 1e-5) if first else None

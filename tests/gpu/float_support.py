@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from samples import random_codes
 
-from halfbyte.formats import as_format
+from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -43,7 +43,7 @@ def check_linear(
     found = []
     for _ in range(2):
         out = torch.full((problem.m, problem.n), torch.nan, dtype=dtype, device=device)
-        ends = Epilogue(*(None if t is None else t.to(device) for t in (bias, residual)), low, high)
+        ends = Epilogue(None if bias is None else bias.to(device), None if residual is None else residual.to(device), low, high)
         padded = torch.full((problem.m, problem.k + x_offset), torch.nan, dtype=dtype, device=device)
         padded[:, x_offset:] = x.to(device)
         module.launch(problem, config, padded[:, x_offset:], *views, out, ends)
@@ -66,7 +66,7 @@ def check_linear(
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are off by up to {worst:.2f} times the bound"
 
 
-def terms(codes: Any) -> torch.Tensor:
+def terms(codes: Codes) -> torch.Tensor:
     """|scale * u| + |offset| of each weight: what the interpreter's cut products are relative to."""
     q = codes.values().double() - codes.format.q_min
     offset = 0 if codes.zero is None else codes.spread(codes.zero.double()).abs()

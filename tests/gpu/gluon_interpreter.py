@@ -18,7 +18,7 @@ import math
 import re
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -358,7 +358,7 @@ def _prmt(a: Tensor, b: Tensor, order: Tensor) -> Tensor:
     return found
 
 
-def _halves(work: Any, args: list[Tensor]) -> Tensor:
+def _halves(work: Callable[[list[Tensor]], Tensor], args: list[Tensor]) -> Tensor:
     parts = [work([arg >> shift & 0xFFFF for arg in args]) for shift in (0, 16)]
     return parts[0] | parts[1] << 16
 

@@ -11,7 +11,6 @@ import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.ir import Module, Value
@@ -98,7 +97,7 @@ class Emulator:
     def __init__(self, isa: ISA, cpu: str, folder: Path) -> None:
         self.isa, self.folder = copy.copy(isa), folder  # one of its own: halfbyte keeps what it compiled for an ISA
         self.qemu = [f"qemu-{isa.arch}", "-cpu", cpu]
-        self.functions: list[str | None] = [None]  # a function's number stands for its address
+        self.functions = [""]  # a function's number stands for its address, and 0 for none
         self.objects: dict[str, Path] = {}  # by function
         self.programs: dict[frozenset[str], Path] = {}
         self.load("runtime", runtime.build, isa)
@@ -106,7 +105,9 @@ class Emulator:
 
     def _compile(self, name: str, text: str) -> Path:
         path = self.folder / f"{name}.o"
-        path.write_bytes(jit.compile_object(SimpleNamespace(text=lambda: text), self.isa))
+        module = Module()
+        module.text = lambda: text  # type: ignore[method-assign]
+        path.write_bytes(jit.compile_object(module, self.isa))
         return path
 
     def load(self, name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
@@ -123,9 +124,11 @@ class Emulator:
         used = frozenset(self.functions[n] for n in numbers)
         if used not in self.programs:
             table = self._compile("table", _table([name if name in used else None for name in self.functions]))
+            linker = _linker(self.isa.arch)
+            assert linker is not None
             path = self.folder / f"program{len(self.programs)}"
             objects = {table, self.start, self.system, self.objects["run"], *(self.objects[name] for name in used)}
-            subprocess.run([_linker(self.isa.arch), "-static", "-o", path, *sorted(objects)], check=True)
+            subprocess.run([linker, "-static", "-o", path, *sorted(objects)], check=True)
             self.programs[used] = path
         return self.programs[used]
 
