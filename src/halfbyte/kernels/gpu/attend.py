@@ -81,7 +81,7 @@ def _wide(dim: int) -> int:
 def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> Static:
     """For caches of `size` tokens: as many blocks as fill the GPU, each with a tile or more."""
     group, wide = heads // kv_heads, _wide(dim)
-    tokens = 32 if dtype != torch.float32 and wide <= 128 else 16
+    tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
     return Static(dim, wide, group, _rows(group), splits, tokens, launcher.starts_early(gpu))
 
@@ -126,10 +126,10 @@ def launch(
         strides,
         scale * _LOG2E,
         s,
-        num_warps=4,
+        num_warps=8 if s.tokens == 64 else 4,
         **options,
     )
-    warps = 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
+    warps = 2 if s.parts * s.wide <= 4096 else 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
     launcher.run(_add_up, (programs, s.heads), parts, length, out, advance, s, num_warps=warps, **options)
 
 
