@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
@@ -32,10 +32,17 @@ from halfbyte.ops.images import (
 _KEPT_PLANS = 4096
 _CPU = torch.device("cpu")
 
-# What depthwise kernels multiply by, by the packed bytes that it comes from.
-_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
-# And weights in the form of kernels that have one of their own, by its name; None: the kernel does not take these weights.
-_forms: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakTensorKeyDictionary()
+# What kernels multiply by that have weights of a form of their own, by its name, with the packed bytes that it comes from, by their id;
+# None: the kernel does not take these weights. (Torch's own dictionary with such keys takes as long as a small kernel.)
+_forms: dict[int, tuple[weakref.ref[Tensor], dict[str, Tensor | None]]] = {}
+
+
+def _forms_of(weight: Tensor) -> dict[str, Tensor | None]:
+    key = id(weight)
+    kept = _forms.get(key)
+    if kept is None or kept[0]() is not weight:
+        kept = _forms[key] = weakref.ref(weight, lambda _: _forms.pop(key, None)), {}
+    return kept[1]
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -73,12 +80,13 @@ def _packed_bytes(sizes: Filter) -> int:
 
 
 def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    from halfbyte.kernels.cpu.depthwise import taps
+    made, form = _forms_of(weight), "integer taps" if integer else "taps"
+    kept = made.get(form)
+    if kept is None:
+        from halfbyte.kernels.cpu.depthwise import taps
 
-    made = _taps.setdefault(weight, {})
-    if integer not in made:
-        made[integer] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
-    return made[integer]
+        kept = made[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
+    return kept
 
 
 class _Plan(NamedTuple):
@@ -156,7 +164,7 @@ def _kernel_of(weight: Tensor, weights: Tensor, plan: _Plan) -> tuple[Any, Tenso
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
     if plan.other is None:
         return plan.kernel, weights
-    made = _forms.setdefault(weight, {})
+    made = _forms_of(weight)
     if plan.other.form not in made:
         made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight)))
     form = made[plan.other.form]
