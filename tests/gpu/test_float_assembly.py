@@ -19,7 +19,8 @@ PROBLEMS = {
     "one row": {"m": 1, "n": 4096, "k": 4096, "format": "int4_g128"},
     "bfloat16, blocks of 32": {"m": 16, "n": 4096, "k": 4096, "format": "q4_0", "dtype": "bfloat16"},
     "many rows, points": {"m": 100, "n": 4096, "k": 4096, "format": "int4_g128_zp"},
-    "bytes": {"m": 16, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
+    "bytes": {"m": 32, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
+    "bytes, one row": {"m": 1, "n": 4096, "k": 4096, "format": "int8_channel", "dtype": "bfloat16"},
 }
 # What dispatch takes is compiled for sm_89 too, in test_ahead_of_time.py, as are odd sizes in float32: here its instructions are sm_80's.
 ARCHES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -51,6 +52,13 @@ def test_weights_go_from_memory_to_the_matrix_unit_as_designed(arch: str, compil
     bands = len(re.findall("HMMA", one)) // 8
     assert len(re.findall("HFMA2", one)) <= 32 * bands + 4
     assert "PRMT" in compiled["bytes", arch].assembly
+    # Four bytes: a shift, four LOP3 and two fused multiply-adds. A record is 64 bytes a lane and band.
+    one = compiled["bytes, one row", arch].assembly
+    bands = len(re.findall("HMMA", one)) // 8
+    assert re.search(r"LDG\S*\.128", one)
+    assert "LDSM" not in one
+    assert len(re.findall("LOP3", one)) <= 64 * bands + 40
+    assert len(re.findall("HFMA2", one)) <= 32 * bands + 4
 
 
 def test_hopper_reads_with_tma_and_multiplies_from_registers() -> None:

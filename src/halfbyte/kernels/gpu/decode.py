@@ -8,6 +8,7 @@ A float whose mantissa's low bits are a code is a constant plus the code: 0x6400
              bfloat16   128 + u                        its mantissa is too short for 16 * u: a shift for each plane but the first
     8 bits   float16    1024 + (q + 128)               PRMT puts the bytes of w ^ 0x80808080 under 0x64
              bfloat16   (128 + low 7 bits) - (128 + 128 * sign bit) = q: two LOP3 and a subtraction, no constant left to take off
+             Where every other byte is a neighbour's (`int8_turned`), a shift of the word takes the place of its two PRMT.
 
 `minus` takes the constant and the point off with one fused multiply-add for two elements, which also divides by 16. All of it is
 exact, for points too: integers of at most 8 bits are numbers of all three types.

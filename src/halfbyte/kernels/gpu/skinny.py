@@ -61,7 +61,7 @@ def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
     at_once = 2.2 if config.warps > 4 else 4.0 if config.bands == 1 or config.stages > 1 else 3.0
     if config.stages > 1 and gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes > gpu.l2:
         return 0
-    return _AHEAD if blocks <= at_once * gpu.sms and (problem.format.bits == 4 or config.slices < 8) else 0
+    return _AHEAD if blocks <= at_once * gpu.sms and (problem.format.bits == 4 or (config.stages > 1 and config.slices < 8)) else 0
 
 
 def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
@@ -112,13 +112,13 @@ def _few_rows_of_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
     short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
     fills = -(-problem.n // BAND) >= 3 * gpu.sms
     if columns == 1:
-        one, two = Config(1, 1, 8), Config(2, 1, 8)
-        found = [two, Config(1, 1, 8, warps=4), one] if short and fills else [one, Config(1, 1, 8, warps=4), two]
+        one, few = Config(1, 1, 8), Config(1, 1, 8, warps=4)
+        found = [few, Config(2, 1, 8), one] if short and fills else [one, few, Config(2, 1, 8)]
         found += [Config(2, 1, 8, records=2), Config(1, 1, 8, records=2)]
     elif columns <= 4:
         found = [Config(1, 4, 2, batch=4, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4)]
     elif columns == 8:
-        found = [Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4), Config(1, 8, batch=4, warps=4)][:: 1 if fills else -1]
+        found = [Config(1, 8, batch=4, records=2, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, warps=4)]
     else:
         found = [Config(1, 16, batch=4, warps=4), Config(4, 16, batch=4, warps=4, split=2)]
     return [*found, *_staged(problem, gpu)]

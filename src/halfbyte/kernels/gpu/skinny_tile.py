@@ -6,6 +6,9 @@ instruction has at least are filled with `slices` of K: tile row (band, slice, r
 block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
 summed at the end.
 
+8 bits, without a stop in shared memory (one stage): a lane multiplies the 16 bytes that it read, which follow each other in a row of the
+weight. So k is in another order than memory's, and x's is changed to it while x goes through shared memory, as it has to anyway.
+
 Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
 
     sums      the matrix unit sums (q - point) * x of a block in float32, and the sum is multiplied by the block's scale in float32
