@@ -112,8 +112,9 @@ class LinearKernel:
         pairs = has_pairs(fmt)
         self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
-        # Where a block's sums are made apart, nothing is gained by their beginning at the correction.
-        folded = correction != 0 and self.isa.apart(fmt.bits) and kind != "i8" and not by_row and not shifted
+        # Where a block's sums are made apart, nothing is gained by their beginning at the correction. That of 8 bits may be far larger
+        # than what is left when it is taken off: it stays an integer.
+        folded = fmt.bits == 4 and correction != 0 and self.isa.apart(fmt.bits) and kind != "i8" and not by_row and not shifted
         scheme = inner, *weight, pairs, self.unit, single, by_row, shifted
         self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded)
         self._zeroed = zeroed
