@@ -14,6 +14,7 @@ from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import amx, isa_amx, jit, linear, runtime
+from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXInt8, AMXTiles
 from halfbyte.kernels.cpu.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.isas import ISAS
@@ -90,6 +91,13 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
         again = kernel_of(fmt, n, k, torch.float32, way)
         linear._tile_function.cache_clear()
         assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
+
+
+@pytest.mark.parametrize("isa", [isa for isa in (*ISAS, EmulatedAMX()) if isa.matrix is not None], ids=lambda isa: isa.name)
+def test_few_rows_are_summed_as_the_unit_sums_many(isa: ISA) -> None:
+    # What makes a block's sums apart may round a correction (`folded`), which exact sums of codes do not have.
+    assert isa.matrix is not None
+    assert not any(part.apart(bits) for part in (isa, isa.matrix) for bits in (4, 8))
 
 
 @runs

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.isa_x86 import AVX2
+from halfbyte.kernels.cpu.isa_x86 import AVX2, AVXVNNI
 
 
 class EmulatedTiles(AMXTiles):
@@ -100,9 +100,23 @@ class EmulatedTiles(AMXTiles):
                     at.store(step(at.load(kind), *operands))
 
 
-class EmulatedAMX(AVX2):
-    """AVX2 for few rows, emulated tiles from `matrix_rows` rows on."""
+class EmulatedDotProducts(AVXVNNI):
+    """Dot products made of products of int16: like all CPUs with AMX, they sum products of bytes in int32."""
 
-    name = "avx2_and_amx_emulated"
+    name, features, needs = "avx_vnni_emulated", "", AVX2.needs
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
+        w, x = weights.bits(self.shorts), a.bits(self.shorts)
+        acc = self.dot_shorts(f, acc, w & 255, (x << 8).shift_signed(8))
+        return self.dot_shorts(f, acc, w >> 8, x.shift_signed(8))
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        return acc + f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a.bits(self.shorts), b.bits(self.shorts))
+
+
+class EmulatedAMX(EmulatedDotProducts):
+    """Dot products for few rows, emulated tiles from `matrix_rows` rows on."""
+
+    name = "avx_vnni_and_amx_emulated"
     matrix = EmulatedTiles()
     matrix_rows = 3
