@@ -21,11 +21,13 @@ import pytest
 import torch
 import transformers
 from torch import distributed, nn
+from transformers.quantizers.base import HfQuantizer
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 from halfbyte.integrations import decoding
 from halfbyte.integrations.text import ready
+from halfbyte.integrations.transformers import HalfbyteQuantizer
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import part_of
@@ -216,11 +218,51 @@ def what_is_refused(mesh: Any, folder: Path) -> None:
     assert not (folder / "no" / "model.safetensors").exists()
 
 
+def operands_in_parts_are_refused(mesh: Any, folder: Path) -> None:
+    """A DTensor looks like a tensor of the right shape and device, and has no memory that a kernel could read."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def spread(*shape: int) -> Any:
+        return distribute_tensor(torch.ones(shape, device=mesh.device_type), mesh, [Shard(len(shape) - 1)])
+
+    packed = hb.pack(hb.quantize(torch.ones(64, 64), "int8_channel"), mesh.device_type)
+    stacked = hb.pack(hb.quantize(torch.ones(2, 64, 64), "int8_channel"), mesh.device_type)
+    image = hb.pack_conv(hb.quantize_conv(torch.ones(64, 64, 1, 1), "int8_channel"), 1, device=mesh.device_type)
+    x, experts = torch.ones(3, 64, device=mesh.device_type), torch.zeros(3, dtype=torch.int64, device=mesh.device_type)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: hb.linear(x, packed, spread(64)), "bias"),
+        (lambda: hb.linear(x, packed, nn.Parameter(spread(64))), "bias"),
+        (lambda: hb.linear(x, packed, residual=spread(3, 64)), "residual"),
+        (lambda: hb.linear(distribute_tensor(x, mesh, [Replicate()]), packed), "input"),
+        (lambda: hb.grouped_linear(x, stacked, experts, spread(2, 64)), "bias"),
+        (lambda: hb.conv2d(x[..., None, None], image, spread(64)), "bias"),
+        (lambda: hb.conv2d(x[..., None, None], image, residual=spread(3, 64, 1, 1)), "residual"),
+    ]
+    # Also where a call that fits has been looked up before.
+    for warm in (x, x.clone()):
+        hb.linear(warm, packed, torch.ones(64, device=x.device), residual=x)
+    for graded in (False, True):
+        for call, what in calls:
+            with torch.set_grad_enabled(graded), pytest.raises(ArgumentError, match=rf"the {what} is a plain tensor, got a DTensor"):
+                call()
+
+
 def transformers_asks_for_it(mesh: Any, folder: Path) -> None:
     """tp_plan="auto", of a quantized folder and of a float one that is quantized as it loads."""
+    build = transformers.AutoModelForCausalLM.from_pretrained
+    asks, refused = getattr(HfQuantizer, "update_parallel_plan", None), "cuts a model without asking its quantizer"
+    with pytest.MonkeyPatch.context() as older:  # before 5.21 nothing was asked; before 5.16 the config said nothing either
+        if asks is not None:
+            older.setattr(HalfbyteQuantizer, "update_parallel_plan", asks)
+            with pytest.raises(UnsupportedError, match=refused):
+                build(folder / "blocks", tp_plan="auto")
+            older.delattr(HfQuantizer, "update_parallel_plan")
+        with pytest.raises(UnsupportedError, match=refused):
+            build(folder / "blocks", tp_plan="auto")
+    if asks is None:
+        return
     alone = on_one(folder / "blocks", mesh)
     wanted = logits(hb.parallelize_(alone, mesh))
-    build = transformers.AutoModelForCausalLM.from_pretrained
     mine = build(folder / "blocks", tp_plan="auto")
     assert torch.equal(logits(mine), wanted)
     assert hb.parallel_report(mine).count == mesh.size()
@@ -303,6 +345,7 @@ SCENARIOS = {
         experts_are_cut,
         one_token_in_few_kernels,
         a_plan_of_ones_own,
+        operands_in_parts_are_refused,
         what_is_refused,
         transformers_asks_for_it,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,20 @@ def is_asked(model: Any) -> bool:
             'from_pretrained takes tp_plan="auto" for a quantized model: use halfbyte.load(folder, mesh=mesh, plan=plan)'
         )
     return True
+
+
+def check_asks(model: Any, *, asks: bool) -> None:
+    """Raises UnsupportedError where transformers cuts a model itself: biases would be parts, packed weights whole.
+
+    asks  whether this transformers lets the quantizer take the plan over, as releases from 5.21 on do
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    cut = (getattr(model, "_tp_size", None) or 1) > 1 or (mesh is not None and mesh.size() > 1)
+    if not asks and (cut or is_asked(model)):
+        raise UnsupportedError(
+            f"transformers {version('transformers')} cuts a model without asking its quantizer, which packed weights do not allow: "
+            "pip install 'transformers>=5.21', or use halfbyte.load(folder, mesh=mesh)"
+        )
 
 
 def take_over(plan: dict[str, str]) -> dict[str, str]:

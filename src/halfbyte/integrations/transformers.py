@@ -151,6 +151,7 @@ class HalfbyteQuantizer(HfQuantizer):
     # Before the weights are read
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        tensor_parallel.check_asks(model, asks=hasattr(HfQuantizer, "update_parallel_plan"))
         self._tied = _ties(model)
         if self.pre_quantized:
             self._expect_codes(model)
@@ -234,6 +235,7 @@ class HalfbyteQuantizer(HfQuantizer):
     # After
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        tensor_parallel.check_asks(model, asks=self._shared is not None)
         if self._failure is not None:
             raise self._failure
         if self.pre_quantized:

@@ -63,6 +63,11 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
     check_type(packed, kind, f"the second argument is a weight that {packer} has made", f"pass {call}")
     for what, term in (("bias", bias), ("residual", residual)):
         check_type(term, (Tensor, type(None)), f"{what} is a tensor or None", f"pass torch.as_tensor({what})")
+    for what, term in (("the input", x), ("the bias", bias), ("the residual", residual)):
+        if hasattr(term, "to_local"):
+            raise ArgumentError(
+                f"{what} is a plain tensor, got a {type(term).__name__}, which lies in several processes: pass its to_local()"
+            )
     if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
 

@@ -100,7 +100,7 @@ def conv2d(
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         moves = _moves(packed.sizes.kernel, stride, padding, dilation)
         run: Any = _ops.conv2d.default
-        if plain(x) and not differentiated(x, bias, residual):
+        if plain(x, bias, residual) and not differentiated(x, bias, residual):
             run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
         return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)  # type: ignore[no-any-return]
     except Exception:

@@ -110,7 +110,7 @@ def linear(
     try:
         n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-        if plain(x) and not differentiated(x, bias, residual):
+        if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cpu:
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
@@ -127,7 +127,7 @@ def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, comput
     and where gradients are asked for, by torch after the product. Everything else is as for `linear`.
     """
     n, k = _matrix(packed)
-    if plain(x) and x.is_cpu and not differentiated(x, bias, None):
+    if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
         return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation)
     return OPS.linear_gelu.default(x, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
 

@@ -53,7 +53,7 @@ def grouped_linear(
         if len(packed.shape) != 3:
             raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
         settings = (packed.name, *packed.shape, compute, activation)
-        if plain(x) and not differentiated(x, None, None):
+        if plain(x, bias) and not differentiated(x, None, None):
             return _grouped(x, packed.data, expert_ids, bias, *settings)
         return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return]
     except Exception:

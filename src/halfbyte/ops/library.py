@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -38,11 +38,17 @@ def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> b
     )
 
 
-def plain(x: Tensor) -> bool:
-    """Nobody is watching (no tracing, no modes, no functorch), so the dispatcher, which costs more than a small kernel, may be skipped."""
+_KINDS = frozenset((Tensor, nn.Parameter))  # tensors that are what they look like: a DTensor has no memory of its own
+
+
+def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> bool:
+    """Nobody is watching (no tracing, no modes, no functorch, no subclasses), so the dispatcher, which costs more than a small kernel, may
+    be skipped."""
     return (
         type(x) is Tensor
         and (x.is_cpu or x.is_cuda)
+        and (bias is None or type(bias) in _KINDS)
+        and (residual is None or type(residual) in _KINDS)
         and not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -105,7 +111,7 @@ def differentiable(
     """The op under autograd; `run` is the op on the device of x."""
     if differentiated(x, bias, residual):
         return _Differentiable.apply(gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
-    if plain(x):  # a second trip through the dispatcher would take as long as a small kernel
+    if plain(x, bias, residual):  # a second trip through the dispatcher would take as long as a small kernel
         return run(x, weight, bias, residual, *settings)
     with torch._C._AutoDispatchBelowAutograd():
         return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
