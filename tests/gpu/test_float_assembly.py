@@ -30,7 +30,7 @@ ARCHES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 def compiled() -> dict[tuple[str, str], Binary]:
     """The best guess for each problem, all compiled at once."""
     keys = [(what, arch) for what in PROBLEMS for arch in ARCHES]
-    wanted = {what: "assembly" if what in ("one row", "bytes") else "resources" for what in PROBLEMS}
+    wanted = {what: "assembly" if what in ("one row", "bytes", "bytes, one row") else "resources" for what in PROBLEMS}
     found = compile_all([linear_job(SKINNY, arch, configs=[0], wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys])
     return {key: binaries[0] for key, binaries in zip(keys, found, strict=True)}
 
