@@ -128,6 +128,9 @@ SKILLS = {
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
 # Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
 _OF_SCALED_BYTES = 0.4
+# Seconds that skinny takes besides for 8-bit weights and more than eight rows: the median of what eleven times of an H200, 15 to 115 us,
+# were above the prediction without.
+_MANY_ROWS_OF_BYTES = 7e-6
 _CACHE = 2.5  # times the memory's bandwidth
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
@@ -161,8 +164,9 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
             rate /= _BETWEEN_SCALES + scaling * max(1.0, 128 / geo.padded)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)
-        if candidate == "skinny" and gpu.arch == "sm_90" and problem.format.bits == 8 and geo.padded < gpu_tiles.RECORD:
-            rate *= _OF_SCALED_BYTES
+        if candidate == "skinny" and gpu.arch == "sm_90" and problem.format.bits == 8:
+            rate *= _OF_SCALED_BYTES if geo.padded < gpu_tiles.RECORD else 1.0
+            seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
     arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
     memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
     if skill.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
