@@ -12,6 +12,7 @@ import triton.language as tl
 
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu import direct, launch
+from halfbyte.ops import cuda
 
 
 @triton.jit
@@ -127,6 +128,26 @@ def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = direct.bind([recorded(scratch, x, y, (None, None), 10, 1, BLOCK=8)], (x, y), device)
     assert isinstance(reason, str)
     assert "allocates" in reason
+
+
+def test_a_call_is_not_made_again_with_operands_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU stand for some on the current GPU, which is number -1."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(cuda, "_empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
+    seen: list[Any] = []
+    again = cuda._again(lambda *addresses: seen.append(addresses), (2, 3), (3, 1), -1)
+    x, weight, bias, elsewhere = (
+        torch.zeros(2, 8),
+        torch.zeros(64),
+        torch.zeros(3),
+        SimpleNamespace(data_ptr=lambda: 16, get_device=lambda: 1),
+    )
+    assert again(x, weight, bias, None) is not None
+    assert seen[0][0] == x.data_ptr()
+    assert again(x, elsewhere, bias, None) is None  # type: ignore[arg-type]
+    assert again(x, weight, elsewhere, None) is None  # type: ignore[arg-type]
+    assert again(x, weight, None, elsewhere) is None  # type: ignore[arg-type]
+    assert len(seen) == 1
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

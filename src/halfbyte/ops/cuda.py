@@ -36,7 +36,7 @@ _KEPT_CALLS = 64  # of one weight
 _kernels: dict[tuple[Any, ...], _Linear] = {}
 
 
-# A call that is a look-up and launches from now on. None: x, bias or residual do not lie as they did.
+# A call that is a look-up and launches from now on. None: the operands do not lie as they did.
 _Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
 
 
@@ -45,7 +45,7 @@ def _again(replay: Callable[..., None], shape: tuple[int, ...], stride: tuple[in
 
     def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
         px, pw, pb, pr = x.data_ptr(), weight.data_ptr(), 0, 0
-        fits = x.is_contiguous()
+        fits = x.is_contiguous() and weight.get_device() == device  # what a tensor is can be changed in place
         if bias is not None:
             pb = bias.data_ptr()
             fits = fits and bias.get_device() == device and bias.is_contiguous()
