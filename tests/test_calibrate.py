@@ -355,7 +355,7 @@ def test_bits_on_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--format", "q4_0", "--method", "gptq"], "needs calibration"),
+        (["--format", "q4_0", "--method", "gptq"], "name one with --calibration"),
         (["--format", "q4_0", "--calibration", "TEXT"], "absmax has no use for calibration"),
         (["--bits", "4.5"], "--calibration"),
         (["--bits", "4.5", "--calibration", "TEXT", "--override", "lm_head=q8_0"], "--override"),
