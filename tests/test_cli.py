@@ -24,7 +24,7 @@ from halfbyte.cli.output import print_table
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
 SOURCE = Path(halfbyte.__file__).parents[1]
-NO_TRANSFORMERS = "raise ModuleNotFoundError('there is none', name='transformers')"
+NO_TRANSFORMERS = "raise ImportError('it is gone', name='transformers')"
 INSTALL = "pip install 'halfbyte[transformers]'"
 LINES = [" ".join(TEXT.split()[i : i + 3 + i % 5]) for i in range(14)]
 
@@ -208,14 +208,14 @@ def test_without_transformers_a_command_says_what_to_install(line: str, llama: P
     (tmp_path / "transformers.py").write_text(NO_TRANSFORMERS)
     words = [{"IT": str(llama), "TEXT": str(text)}.get(word, word) for word in line.split()]
     answer = _python("-m", "halfbyte", *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{SOURCE}")
-    assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: this command needs transformers: {INSTALL}\n")
+    assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: this command needs transformers (it is gone): {INSTALL}\n")
 
 
-@pytest.mark.parametrize("module", [NO_TRANSFORMERS, "raise ImportError('an old one', name='transformers.quantizers')"])
+@pytest.mark.parametrize("module", [NO_TRANSFORMERS, "raise ImportError('it is gone', name='transformers.quantizers')"])
 def test_without_transformers_a_public_name_says_what_to_install(module: str, tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text(module)
     answer = _python("-c", "from halfbyte import HalfbyteConfig", PYTHONPATH=f"{tmp_path}{os.pathsep}{SOURCE}")
-    assert answer.stderr.endswith(f"\nImportError: halfbyte.HalfbyteConfig needs transformers: {INSTALL}\n")
+    assert answer.stderr.endswith(f"\nImportError: halfbyte.HalfbyteConfig needs transformers (it is gone): {INSTALL}\n")
 
 
 def test_an_error_of_the_system_without_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

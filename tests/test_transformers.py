@@ -350,4 +350,6 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "this is transformers 5.3.1: pip install -U transformers"
+    assert done.stdout.strip() == (
+        "halfbyte.HalfbyteConfig needs transformers (this is 5.3.1, the oldest that is taken 5.4): pip install 'halfbyte[transformers]'"
+    )

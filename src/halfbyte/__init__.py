@@ -94,7 +94,7 @@ def __getattr__(name: str) -> object:
     except ImportError as error:  # there is none, or one that is too old
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        raise ImportError(f"halfbyte.{name} needs transformers: pip install 'halfbyte[transformers]'", name=error.name) from error
+        raise ImportError(f"halfbyte.{name} needs transformers ({error}): pip install 'halfbyte[transformers]'", name=error.name) from error
     globals()[name] = value
     return value
 

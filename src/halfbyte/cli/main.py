@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:  # there is none, or one that is too old
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        return _fail("this command needs transformers: pip install 'halfbyte[transformers]'")
+        return _fail(f"this command needs transformers ({error}): pip install 'halfbyte[transformers]'")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 

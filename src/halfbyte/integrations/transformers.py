@@ -54,7 +54,7 @@ from halfbyte.nn.permuted import ORDER, PermutedLinear
 
 OLDEST = (5, 4)  # before, tensors of a wrong type were cast silently, and static caches counted their tokens otherwise
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-    raise ImportError(f"this is transformers {transformers.__version__}: pip install -U transformers", name="transformers")
+    raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
 
 
 @register_quantization_config(METHOD)
