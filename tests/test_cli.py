@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -20,6 +21,7 @@ import halfbyte
 from halfbyte import ops
 from halfbyte.cli import explain, main
 from halfbyte.cli.output import print_table
+from halfbyte.errors import UnsupportedError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
@@ -430,6 +432,10 @@ def test_explain(run: Run) -> None:
     found = run("explain", "--m", 3, "--n", 64, "--k", 64, "--format", "int4_g32", "--no-measure", "--json").json
     assert (found["m"], found["n"], found["k"], found["format"]) == (3, 64, 64, "int4_g32")
     assert "kernel" in run("explain", "--no-measure").out
+    # Of a small shape, too, every time has digits that say something.
+    times = re.findall(r"(\S+) (?:us|ms)\b", run("explain", "--m", 1, "--n", 64, "--k", 64).out)
+    assert len(times) == 4
+    assert all(float(time) > 0 for time in times)
     found = run("explain", "--m", 6, "--n", 64, "--k", 64, "--experts", 4, "--json").json
     assert (found["op"], found["experts"], found["weight_bytes"]) == ("grouped_linear", 4, 4 * 2304)
     assert found["measured_seconds"] > 0
@@ -450,6 +456,12 @@ def test_explain_for_a_gpu_that_is_not_here(run: Run) -> None:
     run("explain", "--device", "abacus").refuses("'abacus'")
     run("explain", "--device", "sm_90", "--compute", "guess").refuses("'guess'")
     run("explain", "--device", "sm_90", "--m", 0).refuses("m=0")
+
+
+def test_explain_takes_torchs_devices() -> None:
+    assert halfbyte.explain(1, 64, 64, "q4_0", device=torch.device("cpu"), measured=False).to_json()["isa"]
+    with pytest.raises(UnsupportedError, match="no kernels for device 'meta'"):
+        halfbyte.explain(1, 64, 64, "q4_0", device=torch.device("meta"))
 
 
 @pytest.mark.parametrize("device", ["abacus", "cpu", "cuda:x"])

@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte import timing
 from halfbyte.errors import ArgumentError
-from halfbyte.timing import Timing, interleave, measure
+from halfbyte.timing import Timing, interleave, measure, time_text
 
 
 class Clock:
@@ -99,3 +99,20 @@ def test_an_error_inside_comes_out() -> None:
 
     with pytest.raises(ZeroDivisionError):
         measure(fail)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (1.234e-7, "0.123 us"),
+        (9.999e-6, "10.0 us"),
+        (1.2345e-4, "123 us"),
+        (9.999e-4, "1.00 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1.00 s"),
+        (1234.0, "1230 s"),
+    ],
+)
+def test_three_digits_of_a_time(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text

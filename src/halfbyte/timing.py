@@ -7,6 +7,7 @@ noisy machine shows. Reading the clock costs about 0.1 µs, which every run incl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -68,6 +69,14 @@ def interleave(contenders: Mapping[str, Callable[[], object]], *, rounds: int = 
             runs[name].append(_time(contenders[name]))
         order.reverse()
     return {name: _timing(times) for name, times in runs.items()}
+
+
+def time_text(seconds: float) -> str:
+    """A time for people, with three significant digits: "12.3 us", "4.56 ms", "1.20 s"; below 1 ns "0 us"."""
+    seconds = float(f"{seconds:.2e}")  # rounded first: 999.9 us are 1.00 ms
+    size, unit = next(((size, unit) for size, unit in ((1, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
+    digits = 2 - math.floor(math.log10(seconds / size)) if seconds >= 1e-9 else 0
+    return f"{seconds / size:.{max(0, digits)}f} {unit}"
 
 
 def _time(fn: Callable[[], object]) -> int:

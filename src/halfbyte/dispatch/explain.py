@@ -22,9 +22,9 @@ from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
 from halfbyte.kernels.problem import Activation, Problem
 from halfbyte.layouts import cpu_tiles
-from halfbyte.machine import machine
+from halfbyte.machine import machine, named_device
 from halfbyte.quantizers import METHODS
-from halfbyte.timing import measure
+from halfbyte.timing import measure, time_text
 
 _MOST_BYTES = 1 << 29  # of weights to rotate over
 
@@ -73,10 +73,10 @@ class Explanation:
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in ISAS if isa.missing()]
         lines.append(weight_text(problem, self.weight_bytes))
         if roof is not None:
-            parts = f"memory {roof.memory_seconds * 1e3:.3f} ms, arithmetic {roof.compute_seconds * 1e3:.3f} ms"
-            lines.append(f"roofline  {roof.seconds * 1e3:.3f} ms, bound by {roof.bound} ({parts}; ceilings measured just now)")
+            parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
+            lines.append(f"roofline  {time_text(roof.seconds)}, bound by {roof.bound} ({parts}; ceilings measured just now)")
         if roof is not None and self.measured:
-            lines.append(f"measured  {self.measured * 1e3:.3f} ms: {roof.seconds / self.measured:.0%} of the roofline")
+            lines.append(f"measured  {time_text(self.measured)}: {roof.seconds / self.measured:.0%} of the roofline")
         return "\n".join(lines)
 
 
@@ -90,7 +90,7 @@ def explain(
     compute: str = "auto",
     activation: str = "block",
     experts: int | None = None,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     measured: bool = True,
 ) -> Explanation | GpuExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
@@ -108,8 +108,9 @@ def explain(
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}")
     problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
-    if device != "cpu":
-        return explain_gpu(problem, device, compute, measured=measured)
+    asked = named_device(device)
+    if asked is None or asked.type != "cpu":
+        return explain_gpu(problem, str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)
     problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]

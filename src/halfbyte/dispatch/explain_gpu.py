@@ -14,6 +14,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu, gpu, named_device
+from halfbyte.timing import time_text
 
 
 def shape_json(problem: Problem) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def shape_text(problem: Problem) -> str:
 def weight_text(problem: Problem, nbytes: int) -> str:
     """What the packed weight takes, of experts all of them."""
     bits = 8 * nbytes / max(1, problem.experts * problem.n * problem.k)
-    return f"weight  {nbytes / 1e6:.2f} MB, {bits:.2f} bits an element"
+    return f"weight  {nbytes:,} bytes, {bits:.2f} bits an element"
 
 
 @dataclass(frozen=True)
@@ -89,19 +90,19 @@ class GpuExplanation:
         else:
             lines.append(f"kernel  {taken.candidate.name}: {taken.candidate.summary}{scheme}")
             lines.append(f"config  {taken.config}")
-            lines.append(f"expected  {taken.seconds * 1e6:.1f} us, {'measured by halfbyte tune' if taken.measured else 'predicted'}")
+            lines.append(f"expected  {time_text(taken.seconds)}, {'measured by halfbyte tune' if taken.measured else 'predicted'}")
         lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
         lines.append(f"launcher  {self.launcher}")
         lines.append(weight_text(problem, self.weight_bytes))
-        parts = f"memory {roof.memory_seconds * 1e6:.1f} us, arithmetic {roof.compute_seconds * 1e6:.1f} us"
-        lines.append(f"roofline  {roof.seconds * 1e6:.1f} us, bound by {roof.bound} ({parts}; ceilings from the GPU's clocks)")
+        parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
+        lines.append(f"roofline  {time_text(roof.seconds)}, bound by {roof.bound} ({parts}; ceilings from the GPU's clocks)")
         if self.measured:
-            lines.append(f"measured  {self.measured * 1e6:.1f} us: {roof.seconds / self.measured:.0%} of the roofline")
+            lines.append(f"measured  {time_text(self.measured)}: {roof.seconds / self.measured:.0%} of the roofline")
         return "\n".join(lines)
 
 
 def _slower(option: GpuOption, taken: GpuOption) -> str:
-    took = f"{option.seconds * 1e6:.1f} us {'measured' if option.measured else 'predicted'}"
+    took = f"{time_text(option.seconds)} {'measured' if option.measured else 'predicted'}"
     if taken.measured and not option.measured:
         return f"{took}; what was measured comes first"
     return f"{took}, {option.seconds / taken.seconds:.2f} x as long"
