@@ -31,7 +31,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
-from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan
+from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.parallel_sum import all_reduce, prepare
 from halfbyte.nn.report import size_text, table
 
@@ -308,8 +308,7 @@ class ParallelReport:
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[ParallelRow]] = {}
         for row in self.rows:
-            general = ".".join("*" if piece.isdigit() else piece for piece in row.name.split("."))
-            alike.setdefault((general, row.how, row.why), []).append(row)
+            alike.setdefault((without_numbers(row.name), row.how, row.why), []).append(row)
         lines = [("weight", "", "here", "", "whole", "here")]
         for (name, how, why), rows in alike.items():
             sizes = size_text(sum(row.before for row in rows)), size_text(sum(row.after for row in rows))

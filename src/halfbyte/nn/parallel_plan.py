@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -136,6 +135,11 @@ def make_plan(
     return planner.plan()
 
 
+def without_numbers(name: str) -> str:
+    """A module's name as plans of transformers write it, with `*` for the numbers of layers: "layers.*.mlp"."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
 def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, str]:
     """The style of each module and parameter that a plan names."""
     own = patterns is None
@@ -145,15 +149,14 @@ def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, s
     names = [*dict(model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]
     styles: dict[str, str] = {}
     for name in filter(None, names):
-        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # as transformers writes the numbers of layers
-        style = given.get(general) or next((style for pattern, style in given.items() if fnmatchcase(name, pattern)), None)
+        style = given.get(without_numbers(name)) or next((style for pattern, style in given.items() if fnmatchcase(name, pattern)), None)
         if style is not None:
             styles[name] = style
     if unknown := next((name for name, style in styles.items() if style not in STYLES), None):
         raise UnsupportedError(f"the plan's style for {unknown} is one of {', '.join(STYLES)}, got {styles[unknown]!r}: pass another plan")
     if not own:
         for pattern in given:
-            if not any(fnmatchcase(name, pattern) or re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern for name in names):
+            if not any(fnmatchcase(name, pattern) or without_numbers(name) == pattern for name in names):
                 close = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or ["none"]
                 raise ArgumentError(f"the plan's pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
     return styles
@@ -373,13 +376,3 @@ def _tile(size: int, count: int) -> int:
 
 def _leaf(holder: Holder) -> str:
     return holder.name.rpartition(".")[2]
-
-
-def with_formats(found: Mapping[str, Holder], formats: Mapping[str, Holder]) -> dict[str, Holder]:
-    """Holders of a float model with what is known of the weights that take the place of theirs."""
-    return {name: replace(holder, **_quantization(formats[name])) if name in formats else holder for name, holder in found.items()}
-
-
-def _quantization(holder: Holder) -> dict[str, Any]:
-    names = ("weight", "format", "compute", "activation", "ordered")
-    return {name: getattr(holder, name) for name in names}
