@@ -129,7 +129,7 @@ def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
             assert torch.equal(parameter, value), name
     wanted = logits(spread)
     before = [row.after for row in hb.parallel_report(spread).rows]
-    assert fuse_(spread)
+    fuse_(spread)
     assert any(isinstance(module, FusedLinear) and part_of(module) for module in spread.modules())
     if mesh.device_type == "cpu":  # on a GPU another shape may have another kernel
         assert torch.equal(logits(spread), wanted)

@@ -24,7 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules import QuantLinear, has_hooks
 from halfbyte.nn.parallel import linear_added
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.decoding import attend, normed_linear, normed_plan, why_not_attend
@@ -35,23 +35,22 @@ DEVICES = ("cuda",)
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
-def shorten_(model: nn.Module) -> list[str]:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in six kernels, in place; returns their names.
+def shorten_(model: nn.Module) -> nn.Module:
+    """Lets decoder layers whose projections `fuse_` has put together take one token in six kernels, in place; returns `model`.
 
     What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
-    float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are.
+    float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are;
+    `report(model)` tells which, and why.
     """
-    shortened = []
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, _OneToken) or not is_decoder_layer(module):
             continue
         if (reason := why_not_short(module)) is None:
             module.__dict__.pop(REMARK, None)
             module.__class__ = _SHORT[type(module)]
-            shortened.append(name)
         else:
             setattr(module, REMARK, f"one token takes the steps of transformers: {reason}")
-    return shortened
+    return model
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
@@ -88,7 +87,7 @@ def why_not_short(layer: Any) -> str | None:
         return f"its activation is {attention.config.hidden_act}, not silu"
     if mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
-    hooked = next((name for name, module in layer.named_modules() if name and (module._forward_hooks or module._forward_pre_hooks)), None)
+    hooked = next((name for name, module in layer.named_modules() if name and has_hooks(module)), None)
     return None if hooked is None else f"its {hooked} has a hook"
 
 

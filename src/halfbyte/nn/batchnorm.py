@@ -7,21 +7,30 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.fake_quantized import check_not_in_training
+from halfbyte.nn.report import REMARK
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
-def fold_batch_norms_(model: nn.Module) -> list[tuple[str, str]]:
-    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place: (layer, norm) of each.
+def fold_batch_norms_(model: nn.Module) -> nn.Module:
+    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
 
-    The norm becomes nn.Identity. Only pairs are folded where the norm alone reads the layer's result and both are used once, so in
-    evaluation the model computes the same. Call it before `quantize_`, and before `load` on a model that is passed to it.
+    The norm becomes nn.Identity, of which `report(model)` says so. Only pairs are folded where the norm alone reads the layer's result and
+    both are used once, so in evaluation the model computes the same. Call it before `quantize_`, and before `load` on a model that is
+    passed to it.
 
     Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
     """
     if model.training:
         raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
     check_not_in_training(model)
+    for _, norm in fold_(model):
+        setattr(model.get_submodule(norm), REMARK, "folded into the layer before")
+    return model
+
+
+def fold_(model: nn.Module) -> list[tuple[str, str]]:
+    """The same, without a word in the report: (layer, norm) of each pair."""
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:

@@ -24,7 +24,7 @@ from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
-from halfbyte.nn.modules import QuantModule, check_compute
+from halfbyte.nn.modules import QuantModule, check_compute, has_hooks
 from halfbyte.nn.report import Report, Row, remarks
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.nn.static import OBSERVERS, LayerWeight, calibrated, on_codes, replace_
@@ -495,7 +495,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         f"{name} has a forward of its own": type(module).forward is not base.forward or "forward" in vars(module),
-        "it has forward hooks, which would be lost": bool(module._forward_hooks or module._forward_pre_hooks),
+        "it has forward hooks, which would be lost": has_hooks(module),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
         "it pads otherwise than with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",

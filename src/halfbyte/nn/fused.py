@@ -21,7 +21,8 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import PART, QuantLinear, QuantModule
+from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
+from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls one after the other with one and the same tensor.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
@@ -30,16 +31,16 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_pr
 ACTIVATED = (("dense", "intermediate_act_fn"), ("dense", "transform_act_fn"), ("fc1", "activation_fn"), ("fc1", "act"))
 
 
-def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> list[str]:
-    """Computes quantized siblings together, in place, and returns the names of the groups, "model.layers.0.mlp.gate_proj+up_proj".
+def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:
+    """Computes quantized siblings together, in place, and returns `model`.
 
     siblings   names of children that their parent calls in this order with one and the same tensor
-    activated  names of a child and of the GELU that its parent calls with its output, "layer.0.intermediate.dense+intermediate_act_fn"
+    activated  names of a child and of the GELU that its parent calls with its output
 
     Siblings that differ in format, width, device or way of computing stay as they are. What is saved is what would be saved without.
+    What was put together is said below the table of `report(model)`.
     """
-    fused = []
-    for prefix, parent in list(model.named_modules()):
+    for parent in list(model.modules()):
         for names in siblings:
             parts = [getattr(parent, name, None) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
@@ -47,18 +48,23 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                 group = _Group.of(linears)
                 for i, (name, linear) in enumerate(zip(names, linears, strict=True)):
                     setattr(parent, name, FusedLinear(group, i, linear))
-                fused.append(f"{prefix}.{'+'.join(names)}".lstrip("."))
+                _remark(parent, names)
         for name, function in activated:
             dense, after = getattr(parent, name, None), getattr(parent, function, None)
             if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
                 setattr(parent, name, GeluLinear(dense))
                 setattr(parent, function, nn.Identity())
-                fused.append(f"{prefix}.{name}+{function}".lstrip("."))
-    return fused
+                _remark(parent, (name, function))
+    return model
+
+
+def _remark(parent: nn.Module, names: Sequence[str]) -> None:
+    before = getattr(parent, REMARK, None)
+    setattr(parent, REMARK, f"{'computed together: ' if before is None else f'{before}, '}{'+'.join(names)}")
 
 
 def _watched(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return has_hooks(module) or "forward" in vars(module)
 
 
 def _is_gelu(module: object) -> bool:

@@ -29,6 +29,11 @@ ACTIVATIONS = ("block", "row", "block_offset", "row_offset", "image")
 PART = "_halfbyte_part"
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling it runs something before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 class WeightView(Tensor):
     """A packed weight that looks like a float tensor: shape, dtype and device at once, numbers only when they are used.
 

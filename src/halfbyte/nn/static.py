@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.batchnorm import fold_batch_norms_
+from halfbyte.nn.batchnorm import fold_
 from halfbyte.nn.forms import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.integer import MOST, AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 from halfbyte.nn.modules import AnyPacked
@@ -126,7 +126,7 @@ def replace_(model: nn.Module, made: fx.GraphModule) -> None:
 def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     """A copy of the model as a graph, without what does nothing in evaluation, and the batch norms that were folded."""
     model = copy.deepcopy(model).eval()
-    folded = fold_batch_norms_(model)
+    folded = fold_(model)
     traced = fx.symbolic_trace(model)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
