@@ -347,7 +347,7 @@ def test_convert_by_rule(tmp_path: Path) -> None:
     }
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
     seen: list[tuple[int, int, str]] = []
-    result = convert(tmp_path / "x.safetensors", tmp_path / "q", "q4_0", lambda *step: seen.append(step))
+    result = convert(tmp_path / "x.safetensors", tmp_path / "q", "q4_0", progress=lambda *step: seen.append(step))
     assert [row.name for row in result.quantized] == ["a", "c"]
     assert {row.reason for row in result.kept} == {"not a 2-D float tensor called *.weight"}
     assert result.notes[0].startswith("no architecture of transformers is named")

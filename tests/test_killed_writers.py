@@ -84,7 +84,7 @@ def test_an_interrupted_writer_leaves_no_trace(folder: Path, tmp_path: Path) -> 
 
     for target in (folder, tmp_path / "new"):
         with pytest.raises(KeyboardInterrupt):
-            convert(tmp_path / "old.safetensors", target, "q8_0", interrupt)
+            convert(tmp_path / "old.safetensors", target, "q8_0", progress=interrupt)
         assert sorted(tmp_path.rglob("*")) == names
     assert contents(folder) == before
 

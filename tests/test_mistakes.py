@@ -14,6 +14,9 @@ import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, UnsupportedError
 
 
+STATIC = hb.Config("int8_channel", activations="static")
+
+
 def model(**more: nn.Module) -> nn.Sequential:
     made = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     for name, module in more.items():
@@ -33,7 +36,7 @@ def formats(quantized: nn.Module) -> list[str]:
     [
         ("q4_0", "q8_0", r"0 is quantized already, and stays q4_0 where q8_0 is asked for \(and 1 more\), and nothing is left"),
         ("q4_0", hb.Config("q4_0", overrides={"2": "q8_0"}), "2 is quantized already, and stays q4_0 where q8_0 is asked for, and nothing"),
-        ("int8_channel", hb.Config("int8_channel", activations="static", calibration=[torch.zeros(1, 64)]), 'not "static", and nothing'),
+        ("int8_channel", STATIC, 'not "static", and nothing'),
         (
             "q4_0",
             hb.Config("q4_0", compute="float"),
@@ -48,7 +51,7 @@ def test_quantizing_again_otherwise_is_refused(first: Any, second: Any, message:
     quantized = hb.quantize_(model(), first)
     before = formats(quantized)
     with pytest.raises(ArgumentError, match=message):
-        hb.quantize_(quantized, second)
+        hb.quantize_(quantized, second, [torch.zeros(1, 64)] if second is STATIC else None)
     assert formats(quantized) == before
 
 
@@ -77,9 +80,9 @@ def test_what_is_left_of_a_model_is_quantized_and_the_rest_reported() -> None:
 
 
 def test_a_network_on_codes_is_quantized_once() -> None:
-    config = hb.Config("int8_channel", activations="static", calibration=[torch.randn(4, 64)])
-    quantized = hb.quantize_(model().eval(), config)
-    assert hb.quantize_(quantized, config) is quantized
+    seen = [torch.randn(4, 64)]
+    quantized = hb.quantize_(model().eval(), STATIC, seen)
+    assert hb.quantize_(quantized, STATIC, seen) is quantized
     with pytest.raises(ArgumentError, match="0 is quantized already, and stays int8_channel where int8_tensor"):
         hb.quantize_(quantized, "int8_tensor")
 

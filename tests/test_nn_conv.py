@@ -129,8 +129,8 @@ def test_a_network_without_linear_layers_is_refused_by_kinds_that_hold_no_others
         export(tmp_path / "a", tmp_path / "b", "awq")
     with pytest.raises(HalfbyteError, match="GGUF"):
         export(tmp_path / "a", tmp_path / "b.gguf", "gguf")
-    codes = hb.Config("int8_channel", activations="static", calibration=images())
-    hb.save(hb.quantize_(network(), codes), tmp_path / "c")
+    codes = hb.Config("int8_channel", activations="static")
+    hb.save(hb.quantize_(network(), codes, images()), tmp_path / "c")
     with pytest.raises(ArgumentError, match="network on int8 codes, for which gptq has no place"):
         export(tmp_path / "c", tmp_path / "b", "gptq")
     export(tmp_path / "c", tmp_path / "d", "halfbyte")

@@ -193,7 +193,7 @@ def test_what_cannot_be_pruned_is_refused_and_nothing_changes() -> None:
     for settings, message in (
         ({"method": "random"}, "is one of magnitude, wanda, sparsegpt, got 'random'"),
         ({"method": "wanda"}, "wanda needs calibration"),
-        ({"calibration": tokens()}, "magnitude takes no calibration"),
+        ({"calibration": tokens()}, "magnitude has no use for calibration, which wanda, sparsegpt learn from"),
         ({"skip": ["nothing"]}, "matches no module"),
         ({"method": "wanda", "calibration": tokens() + 50}, "use the model's own tokenizer"),
     ):

@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 
 
@@ -49,7 +50,7 @@ def images(count: int) -> Tensor:
 
 
 def on_codes(model: nn.Module, batches: Iterable[object], **settings: object) -> nn.Module:
-    return hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", calibration=batches, **settings))  # type: ignore[arg-type]
+    return hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", **settings), batches)  # type: ignore[arg-type]
 
 
 def notes(model: nn.Module) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ def test_a_layer_that_is_skipped_runs_in_floating_point() -> None:
 def test_the_model_is_replaced_in_place() -> None:
     inner = network(nn.Identity())
     outer = nn.ModuleDict({"inner": inner})
-    hb.quantize_(inner, hb.Config("int8_channel", activations="static", calibration=images(4)))
+    hb.quantize_(inner, hb.Config("int8_channel", activations="static"), images(4))
     assert outer["inner"] is inner
     assert IntegerConv2d in kinds(outer)
     assert all(row.format is not None for row in hb.report(inner).rows)
@@ -161,7 +162,7 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
     model = network(nn.Identity())
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError):
-        hb.quantize_(model, hb.Config("int8_channel", activations="static", calibration=[torch.zeros(1, 5, 9, 9)]))
+        hb.quantize_(model, hb.Config("int8_channel", activations="static"), [torch.zeros(1, 5, 9, 9)])
     assert type(model) is nn.Sequential
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
@@ -231,14 +232,24 @@ def test_nan_becomes_the_least_code() -> None:
     [
         ({"calibration": []}, "no calibration images"),
         ({"calibration": [{"x": 1}]}, "got a dict"),
-        ({"calibration": None}, "needs images"),
-        ({"method": "gptq"}, "needs calibration"),
+        ({"calibration": None}, "needs calibration, which was not given: pass calibration=images"),
+        ({"calibration": 3}, "takes batches of images, got int: pass a DataLoader"),
+        ({"calibration": hb.Calibration(torch.ones(1, 2, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),
+        ({"method": "gptq"}, "has no use for gptq"),
         ({"format": "q4_0"}, "one scale|a scale a channel"),
         ({"observer": "best"}, "observer is one of"),
         ({"activations": "fixed"}, "activations is one of"),
     ],
 )
 def test_bad_arguments(settings: dict[str, object], words: str) -> None:
-    arguments = {"format": "int8_channel", "activations": "static", "calibration": [images(1)]} | settings
+    arguments: dict[str, Any] = {"format": "int8_channel", "activations": "static", "calibration": [images(1)]} | settings
+    calibration = arguments.pop("calibration")
     with pytest.raises(ArgumentError, match=words):
-        hb.quantize_(network(nn.Identity()), hb.Config(**arguments))  # type: ignore[arg-type]
+        hb.quantize_(network(nn.Identity()), hb.Config(**arguments), calibration)
+
+
+def test_a_model_on_disk_is_not_traced(tmp_path: Path) -> None:
+    static = hb.Config("int8_channel", activations="static")
+    for act in (lambda: hb.convert(tmp_path, tmp_path / "q", static, images(1)), lambda: hb.HalfbyteConfig(static, calibration=images(1))):
+        with pytest.raises(UnsupportedError, match=r"in memory: use quantize_\(model, config, calibration=images\)"):
+            act()

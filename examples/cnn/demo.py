@@ -111,8 +111,8 @@ def main() -> int:
         "int4_channel, float activations": hb.Config("int4_channel", compute="float"),
     }.items():
         models[name] = hb.quantize_(copy.deepcopy(model), config)
-    static = hb.Config("int8_channel", activations="static", calibration=images[:256].split(64))
-    models["int8 throughout, static"] = hb.quantize_(copy.deepcopy(model), static)
+    static = hb.Config("int8_channel", activations="static")
+    models["int8 throughout, static"] = hb.quantize_(copy.deepcopy(model), static, images[:256].split(64))
     last = torch.channels_last
     with torch.inference_mode():
         right = {name: float((m(held_images).argmax(1) == held_labels).float().mean()) for name, m in models.items()}

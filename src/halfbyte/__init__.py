@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.sharding import unshard as unshard
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
+    from halfbyte.integrations.decoding import shorten_ as shorten_
     from halfbyte.integrations.gguf import load_gguf as load_gguf
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
@@ -31,10 +32,16 @@ if TYPE_CHECKING:
     from halfbyte.nn.batchnorm import fold_batch_norms_ as fold_batch_norms_
     from halfbyte.nn.calibrate import Calibration as Calibration
     from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
+    from halfbyte.nn.conv import QuantConv1d as QuantConv1d
+    from halfbyte.nn.conv import QuantConv2d as QuantConv2d
     from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
     from halfbyte.nn.convert import report as report
+    from halfbyte.nn.experts import QuantExperts as QuantExperts
     from halfbyte.nn.fused import fuse_ as fuse_
+    from halfbyte.nn.modules import QuantEmbedding as QuantEmbedding
+    from halfbyte.nn.modules import QuantLinear as QuantLinear
+    from halfbyte.nn.modules import QuantModule as QuantModule
     from halfbyte.nn.parallel import parallel_report as parallel_report
     from halfbyte.nn.parallel import parallelize_ as parallelize_
     from halfbyte.nn.qat import convert_qat_ as convert_qat_
@@ -71,6 +78,9 @@ _HOMES = {
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.nn.modules": ("QuantModule", "QuantLinear", "QuantEmbedding"),
+    "halfbyte.nn.conv": ("QuantConv1d", "QuantConv2d"),
+    "halfbyte.nn.experts": ("QuantExperts",),
     "halfbyte.nn.fused": ("fuse_",),
     "halfbyte.nn.parallel": ("parallelize_", "parallel_report"),
     "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
@@ -78,6 +88,7 @@ _HOMES = {
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),
+    "halfbyte.integrations.decoding": ("shorten_",),
     "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }

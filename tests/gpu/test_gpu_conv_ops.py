@@ -143,8 +143,8 @@ def test_modules_and_chains_move() -> None:
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
     ).eval()  # fmt: skip
     images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
-    for config in (hb.Config("int8_channel"), hb.Config("int8_channel", activations="static", calibration=images)):
-        quantized = hb.quantize_(copy.deepcopy(model), config)
+    for activations, calibration in (("dynamic", None), ("static", images)):
+        quantized = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations=activations), calibration)
         here = quantized(images[0])
         there = quantized.cuda()(images[0].cuda()).cpu()
         assert (there - here).norm() <= (here - model(images[0])).norm()

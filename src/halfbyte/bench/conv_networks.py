@@ -40,8 +40,8 @@ class Inference:
 
     @cached_property
     def on_codes(self) -> fx.GraphModule:
-        config = Config("int8_channel", activations="static", calibration=[images(CALIBRATION, seed=2)])
-        made = quantize_(copy.deepcopy(self.model), config)
+        config = Config("int8_channel", activations="static")
+        made = quantize_(copy.deepcopy(self.model), config, [images(CALIBRATION, seed=2)])
         assert isinstance(made, fx.GraphModule)
         return made
 

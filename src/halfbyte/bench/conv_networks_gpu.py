@@ -21,7 +21,7 @@ PEER = "torch bf16"
 
 def _on_codes(model: nn.Module) -> nn.Module:
     seen = images(CALIBRATION, seed=2).cuda()
-    return quantize_(model, Config("int8_channel", activations="static", calibration=[seen]))
+    return quantize_(model, Config("int8_channel", activations="static"), [seen])
 
 
 def _weights(format: str) -> Callable[[nn.Module], nn.Module]:

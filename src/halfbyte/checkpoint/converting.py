@@ -42,19 +42,18 @@ def convert(
     src: str | PathLike[str],
     dst: str | PathLike[str],
     config: Config | Format | str,
+    calibration: Calibration | Tensor | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     *,
-    calibration: Calibration | Tensor | None = None,
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
     """Quantizes the float model in `src` and writes it to the folder `dst`, without ever holding more than one of its tensors.
 
     src          a Hugging Face folder, another folder with safetensors files, or one such file
-    progress     is called after each tensor with (bytes read, bytes in all, name)
-    calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need. There is then more in memory: one decoder
-                 layer in float32, the hidden states of all tokens and what lies outside the decoder layers; progress is told of
-                 layers instead of bytes
+    calibration  as for `quantize_`. There is then more in memory: one decoder layer in float32, the hidden states of all tokens and what
+                 lies outside the decoder layers
+    progress     called after each tensor with (bytes read, bytes in all, name); with a calibration as `quantize_` does
     resume       go on where a writer to the same place, that was killed, had come to; not with a calibration
 
     Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
@@ -62,7 +61,7 @@ def convert(
     …) are copied. Raises as `quantize_` and `save` do; `dst` is then as it was.
     """
     config = as_config(config)
-    check_calibration(config.method, calibration is not None)
+    check_calibration(config, calibration is not None, in_memory=False)
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")
     source, target = Path(src), Path(dst)

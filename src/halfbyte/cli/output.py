@@ -23,7 +23,7 @@ def add_command(commands: Commands, name: str, run: Command, help: str, descript
     """A parser for one command, with the arguments that all commands have."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars and no notes")
     parser.set_defaults(run=run)
     return parser
 

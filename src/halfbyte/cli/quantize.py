@@ -94,12 +94,10 @@ def run(args: argparse.Namespace) -> int:
             print(config)
         if args.method in ("absmax", "hqq"):
             calibration = None
-    check_calibration(config.method, calibration is not None)
+    check_calibration(config, calibration is not None, in_memory=False)
     with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
         # The name that convert tells is of the tensor that is done, not of the one that takes so long.
-        report = convert(
-            args.src, args.dst, config, lambda done, total, name: advance(done, total), calibration=calibration, resume=args.resume
-        )
+        report = convert(args.src, args.dst, config, calibration, lambda done, total, name: advance(done, total), resume=args.resume)
     if args.json:
         print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})
     elif not args.quiet:

@@ -72,7 +72,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.config: Config | None = format if isinstance(format, Config) else Config(format, **settings)
         self.calibration = calibration
         self.modules: dict[str, Module] = {}
-        check_calibration(self.config.method, calibration is not None)
+        check_calibration(self.config, calibration is not None, in_memory=False)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

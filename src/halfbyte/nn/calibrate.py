@@ -10,7 +10,7 @@ Moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and sum(|
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,9 +65,24 @@ class Calibration:
             raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
 
 
-def as_calibration(calibration: Calibration | Tensor) -> Calibration:
+def as_calibration(calibration: Any) -> Calibration:
     """A Calibration as it is, or one of token ids alone. Raises ArgumentError."""
     return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+
+
+def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[str], other: Iterable[str]) -> None:
+    """Raises ArgumentError for a method that needs calibration and has none, or the other way round.
+
+    need, use   methods that do nothing without it, and those that learn from it where they have it
+    other       methods to fall back on
+    """
+    if method in need and not given:
+        raise ArgumentError(
+            f"{method} needs calibration, which was not given: pass calibration=calibration_tokens(tokenizer, text), "
+            f"or use one of {', '.join(other)}"
+        )
+    if given and method not in use:
+        raise ArgumentError(f"{method} has no use for calibration, which {', '.join(use)} learn from: leave one of the two out")
 
 
 def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:

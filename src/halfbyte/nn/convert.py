@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from halfbyte.errors import ArgumentError, check_type
+from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import PackedConv, channels_last
-from halfbyte.nn.calibrate import Calibration, Progress, Result, as_calibration, calibrate, unreached
+from halfbyte.nn.calibrate import Calibration, Progress, Result, as_calibration, calibrate, check_given, unreached
 from halfbyte.nn.experts import StackedExperts, expanded, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
@@ -61,12 +61,12 @@ class Config:
     compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale a channel or tensor and no zero, and "row"
                 for all else
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
-                its first layer to its last, with scales of its results that were chosen before, from `calibration`
-    calibration  for "static": batches of images, such as a DataLoader gives
+                its first layer to its last, with scales of its results that were chosen before, from calibration images
     observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
                 the least squared error of the codes
 
-    Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too.
+    Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too. What is learned from is no
+    part of a Config: `calibration` is an argument of what quantizes.
     """
 
     format: str | Format
@@ -77,7 +77,6 @@ class Config:
     activation: str = "block"
     embedding: str | Format | None = "q8_0"
     activations: str = "dynamic"
-    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
     observer: str = "minmax"
 
     def __post_init__(self) -> None:
@@ -172,14 +171,15 @@ def as_config(config: Config | Format | str) -> Config:
 def quantize_(
     model: nn.Module,
     config: Config | Format | str,
-    calibration: Calibration | Tensor | None = None,
+    calibration: Calibration | Tensor | Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its quantized form,
     in place, and returns `model`.
 
     calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need, and what "mse" weighs its errors by if
-                 it has it. The model is then one that goes through a list of decoder layers
+                 it has it. The model is then one that goes through a list of decoder layers. With `activations="static"`: batches of
+                 images, such as a DataLoader gives
     progress     called with (decoder layers done, all of them, name) while calibrating
 
     With `activations="static"` the model itself becomes another module, a torch.fx.GraphModule in evaluation, whose batch norms are folded
@@ -191,13 +191,15 @@ def quantize_(
     a weight, a method without its calibration) or FormatError, and then nothing has changed.
     """
     config = as_config(config)
-    check_calibration(config.method, calibration is not None)
+    check_calibration(config, calibration is not None)
     check_in_place(model)
     with expanded(model):
         return _quantize_expanded_(model, config, calibration, progress)
 
 
-def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibration | Tensor | None, progress: Progress | None) -> nn.Module:
+def _quantize_expanded_(
+    model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[Any] | None, progress: Progress | None
+) -> nn.Module:
     found, present = candidates(model), _quantized(model)
     decisions = decide(found, config)
     others = _quantized_otherwise(model, present, config)
@@ -211,7 +213,7 @@ def _quantize_expanded_(model: nn.Module, config: Config, calibration: Calibrati
         return model
     check_patterns(config, [candidate.name for candidate in found])
     if config.activations == "static":
-        return _quantize_static_(model, config, decisions)
+        return _quantize_static_(model, config, decisions, calibration)
     results: dict[str, Result] = {}
     notes: list[str] = [others] if others else []
     if calibration is not None:
@@ -276,13 +278,9 @@ def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
     setattr(model, _NOTES, (*getattr(model, _NOTES, ()), *notes))
 
 
-def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, Format | str]) -> nn.Module:
+def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, Format | str], images: Any) -> nn.Module:
     """`quantize_` to a network on int8 codes."""
-    if config.calibration is None or config.method in CALIBRATED:
-        what = (
-            "needs images: pass Config(…, calibration=loader)" if config.calibration is None else f"has no use for {config.method}: use mse"
-        )
-        raise ArgumentError(f'activations="static" {what}')
+    check_type(images, Iterable, 'activations="static" takes batches of images', "pass a DataLoader or a list of tensors")
     for name, fmt in decisions.items():
         if (
             isinstance(fmt, Format)
@@ -301,11 +299,11 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    made = on_codes(model, config.calibration, weight_of, observer=config.observer)
+    made = on_codes(model, images, weight_of, observer=config.observer)
     from_ = calibrated(made)
     assert from_ is not None
     replace_(model, made)
-    setattr(model, CONFIG_ATTRIBUTE, replace(config, calibration=None))
+    setattr(model, CONFIG_ATTRIBUTE, config)
     setattr(model, _NOTES, from_.notes)
     for tell in finished:
         tell(model)
@@ -426,15 +424,17 @@ def check_in_place(model: nn.Module) -> None:
     check_not_in_training(model)
 
 
-def check_calibration(method: str, given: bool) -> None:
-    """Raises ArgumentError for a method that needs calibration and has none, or the other way round."""
-    if method in CALIBRATED and not given:
-        raise ArgumentError(
-            f"{method} needs calibration, which was not given: pass calibration=calibration_tokens(tokenizer, text), "
-            f"or use one of {', '.join(METHODS)}"
-        )
-    if given and method not in (*CALIBRATED, "mse"):
-        raise ArgumentError(f"{method} has no use for calibration, which {', '.join(CALIBRATED)} and mse have: leave one of the two out")
+def check_calibration(config: Config, given: bool, *, in_memory: bool = True) -> None:
+    """Raises ArgumentError for a config that needs calibration and has none, or the other way round; UnsupportedError for static
+    activations of a model that is not `in_memory`, to be traced and run."""
+    if config.activations != "static":
+        check_given(config.method, given, need=CALIBRATED, use=(*CALIBRATED, "mse"), other=METHODS)
+    elif not in_memory:
+        raise UnsupportedError('activations="static" traces a model that is in memory: use quantize_(model, config, calibration=images)')
+    elif not given:
+        raise ArgumentError('activations="static" needs calibration, which was not given: pass calibration=images, such as a DataLoader')
+    elif config.method in CALIBRATED:
+        raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {", ".join(METHODS)}')
 
 
 def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
-from halfbyte.nn.calibrate import Calibration, Progress, as_calibration
+from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, check_given
 from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
 from halfbyte.nn.forms import FLOAT_MODULES
 from halfbyte.nn.runs import Runs, decoder_layers
@@ -45,8 +45,8 @@ def prune_(
     wanted = as_sparsity(sparsity)
     if method not in SPARSE_METHODS:
         raise ArgumentError(f"a method of pruning is one of {', '.join(SPARSE_METHODS)}, got {method!r}")
-    if (calibration is None) != (method == "magnitude"):
-        raise ArgumentError("magnitude takes no calibration" if calibration is not None else f"{method} needs calibration: pass token ids")
+    learning = [name for name in SPARSE_METHODS if name != "magnitude"]
+    check_given(method, calibration is not None, need=learning, use=learning, other=("magnitude",))
     check_in_place(model)
     config = Config("int8_channel", skip=skip)  # of quantization, for its choice of modules
     found = candidates(model)
