@@ -12,7 +12,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu import conv_amx, direct, jit, runtime
-from halfbyte.kernels.cpu.conv import ImageConvKernel
+from halfbyte.kernels.cpu.conv import ImageMatrixKernel
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel, MatrixSpec
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
@@ -100,7 +100,7 @@ def test_images_with_one_scale_each_are_those_of_the_reference(dtype: torch.dtyp
             residual = torch.randn(wanted.shape, generator=torchs).to(dtype).contiguous(memory_format=torch.channels_last)
             wanted = wanted + residual.double()
             error = error + wanted.abs() * 2.0**-23
-        kernel = ImageConvKernel(MatrixConvKernel(sizes, window, UNIT, dtype))
+        kernel = ImageMatrixKernel(MatrixConvKernel(sizes, window, UNIT, dtype))
         y = kernel(x, window, kernel.weights_of(codes), bias, -5.0, 40.0, residual=residual)
         assert y.dtype == dtype
         assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all()), (sizes, window, shape)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from halfbyte.ops.images import (
     nothing,
     out_shape,
 )
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.kept import OwnWeights
 
 _KEPT_PLANS = 4096
 _CPU = torch.device("cpu")
@@ -99,8 +102,8 @@ class _Plan(NamedTuple):
     weight_bytes: int
     table_shape: tuple[int, int, int]
     depthwise: bool
-    kernel: Any  # None: there is nothing to multiply
-    other: Any  # where that is faster: a kernel with weights in a form of its own
+    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
+    other: OwnWeights | None  # where that is faster
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -119,7 +122,7 @@ def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], 
 def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu import conv_amx, winograd
-    from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
+    from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
     from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
@@ -135,21 +138,21 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
     if by_image:
         check_one_scale(sizes)
-    kernel: Any = None
-    other: Any = None
+    kernel: Callable[..., Tensor] | None = None
+    other: OwnWeights | None = None
     isa, out = current(), (shape[0], shape[2], shape[3])
     some = 0 not in shape and x.numel() > 0
     if some and depthwise(sizes):
         kernel = DepthwiseKernel(sizes, x.dtype)
     elif some:
         codes, way = (torch.int8, "block") if by_image else (x.dtype, activation)
-        kernel = ConvKernel(sizes, codes, inner, way, out=x.dtype)  # type: ignore[arg-type]
+        direct = ConvKernel(sizes, codes, inner, way, out=x.dtype)  # type: ignore[arg-type]
+        kernel = ImageConvKernel(direct) if by_image else direct
         if codes == torch.int8 and conv_amx.supports(sizes, window, out, isa):
-            other = MatrixConvKernel(sizes, window, isa.matrix, x.dtype)  # type: ignore[arg-type]
+            matrix = MatrixConvKernel(sizes, window, isa.matrix, x.dtype)  # type: ignore[arg-type]
+            other = ImageMatrixKernel(matrix) if by_image else matrix
         elif x.dtype == torch.int8 and winograd.supports(sizes, window, isa) and winograd.pays(sizes, out, isa):
             other = WinogradKernel(sizes)
-    if by_image:
-        kernel, other = (one and ImageConvKernel(one) for one in (kernel, other))
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
 
@@ -160,8 +163,9 @@ def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor
     return _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
 
 
-def _kernel_of(weight: Tensor, weights: Tensor, plan: _Plan) -> tuple[Any, Tensor]:
+def _kernel_of(weight: Tensor, weights: Tensor, plan: _Plan) -> tuple[Callable[..., Tensor], Tensor]:
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
+    assert plan.kernel is not None
     if plan.other is None:
         return plan.kernel, weights
     made = _forms_of(weight)
@@ -195,7 +199,7 @@ def conv2d(
     if x.stride() != plan.strides:
         x = channels_last(x)
     kernel, weights = _kernel_of(weight, weights, plan)
-    return kernel(x, plan.window, weights, bias, low, high, residual=residual)  # type: ignore[no-any-return]
+    return kernel(x, plan.window, weights, bias, low, high, residual=residual)
 
 
 def qconv2d(
@@ -218,4 +222,4 @@ def qconv2d(
     if x.stride() != plan.strides:
         x = channels_last(x)
     kernel, weights = _kernel_of(weight, weights, plan)
-    return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)  # type: ignore[no-any-return]
+    return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)

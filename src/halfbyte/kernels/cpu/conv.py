@@ -3,7 +3,8 @@
     y[m, co] = sum over taps, ci of  w[co, tap, ci] * x[pixel under tap of output m, ci]
 
 The image and the output have their channels together (channels_last). No im2col matrix exists, and the arithmetic is that of
-`tile.py`. Here calls are planned; the code that gathers is made in `patches.py`.
+`tile.py`. Here calls are planned; the code that gathers is made in `patches.py`. Codes with one scale for all of a patch need no patches:
+`direct.py`.
 """
 
 from __future__ import annotations
@@ -12,34 +13,27 @@ import ctypes
 import functools
 import math
 import struct
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import direct, elementwise, jit, patches, runtime
+from halfbyte.kernels.cpu import direct_call, elementwise, jit, patches, runtime
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
-from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
-from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter
 
 # Patches that are gathered at a time: so few that they stay near, so many that a panel's weights are worth loading for them.
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
-_TILE_COST = 0.4  # of beginning and ending a tile, in rows
-_LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
 _PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
-_FEW_LINES = 8  # of a patch, whose loads and stores are written out
-
 
 _kept = Kept[ConvCall]()
 _SCALES = DIRECT.offset("scales")
@@ -104,138 +98,8 @@ class ConvKernel:
         linear = self.linear.taking(batch * ho * wo)
         on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products
         if self.result != self.dtype or (self.dtype == torch.int8 and not on_matrix_unit and linear.geometry.blocks == 1):
-            return self._without_patches(x, window, outside)
+            return direct_call.plan(self.linear, self.sizes, window, x.shape, self.out_dtype, outside)
         return self._with_patches(x, window, outside)
-
-    def _without_patches(self, x: Tensor, window: Window, outside: int) -> ConvCall:
-        """The plan of `direct.py`."""
-        sizes, linear, isa, geo = self.sizes, self.linear, self.isa, self.linear.geometry
-        batch, channels, height, width = x.shape
-        ho, wo = window.out_size((height, width), sizes.kernel)
-        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
-        top, _, left, _ = window.padding
-        joined = dw == 1 and sizes.groups == 1  # the taps of a line lie side by side
-        runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
-        step = math.gcd(run, 32)
-        inside = (ho - 1) * sh - top + (kh - 1) * dh < height and (wo - 1) * sw - left + (kw - 1) * dw < width
-        wide = isa.activation_bytes("int8", sizes.format.bits)
-        image_itself = top == left == 0 and inside and step >= _LEAST_STEP and wide == 1
-        patches = sizes.channels % 8 != 0
-        near_width = (wo - 1) * sw + (kw - 1) * dw + 1
-        line = (width if image_itself else near_width) * channels
-        row = geo.padded if patches else 0
-        step = math.gcd(geo.padded, 32) if patches else step
-
-        patch_bytes = row * wide
-        wide = 1 if patches else wide  # from here on: bytes of a code in the lines
-        line *= wide
-        pixel = channels * wide
-
-        def strip_bytes(lines: int) -> int:
-            return lines * wo * patch_bytes + (0 if image_itself else ((lines - 1) * sh + (kh - 1) * dh + 1) * line)
-
-        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        strips = Strips.of((batch, ho, wo), sizes, geo.panels, most, strip_bytes)
-        lines = strips.lines
-        m = lines * wo
-        most_rows, vectors = isa.direct_tile
-        rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
-        tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=step, single=False, out=KINDS[self.out_dtype])
-        tile_name = direct.name_of(tile_spec)
-        tile = jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name]
-        left_pixels = min(left, near_width)
-        copied = min(width, near_width - left_pixels) * channels
-        at_once = min(32, 1 << (run - 1).bit_length()) if patches else 0
-        few_lines = runs == 1 and run <= at_once and kh <= _FEW_LINES
-        alone = patches or (sizes.taps == 1 and window.stride == (1, 1))
-        spec = LinesSpec(
-            0 if image_itself else power_of_two(copied, 4 * isa.lanes) if copied else 8,
-            at_once,
-            kh if few_lines else 0,
-            sizes.format.bits,
-            linear.paired or isa.correction(sizes.format.bits, signed=True) != 0,
-            linear.paired,
-            isa.activation_bytes("int8", sizes.format.bits),
-            step,
-            "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single",
-            not image_itself,
-        )
-        phase = jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name]
-        y, x_ = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
-        places = (y * (sh * line) + x_ * (sw * pixel)).flatten()
-        walk_places = torch.arange(m) * patch_bytes if patches else places
-        near_lines = (lines - 1) * sh + (kh - 1) * dh + 1
-        patches_at = 0 if image_itself else near_lines * line + SLACK + 63 & ~63
-        pixel_sums_at = patches_at + (m * patch_bytes + SLACK + 63 & ~63 if patches else 0)
-        pixels = m if patches else near_lines * (line // pixel)
-        sums_at = pixel_sums_at + (0 if alone else pixels * 4 + 63 & ~63)
-        thread_bytes = sums_at + (m * 4 + 63 & ~63)
-        threads = min(most, strips.items)
-        mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
-        pixel_bytes = patch_bytes if patches else sizes.channels * wide  # of a group
-        mask[: pixel_bytes % (4 * isa.lanes)] = -1
-        edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), self.out_dtype.itemsize
-        fields = {
-            **strips.fields(),
-            "first_phase": phase,
-            "openmp": runtime.openmp_address(),
-            "n": geo.n,
-            "panel_bytes": geo.panel_bytes,
-            "out_stride": sizes.out * out_bytes,
-            "out_bytes": out_bytes,
-            "table_stride": 4 * cpu_tiles.PANEL * geo.panels,
-            "tile_function": tile,
-            "tile_rows": rows,
-            "row_codes": row,
-            "groups": sizes.groups,
-            "rows": m,
-            "group_bytes": sizes.channels * wide,
-            "group_weights": geo.nbytes,
-            "group_bias": 12 * cpu_tiles.PANEL * geo.panels if self.out_dtype == torch.int8 else 4 * geo.n,
-            "group_out": geo.n * out_bytes,
-            "thread_bytes": thread_bytes,
-            "patches_at": patches_at,
-            "pixel_sums_at": pixel_sums_at,
-            "sums_at": sums_at,
-            "height": height if copied else 0,  # 0: nothing of a line is seen
-            "out_height": ho,
-            "out_width": wo,
-            "stride_h": sh,
-            "top": top,
-            "image_bytes": height * width * channels,
-            "line_bytes": width * channels,
-            "near_lines": near_lines,
-            "near_line_bytes": line,
-            "copied_codes": copied,
-            "left_codes": left_pixels * channels,
-            "outside": edge.data_ptr(),
-            "places": places.data_ptr(),
-            "walk_places": walk_places.data_ptr(),
-            "lines": kh,
-            "line_step": dh * line,
-            "runs": runs,
-            "run_step": dw * pixel,
-            "run_codes": run,
-            "walk_lines": 1 if patches else kh,
-            "walk_line_step": dh * line,
-            "walk_runs": 1 if patches else runs,
-            "walk_run_step": dw * pixel,
-            "walk_steps": (row if patches else run) // step,
-            "left_pairs": 0 if patches else (geo.padded - sizes.k) // 2 * 128**2,
-            "pixels": pixels,
-            "pixel_bytes": pixel_bytes,
-            "pixel_mask": mask.data_ptr(),
-            "pixel_step": patch_bytes if patches else pixel,
-            "pixel_stride": sw,
-            "pixel_line": sh * line // pixel,
-            "taps": kw,
-            "tap_step": dw,
-            "tap_line_step": dh * line // pixel,
-        }
-        buffer = DIRECT.buffer(fields)
-        return ConvCall(
-            buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge, places, walk_places, mask)
-        )
 
     def _with_patches(self, x: Tensor, window: Window, outside: int) -> ConvCall:
         sizes, element = self.sizes, self.dtype.itemsize
@@ -315,22 +179,20 @@ class ImageConvKernel:
     def __init__(self, codes: ConvKernel | MatrixConvKernel) -> None:
         self.codes = codes
 
-    @property
-    def form(self) -> str:
-        """As that of the kernel of codes, and so is `weights_of`."""
-        assert isinstance(self.codes, MatrixConvKernel)
-        return self.codes.form
-
-    def weights_of(self, codes: Codes) -> Tensor:
-        assert isinstance(self.codes, MatrixConvKernel)
-        return self.codes.weights_of(codes)
-
     def __call__(
         self, x: Tensor, window: Window, weights: Tensor, bias: Tensor | None, low: float, high: float, *, residual: Tensor | None = None
     ) -> Tensor:
         """x -> [B, Co, Ho, Wo] with channels_last strides and in x's dtype."""
         q, scales = quantize_images(x)
         return self.codes(q, window, weights, bias, low, high, residual=residual, scales=scales)
+
+
+class ImageMatrixKernel(ImageConvKernel):
+    """The same on matrix units, where the kernel of their codes has weights in a form of its own."""
+
+    def __init__(self, codes: MatrixConvKernel) -> None:
+        super().__init__(codes)
+        self.form, self.weights_of = codes.form, codes.weights_of
 
 
 def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:

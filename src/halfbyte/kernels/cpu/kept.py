@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
+
+from halfbyte.formats.codes import Codes
 
 T = TypeVar("T")
 _MOST = 1024
@@ -22,6 +24,20 @@ class ConvCall(NamedTuple):
     memory: int
     threads: int
     tensors: tuple[Tensor, ...]
+
+
+class OwnWeights(Protocol):
+    """A convolution that multiplies by weights in a form of its own, which are made of codes once.
+
+    form  what they depend on beside the codes: kernels of one form have the same
+    """
+
+    form: str
+
+    def weights_of(self, codes: Codes) -> Tensor | None:
+        """The weights as the kernel reads them; None where it does not take them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Kept(threading.local, Generic[T]):

@@ -192,8 +192,7 @@ class _Winograd:
                 at, w = f.variable(tiles.value), f.variable(weights)
                 for _ in f.loop(channels, step=self.width):
                     with f.when(group.equals(0)):  # the next position's, which lie behind these
-                        for line in range(0, 2 * self.width * self.width, 64):
-                            f.prefetch(w.value + matrix + line, 2)
+                        self._ask_for(w.value + matrix)
                     values = [s.value for s in sums]
                     for pair in range(self.width // 2):
                         both = [w.value.load(isa.shorts, (2 * pair + v) * size, size) for v in range(2)]
@@ -211,6 +210,10 @@ class _Winograd:
                     to.value.store(s.value, n // 2 * record + n % 2 * size, size)
                 tiles.value = tiles.value + channels * (2 * rows)
                 to.value = to.value + record * rows
+
+    def _ask_for(self, weights: Value) -> None:
+        for line in range(0, 2 * self.width * self.width, 64):
+            self.f.prefetch(weights + line, 2)
 
     # Outputs
 

@@ -1,0 +1,220 @@
+"""Calls of `direct.py` are planned: where codes are read, what a thread's memory holds, what the code is compiled for."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels.cpu import direct, jit, runtime
+from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.kept import ConvCall
+from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import PANEL
+
+_TILE_COST = 0.4  # of beginning and ending a tile, in rows
+_LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
+_FEW_LINES = 8  # of a patch, whose loads and stores are written out
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """How the codes of a patch are read: in the image itself, in lines of it that are copied, or where patches are written out from these.
+
+    in_image     nothing is copied
+    runs, run    of codes that lie side by side in a line of a patch: how many, and how long
+    step         codes that tiles take at a time
+    row          codes of a patch that is written out, with what pads it; 0: none is
+    laid_out     bytes of a code as tiles read it
+    copied       bytes of a code in the lines, of the image or copied
+    line, pixel  bytes of these
+    near_width   pixels of a line that its outputs need
+    down, reach  lines from one line of outputs to the next, and lines of a patch
+    """
+
+    in_image: bool
+    runs: int
+    run: int
+    step: int
+    row: int
+    laid_out: int
+    copied: int
+    line: int
+    pixel: int
+    near_width: int
+    down: int
+    reach: int
+
+    @classmethod
+    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int]) -> _Walk:
+        """Of images [C, H, W]."""
+        channels, height, width = image
+        ho, wo = window.out_size((height, width), sizes.kernel)
+        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
+        top, _, left, _ = window.padding
+        joined = dw == 1 and sizes.groups == 1  # the taps of a line lie side by side
+        runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
+        step, padded = math.gcd(run, 32), linear.geometry.padded
+        near_width, reach = (wo - 1) * sw + (kw - 1) * dw + 1, (kh - 1) * dh + 1
+        inside = (ho - 1) * sh - top + reach <= height and near_width - left <= width
+        laid_out = linear.isa.activation_bytes("int8", sizes.format.bits)
+        in_image = top == left == 0 and inside and step >= _LEAST_STEP and laid_out == 1
+        written = sizes.channels % 8 != 0
+        copied = 1 if written else laid_out
+        return cls(
+            in_image,
+            runs,
+            run,
+            step=math.gcd(padded, 32) if written else step,
+            row=padded if written else 0,
+            laid_out=laid_out,
+            copied=copied,
+            line=(width if in_image else near_width) * channels * copied,
+            pixel=channels * copied,
+            near_width=near_width,
+            down=sh,
+            reach=reach,
+        )
+
+    @property
+    def patch(self) -> int:
+        """Bytes of one that is written out."""
+        return self.row * self.laid_out
+
+    def near_lines(self, lines: int) -> int:
+        """Lines of the image that so many lines of outputs need."""
+        return (lines - 1) * self.down + self.reach
+
+    def strip_bytes(self, lines: int, out_width: int) -> int:
+        """Memory for so many lines of outputs."""
+        return lines * out_width * self.patch + (0 if self.in_image else self.near_lines(lines) * self.line)
+
+
+class _Memory(NamedTuple):
+    """What a thread has: copied lines, then patches, sums of pixels and sums of outputs; in bytes, all of it last."""
+
+    patches_at: int
+    pixel_sums_at: int
+    sums_at: int
+    thread_bytes: int
+
+    @classmethod
+    def of(cls, walk: _Walk, lines: int, rows: int, pixel_sums: int) -> _Memory:
+        """For a strip of so many lines, of `rows` outputs."""
+        patches_at = 0 if walk.in_image else walk.near_lines(lines) * walk.line + SLACK + 63 & ~63
+        pixel_sums_at = patches_at + (rows * walk.patch + SLACK + 63 & ~63 if walk.row else 0)
+        sums_at = pixel_sums_at + (pixel_sums * 4 + 63 & ~63)
+        return cls(patches_at, pixel_sums_at, sums_at, sums_at + (rows * 4 + 63 & ~63))
+
+
+def _lines_spec(walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str) -> LinesSpec:
+    isa, bits, kh = linear.isa, sizes.format.bits, sizes.kernel[0]
+    at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
+    few_lines = walk.runs == 1 and walk.run <= at_once and kh <= _FEW_LINES
+    return LinesSpec(
+        copied=0 if walk.in_image else power_of_two(copied_codes, 4 * isa.lanes) if copied_codes else 8,
+        patches=at_once,
+        lines=kh if few_lines else 0,
+        bits=bits,
+        started=linear.paired or isa.correction(bits, signed=True) != 0,
+        paired=linear.paired,
+        width=walk.laid_out,
+        unit=walk.step,
+        sums=sums,
+        masked=not walk.in_image,
+    )
+
+
+def plan(linear: LinearKernel, sizes: Filter, window: Window, shape: Sequence[int], out_dtype: torch.dtype, outside: int) -> ConvCall:
+    """The call for images of a shape [B, C, H, W]. `outside` is the code of what lies outside of them."""
+    isa, geo, (batch, channels, height, width) = linear.isa, linear.geometry, shape
+    ho, wo = window.out_size((height, width), sizes.kernel)
+    (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
+    walk, left = _Walk.of(linear, sizes, window, shape[1:]), window.padding[2]
+    written = walk.row > 0
+    most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
+    strips = Strips.of((batch, ho, wo), sizes, geo.panels, most, lambda lines: walk.strip_bytes(lines, wo))
+    lines, threads = strips.lines, min(most, strips.items)
+    m, near_lines, line, pixel = lines * wo, walk.near_lines(lines), walk.line, walk.pixel
+    most_rows, vectors = isa.direct_tile
+    rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
+    tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=walk.step, single=False, out=KINDS[out_dtype])
+    tile_name = direct.name_of(tile_spec)
+    left_pixels = min(left, walk.near_width)
+    copied_codes = min(width, walk.near_width - left_pixels) * channels
+    alone = written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
+    sums = "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single"
+    spec = _lines_spec(walk, linear, sizes, copied_codes, sums)
+    pixels = m if written else near_lines * (line // pixel)
+    memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
+    y, x = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
+    places = (y * (sh * line) + x * (sw * pixel)).flatten()
+    walk_places = torch.arange(m) * walk.patch if written else places
+    mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
+    pixel_bytes = walk.patch if written else sizes.channels * walk.copied  # of a group
+    mask[: pixel_bytes % (4 * isa.lanes)] = -1
+    edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), out_dtype.itemsize
+    fields = {
+        **strips.fields(),
+        **memory._asdict(),
+        "first_phase": jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name],
+        "openmp": runtime.openmp_address(),
+        "n": geo.n,
+        "panel_bytes": geo.panel_bytes,
+        "out_stride": sizes.out * out_bytes,
+        "out_bytes": out_bytes,
+        "table_stride": 4 * PANEL * geo.panels,
+        "tile_function": jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name],
+        "tile_rows": rows,
+        "row_codes": walk.row,
+        "groups": sizes.groups,
+        "rows": m,
+        "group_bytes": sizes.channels * walk.copied,
+        "group_weights": geo.nbytes,
+        "group_bias": 12 * PANEL * geo.panels if out_dtype == torch.int8 else 4 * geo.n,
+        "group_out": geo.n * out_bytes,
+        "height": height if copied_codes else 0,  # 0: nothing of a line is seen
+        "out_height": ho,
+        "out_width": wo,
+        "stride_h": sh,
+        "top": window.padding[0],
+        "image_bytes": height * width * channels,
+        "line_bytes": width * channels,
+        "near_lines": near_lines,
+        "near_line_bytes": line,
+        "copied_codes": copied_codes,
+        "left_codes": left_pixels * channels,
+        "outside": edge.data_ptr(),
+        "places": places.data_ptr(),
+        "walk_places": walk_places.data_ptr(),
+        "lines": kh,
+        "line_step": dh * line,
+        "runs": walk.runs,
+        "run_step": dw * pixel,
+        "run_codes": walk.run,
+        "walk_lines": 1 if written else kh,
+        "walk_line_step": dh * line,
+        "walk_runs": 1 if written else walk.runs,
+        "walk_run_step": dw * pixel,
+        "walk_steps": (walk.row if written else walk.run) // walk.step,
+        "left_pairs": 0 if written else (geo.padded - sizes.k) // 2 * 128**2,
+        "pixels": pixels,
+        "pixel_bytes": pixel_bytes,
+        "pixel_mask": mask.data_ptr(),
+        "pixel_step": walk.patch if written else pixel,
+        "pixel_stride": sw,
+        "pixel_line": sh * line // pixel,
+        "taps": kw,
+        "tap_step": dw,
+        "tap_line_step": dh * line // pixel,
+    }
+    buffer = DIRECT.buffer(fields)
+    kept = edge, places, walk_places, mask
+    return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
