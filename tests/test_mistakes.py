@@ -13,7 +13,6 @@ from torch import nn
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, UnsupportedError
 
-
 STATIC = hb.Config("int8_channel", activations="static")
 
 
