@@ -432,7 +432,7 @@ def test_convert_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     for source, message in {
         "missing": "there is no .*missing",
         "empty": r"has no \*.safetensors files",
-        "pickled": "which are pickles and never opened",
+        "pickled": "pytorch_model.bin only, a pickle",
         "quantized": "is quantized already",
         "other": "is quantized already .* 'quantization_config'",
     }.items():

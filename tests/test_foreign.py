@@ -223,7 +223,7 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("awq", {"quant_method": "bitsandbytes"}, "halfbyte reads awq, gptq"),
+        ("awq", {"quant_method": "torchao"}, "halfbyte reads awq, gptq.*dequantize it with transformers and torchao"),
         ("awq", {"quant_method": None}, "halfbyte reads awq, gptq"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
         ("awq", {"bits": 3}, "3 bits"),

@@ -39,6 +39,7 @@ package = pytest.importorskip("gguf")
 
 # Where the float16 numbers of a block are.
 _NUMBERS = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,)}
+_NUMBERS |= {"tq1_0": (52,), "tq2_0": (64,), "mxfp4": (), "nvfp4": (), "iq1_m": ()}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = {
@@ -62,6 +63,12 @@ def random_blocks(kind: ggml.BlockType, rows: int, blocks: int) -> np.ndarray[An
     raw = rng.integers(0, 256, (rows * blocks, kind.nbytes), dtype=np.uint8)
     for at in _NUMBERS.get(kind.name, (0,)):
         raw[:, at : at + 2] = rng.normal(size=(len(raw), 1)).astype(np.float16).view(np.uint8)
+    if kind.name == "mxfp4":
+        raw[:, 0] %= 252  # 2^123 times 12 is finite
+    if kind.name == "nvfp4":
+        raw[:, :4] &= 127  # scales have no sign
+    if kind.name == "iq1_m":
+        raw[:, 55] &= 0xBF  # the exponent of d, whose four pieces lie in bytes 49 to 55
     return raw.reshape(rows, -1)
 
 
@@ -190,6 +197,94 @@ def test_tensors_longer_than_a_chunk(tmp_path: Path) -> None:
     assert isinstance(back, Codes)
     assert torch.equal(back.data, codes.data)
     assert torch.equal(back.scale, codes.scale)
+
+
+def parts_of(source: Path, folder: Path, count: int, **changes: Any) -> Path:
+    """A file in parts, as llama-gguf-split leaves it: the first has the metadata. The path of the first."""
+    file = gguf.read_header(source)
+    names = list(file.entries)
+    paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        mine = [name for j, name in enumerate(names) if j * count // len(names) == i]
+        counts = {"split.no": i, "split.count": count, "split.tensors.count": len(names)} | changes
+        metadata = {**(file.metadata if i == 0 else {}), **counts}
+        writer = gguf.Writer(path, metadata, {name: (file.entries[name].kind, file.entries[name].shape) for name in mine})
+        for name in mine:
+            value = gguf.read(file.entries[name])
+            writer.write(name, to_blocks(value) if isinstance(value, Codes) else value)
+        writer.finish()
+    return paths[0]
+
+
+def test_a_file_in_parts(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path / "float")
+    convert(tmp_path / "float", tmp_path / "q", "q4_0")
+    export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
+    first = parts_of(tmp_path / "m.gguf", tmp_path, 3)
+    expected = logits(load(tmp_path / "m.gguf"))
+    for part in (first, first.with_name("m-00003-of-00003.gguf")):
+        assert torch.equal(logits(load_gguf(part)[0]), expected)
+    second = first.with_name("m-00002-of-00003.gguf")
+    sound = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match="is not the part that its name says"):
+        load(first)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*m-00002-of-00003\.gguf"):
+        load(first)
+    second.write_bytes(sound[:-100])
+    with pytest.raises(CheckpointError, match="cut short"):
+        load(first)
+    for changes, message in (
+        ({"split.tensors.count": 99}, "not 99: one of them is damaged"),
+        ({"split.count": 1 << 30}, "says that it is one of 1073741824 files"),
+        ({"split.count": "x"}, "says that it is one of 'x' files"),
+        ({"split.count": 2}, "which are called"),
+    ):
+        parts_of(tmp_path / "m.gguf", tmp_path, 3, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            load(first)
+
+
+def test_a_float_file_is_quantized(tmp_path: Path) -> None:
+    """As its folder would be."""
+    make("llama").save_pretrained(tmp_path / "float")
+    export(tmp_path / "float", tmp_path / "m.gguf", "gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "q", "q4_0")
+    convert(tmp_path / "float", tmp_path / "wanted", "q4_0")
+    assert torch.equal(logits(load(tmp_path / "q")), logits(load(tmp_path / "wanted")))
+    assert torch.equal(logits(load(tmp_path / "m.gguf", format="q4_0")), logits(load(tmp_path / "wanted")))
+    export(tmp_path / "q", tmp_path / "q.gguf", "gguf")
+    with pytest.raises(CheckpointError, match=r"quantized already \(as GGUF q"):
+        convert(tmp_path / "q.gguf", tmp_path / "again", "q8_0")
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "q8_0", "f32"])
+def test_tensors_with_a_factor_beside_them(kind: str, tmp_path: Path) -> None:
+    """nvfp4 has a number for each matrix in a tensor of its own, <name>.scale."""
+    make("qwen3").save_pretrained(tmp_path / "float")
+    export(tmp_path / "float", tmp_path / "m.gguf", "gguf")
+    file, number = gguf.read_header(tmp_path / "m.gguf"), {**ggml.NUMBERS, "f32": 0}[kind]
+    up = "blk.0.ffn_up.weight"
+    metadata = {key: value for key, value in file.metadata.items() if not key.startswith("tokenizer")}
+    types = {name: (number if name == up else entry.kind, entry.shape) for name, entry in file.entries.items()}
+    writer = gguf.Writer(tmp_path / "s.gguf", metadata, {**types, "blk.0.ffn_up.scale": (0, (1,))})
+    shape = file.entries[up].shape
+    raw = (
+        torch.from_numpy(random_blocks(ggml.TYPES[number], shape[0], shape[1] // ggml.TYPES[number].weights))
+        if number
+        else torch.randn(shape)
+    )
+    for name, entry in file.entries.items():
+        writer.write(name, raw if name == up else gguf.read(entry))  # type: ignore[arg-type]
+    writer.write("blk.0.ffn_up.scale", torch.tensor([0.37]))
+    writer.finish()
+    plain = torch.from_numpy(package.dequantize(raw.numpy(), package.GGMLQuantizationType(number)))
+    value = load_tensors(tmp_path / "s.gguf")["model.layers.0.mlp.up_proj.weight"]
+    got = value.dequantize(torch.float64) if isinstance(value, Codes) else value.double()
+    assert torch.allclose(got, plain.double() * float(torch.tensor(0.37)), rtol=2**-22, atol=0)
+    assert isinstance(value, Codes) == (kind != "f32")
+    assert not any("scale" in note for note in describe(tmp_path / "s.gguf").notes)
 
 
 # Models
@@ -371,7 +466,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
         load(write({"general.architecture": "gemma", "gemma.expert_count": 8}))
     with pytest.raises(CheckpointError, match=r"has no llama\.context_length"):
         load(write({"general.architecture": "llama"}))
-    with pytest.raises(CheckpointError, match="one of 3 files"):
+    with pytest.raises(CheckpointError, match=r"one of 3 files, which are called <name>-00001-of-00003\.gguf"):
         load(write({"general.architecture": "llama", "split.count": 3}))
     sizes = {"context_length": 8, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64, "attention.head_count": 4}
     whole = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in sizes.items()}}

@@ -6,23 +6,22 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from os.path import isfile
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.checkpoint.architecture import Step, known_architecture
-from halfbyte.checkpoint.files import companions, copy_companions, journal, weight_files
+from halfbyte.checkpoint.files import companions, copy_companions, journal
 from halfbyte.checkpoint.folder import replacing
-from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.materialize import Materializer
-from halfbyte.checkpoint.plan import Plan, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.plan import Plan, Source, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.saving import publish, stored_specs
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.checkpoint.sources import open_floats
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.io.safetensors import SHARD_BYTES, Reader, Writer, load_json
+from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
 from halfbyte.nn.convert import (
     UNCALIBRATED,
@@ -50,7 +49,8 @@ def convert(
 ) -> Report:
     """Quantizes the float model in `src` and writes it to the folder `dst`, without ever holding more than one of its tensors.
 
-    src          a Hugging Face folder, another folder with safetensors files, or one such file
+    src          a Hugging Face folder, another folder with safetensors files, one such file, or a GGUF file; its weights may be floats of
+                 8 or 4 bits, as long as none is held as codes, which `export` keeps
     calibration  as for `quantize_`. There is then more in memory: one decoder layer in float32, the hidden states of all tokens and what
                  lies outside the decoder layers
     progress     called after each tensor with (bytes read, bytes in all, name); with a calibration as `quantize_` does
@@ -65,9 +65,8 @@ def convert(
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")
     source, target = Path(src), Path(dst)
-    reader = Reader(weight_files(source))
-    described = _described(source)
-    notes = []
+    described, reader = open_floats(source)
+    notes = list(reader.notes)
     choose = partial(_choose, config)
     if known_architecture(described) is not None:
         plan = plan_model(described, reader, choose)
@@ -83,7 +82,7 @@ def convert(
     with replacing(target, resume=resume) as staging:
         kept = journal(source, repr(config)) if staging.fresh and calibration is None else None
         writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=kept)
-        done, total = 0, sum(place.spec.nbytes for place in reader.places.values())
+        done, total = 0, sum(spec.nbytes for spec in reader.specs().values())
         if calibration is None:
             written = _resumed(plan, writer, notes)
         else:
@@ -96,6 +95,7 @@ def convert(
             if progress is not None and calibration is None:
                 progress(done, total, ", ".join(step.targets))
         copy_companions(source, staging.path, copied)
+        notes += gguf_tokenizer.save(source, staging.path)
         publish(staging, writer, described, plan.weights, plan.tied)
     return report(plan, reader, notes)
 
@@ -115,7 +115,7 @@ def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:
 
 def _calibrated(
     plan: Plan,
-    reader: Reader,
+    reader: Source,
     writer: Writer,
     method: str,
     calibration: Calibration,
@@ -147,7 +147,7 @@ def _calibrated(
     return written
 
 
-def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str, written: Set[str] = frozenset()) -> None:
+def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, written: Set[str] = frozenset()) -> None:
     """Reads, quantizes and writes the tensors of one step, except those that are `written`."""
     names = {target: plan.renamed.get(target, target) for target in step.targets}
     dtype = plan.dtype(next(iter(names.values())))
@@ -166,14 +166,3 @@ def _run(step: Step, plan: Plan, reader: Reader, writer: Writer, method: str, wr
 def _write_codes(writer: Writer, name: str, codes: Codes) -> None:
     for part, values in codes.tensors().items():
         writer.write(f"{name}.{part}", values)
-
-
-def _described(source: Path) -> dict[str, Any]:
-    """config.json of the model, nothing where there is none; raises CheckpointError for one that is quantized already."""
-    path = source / CONFIG
-    if not isfile(path):
-        return {}
-    config = load_json(path)
-    if quantized := [key for key in (SECTION, "quantization_config") if config.get(key) is not None]:
-        raise CheckpointError(f"{source} is quantized already (config.json has {quantized[0]!r}): convert the float model")
-    return config

@@ -17,6 +17,7 @@ from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import NOT_A_KIND, Candidate
 
 Order = Callable[[], Tensor]
+NO_CODES = "integers do not hold it exactly"
 _CHUNK = 1 << 20  # weights that are dequantized at a time
 
 
@@ -42,12 +43,14 @@ class Entry:
     spec    of the float tensor that it is or stands for
     nbytes  of all that the files hold of it
     read    gives it: plain ones in a dtype of choice, codes where `quantized`
+    form    how the files hold one in fewer bits that is read as floats, since no codes hold it exactly
     """
 
     spec: Spec
     nbytes: int
     read: Callable[[torch.dtype | None], Codes | Tensor]
     quantized: Quantized | None = None
+    form: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,26 @@ class Entries:
     """All tensors, by their names in the files; a Source for a plan.
 
     notes  what a person should know about them
+    files  which hold the plain ones as they are
     """
 
     entries: Mapping[str, Entry]
     notes: Sequence[str] = ()
+    files: Reader | None = None
 
     def specs(self) -> Mapping[str, Spec]:
         return {name: entry.spec for name, entry in self.entries.items()}
+
+    def spec(self, name: str) -> Spec:
+        return self.entries[name].spec
+
+    def form(self, names: Iterable[str]) -> str | None:
+        """How the files hold the first of these tensors that they hold in fewer bits than a float's, or None."""
+        for name in names:
+            entry = self.entries[name]
+            if (form := entry.form if entry.quantized is None else entry.quantized.form) is not None:
+                return form
+        return None
 
     def codes(self, name: str) -> Codes:
         """A quantized weight, checked."""
@@ -87,6 +103,8 @@ class Entries:
 
     def same(self, name: str, other: str) -> bool:
         mine, theirs = self.entries[name], self.entries[other]
+        if self.files is not None and self.form((name, other)) is None:
+            return self.files.same(name, other)
         if mine.spec != theirs.spec or (mine.quantized is None) != (theirs.quantized is None):
             return False
         return torch.equal(self.read(name), self.read(other))
@@ -104,6 +122,8 @@ class Entries:
             quantized = forms[candidate.name]
             if quantized is not None:
                 decisions[candidate.name] = shared.get(candidate.weight, quantized.format)
+            elif form := self.form(sources.get(candidate.name, ())):
+                decisions[candidate.name] = f"{form}, dequantized: {candidate.reason or NO_CODES}"
             else:
                 decisions[candidate.name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
         return decisions

@@ -13,8 +13,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are no tokenizers
-# Where a folder says how it is quantized besides config.json: AutoGPTQ's file, and that of AutoAWQ and llm-awq.
-GPTQ_SETTINGS, AWQ_SETTINGS = "quantize_config.json", "quant_config.json"
+# Where a folder says how it is quantized besides config.json: AutoGPTQ's file, that of AutoAWQ and llm-awq, Model Optimizer's.
+GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS = "quantize_config.json", "quant_config.json", "hf_quant_config.json"
 _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
 
 
@@ -38,8 +38,8 @@ def weight_files(source: Path) -> list[Path]:
             raise CheckpointError(f"{source / INDEX} is damaged: {e}") from e
     if files := sorted(source.glob("*.safetensors")):
         return files
-    if any(source.glob("*.bin")):
-        raise CheckpointError(f"{source} has *.bin files only, which are pickles and never opened: save the model as safetensors first")
+    if pickles := [path.name for end in ("*.bin", "*.pt", "*.pth") for path in source.glob(end)]:
+        raise CheckpointError(f"{source} has {min(pickles)} only, a pickle, which is never opened: save the model as safetensors first")
     raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file")
 
 
@@ -53,7 +53,7 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
             hidden = any(part.startswith(".") for part in name.parts)
             if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()):
                 continue
-            if name.as_posix() in (CONFIG, GPTQ_SETTINGS, AWQ_SETTINGS):  # they say how the source is quantized
+            if name.as_posix() in (CONFIG, GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS):  # they say how the source is quantized
                 continue
             model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
             if not model:

@@ -1,5 +1,5 @@
-"""Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, and transformers with halfbyte. What is in their files is
-what runs: no weight is quantized again.
+"""Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, transformers with halfbyte, and those of foreign_floats.py. What
+is in their files is what runs: no weight is quantized again.
 
 `quantization_config` in config.json says which project it was. What it says about single modules is checked against the tensors that
 are there, and the tensors are believed. Older folders of AWQ and GPTQ say it in a file of their own.
@@ -8,7 +8,7 @@ are there, and the tensors are believed. Older folders of AWQ and GPTQ say it in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short
@@ -19,7 +19,10 @@ from torch import Tensor
 
 from halfbyte.checkpoint import quantization_config
 from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_entries
-from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS
+from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
+from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
+from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
@@ -28,9 +31,13 @@ from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 
+_FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
 # What a module of a compressed-tensors checkpoint may hold besides its weight: scales of activations, of caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
 _MOST_POINTS = 1 << 22  # that are looked at to judge a version
+# What can be done about folders whose tensors mean nothing without their project's own classes.
+_ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
+_REMEDIES = {name: _ELSEWHERE.format(name) for name in ("hqq", "torchao", "quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
@@ -39,6 +46,8 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
         return settings
     if (folder / GPTQ_SETTINGS).is_file():  # AutoGPTQ keeps models of AWQ too, and then says so
         return {"quant_method": "gptq", **load_json(folder / GPTQ_SETTINGS)}
+    if (folder / MODELOPT_SETTINGS).is_file():
+        return {"quant_method": "modelopt"}
     if not (folder / AWQ_SETTINGS).is_file():
         return None
     found = load_json(folder / AWQ_SETTINGS)
@@ -56,14 +65,27 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
         "compressed-tensors": _compressed_tensors,
         "compressed_tensors": _compressed_tensors,
         quantization_config.METHOD: _halfbyte,
+        "fp8": fp8,
+        "fbgemm_fp8": fp8,
+        "mxfp4": mxfp4,
+        "modelopt": modelopt,
+        "modelopt_fp4": modelopt,
+        "bitsandbytes": bnb,
     }
+    if method is None and isinstance(settings, dict) and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"  # as it was written before 2023
     if not isinstance(method, str) or method not in known:
-        raise CheckpointError(
-            f"config.json says quant_method {short(method)}, halfbyte reads {', '.join(known)}: start from the float model"
-        )
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    dtype = named.get(str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch."), torch.float16)
+        remedy = _REMEDIES.get(str(method), "start from the float model")
+        raise CheckpointError(f"config.json says quant_method {short(method)}, halfbyte reads {', '.join(known)}: {remedy}")
+    dtype = dtype_named(config.get("dtype", config.get("torch_dtype"))) or torch.float16
     return known[method](reader, settings, dtype)
+
+
+def read_plain(reader: Reader, config: Mapping[str, Any]) -> Entries:
+    """The tensors of a folder whose config.json speaks of no quantization: 8-bit floats with scales are known by these."""
+    dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in points.SCALES and len(spec.shape) > 1)
+    return plain_or_float8(reader, None, dtype or next(usual, torch.bfloat16))
 
 
 def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
@@ -72,23 +94,23 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
         what = f"{short(bits)} bits in AWQ's version {short(version)}"
         raise CheckpointError(f"config.json says {what}, halfbyte reads 4 bits in version gemm: convert it with AutoAWQ")
     group = _group_size(settings)
-    modules, rest = _modules(reader, awq.PARTS)
+    modules, rest = modules_of(reader, awq.PARTS)
     entries = {}
     for name, parts in modules.items():
         k, words = _words_shape(reader, name, parts)
         fmt = _points_format(reader, name, parts, 4, group, 8 * words, points.middle(4))
 
         def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
-            return awq.read(_read(reader, parts), group, name)
+            return awq.read(read_parts(reader, parts), group, name)
 
-        entries[f"{name}.weight"] = Entry(Spec(dtype, (8 * words, k)), _nbytes(reader, parts), read, Quantized(fmt, "AWQ"))
+        entries[f"{name}.weight"] = Entry(Spec(dtype, (8 * words, k)), nbytes_of(reader, parts), read, Quantized(fmt, "AWQ"))
     return Entries(entries | plain_entries(reader, rest))
 
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     bits, _ = _of_module(settings, "")
     claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    modules, rest = _modules(reader, gptq.PARTS)
+    modules, rest = modules_of(reader, gptq.PARTS)
     version = _judge(reader, modules, bits, bool(settings.get("sym", False)), claimed)
     entries = {}
     for name, parts in modules.items():
@@ -100,10 +122,10 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         def read(
             dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts, bits: int = bits, group: int = group
         ) -> Codes:
-            return gptq.read(_read(reader, parts), bits, group, version, name)[0]
+            return gptq.read(read_parts(reader, parts), bits, group, version, name)[0]
 
         order = _order(reader, parts.get("g_idx"), k, points.block_of(group, k), name)
-        entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), _nbytes(reader, parts), read, Quantized(fmt, "GPTQ", order))
+        entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), nbytes_of(reader, parts), read, Quantized(fmt, "GPTQ", order))
     lies = f"config.json says GPTQ version {claimed}, the points are those of version {version}, which is believed"
     return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
 
@@ -141,20 +163,28 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
         raise CheckpointError(
             f"the config_groups of quantization_config are {short(groups)}, no object of objects: the checkpoint is damaged"
         )
-    packed, rest = _modules(reader, compressed_tensors.PACKED)
-    integer, rest = _modules(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
+    small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
+    packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
+    integer, rest = modules_of(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
     dropped = [name for name in rest if name.rpartition(".")[2] in _ACTIVATION_PARTS]
-    odd = [name for name in rest if name.rpartition(".")[2] in compressed_tensors.PACKED]
+    others = plain_or_float8(reader, [name for name in rest if name not in dropped], dtype, _rectangle(groups))
+    odd = [name for name in others.entries if name.rpartition(".")[2] in compressed_tensors.PACKED and not name.endswith(".weight")]
     if odd:
-        what = f"{odd[0]} belongs to a weight of {str(settings.get('format'))[:40]} that is no integers of 4 or 8 bits"
-        raise CheckpointError(f"{what}: halfbyte reads pack-quantized and int-quantized, start from the float model")
-    entries = {}
+        what = f"{odd[0]} belongs to a weight of {str(settings.get('format'))[:40]}, neither integers nor floats of 4 or 8 bits"
+        raise CheckpointError(f"{what} that halfbyte reads: start from the float model")
+    entries = {f"{name}.weight": float4_entry(reader, name, parts, dtype) for name, parts in small.items()}
     for name, parts in (packed | integer).items():
         group = _group_of(name, groups)
         bits = 8 if name in integer else _ct_bits(reader, name, parts, group)
         entries[f"{name}.weight"] = _ct_entry(reader, name, parts, bits, group, dtype)
     notes = [f"activations are quantized as they come: {len(dropped)} scales and points for them are not used"] if dropped else []
-    return Entries(entries | plain_entries(reader, [name for name in rest if name not in dropped]), notes)
+    return Entries({**others.entries, **entries}, [*others.notes, *notes])
+
+
+def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, where one of the groups says so."""
+    weights = [group.get("weights") for group in groups.values()]
+    return next((found for each in weights if isinstance(each, dict) and (found := block_of(each.get("block_structure")))), None)
 
 
 def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: Mapping[str, Any], dtype: torch.dtype) -> Entry:
@@ -173,14 +203,14 @@ def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, gr
     blocks = scale.shape[1] if len(scale.shape) == 2 else 1
 
     def read(dtype: torch.dtype | None) -> Codes:
-        return compressed_tensors.read(_read(reader, parts), bits, name)[0]
+        return compressed_tensors.read(read_parts(reader, parts), bits, name)[0]
 
     symmetric = "weight_zero_point" not in parts or bool((_ct_points(reader, parts["weight_zero_point"], shape[0], bits) == 0).all())
     size = shape[1] // blocks if blocks > 1 else 0
-    fmt = Format(bits, size or "channel", "none" if symmetric else "point", _scale_dtype(name, scale))
+    fmt = Format(bits, size or "channel", "none" if symmetric else "point", scale_dtype(name, scale))
     compute, activation = _activation(group)
     order = _order(reader, parts.get("weight_g_idx"), shape[1], max(1, shape[1] // max(1, blocks)), name)
-    return Entry(Spec(dtype, shape), _nbytes(reader, parts), read, Quantized(fmt, "compressed-tensors", order, compute, activation))
+    return Entry(Spec(dtype, shape), nbytes_of(reader, parts), read, Quantized(fmt, "compressed-tensors", order, compute, activation))
 
 
 def _ct_points(reader: Reader, name: str, rows: int, bits: int) -> Tensor:
@@ -232,7 +262,7 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
 
 def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """What transformers wrote of a model that halfbyte quantized: codes as in a checkpoint, and a guard under the weight's own name."""
-    found, rest = _modules(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
+    found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
     known = quantization_config.parse(settings)
     entries: dict[str, Entry] = {}
     for name, parts in found.items():
@@ -249,35 +279,8 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
             raise CheckpointError(f"{name} has no {ORDER}, which config.json speaks of: the checkpoint is damaged")
         order = partial(reader.read, parts[ORDER]) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
-        entries[f"{name}.weight"] = Entry(Spec(dtype, module.shape), _nbytes(reader, parts), read, quantized)
+        entries[f"{name}.weight"] = Entry(Spec(dtype, module.shape), nbytes_of(reader, parts), read, quantized)
     return Entries(entries | plain_entries(reader, rest))
-
-
-# What they have in common
-
-
-def _modules(
-    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[Spec], bool] = lambda spec: True
-) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The modules that hold the first of these parts: of each the parts by their full names; and the names of all other tensors."""
-    rest = dict.fromkeys(reader.places if names is None else names)
-    modules: dict[str, dict[str, str]] = {}
-    for name in list(rest):
-        module = name.removesuffix(f".{parts[0]}")
-        if module != name and fits(reader.spec(name)):
-            modules[module] = {part: full for part in parts if (full := f"{module}.{part}") in rest}
-    for found in modules.values():
-        for full in found.values():
-            rest.pop(full, None)
-    return modules, list(rest)
-
-
-def _read(reader: Reader, parts: Mapping[str, str]) -> dict[str, Tensor]:
-    return {part: reader.read(name) for part, name in parts.items()}
-
-
-def _nbytes(reader: Reader, parts: Mapping[str, str]) -> int:
-    return sum(reader.spec(name).nbytes for name in parts.values())
 
 
 def _group_size(settings: Mapping[str, Any]) -> int:
@@ -305,14 +308,8 @@ def _points_format(reader: Reader, name: str, parts: Mapping[str, str], bits: in
     if stored.dtype != torch.int32 or len(stored.shape) != 2:
         raise CheckpointError(f"{name}.qzeros is {stored.dtype} {list(stored.shape)}, not int32 [blocks, words]: the checkpoint is damaged")
     symmetric = bool((gptq.unpack(reader.read(parts["qzeros"]), bits, n) == middle).all())
-    scale = _scale_dtype(f"{name}.scales", reader.spec(parts["scales"]))
+    scale = scale_dtype(f"{name}.scales", reader.spec(parts["scales"]))
     return Format(bits, group if group > 0 else "channel", "none" if symmetric else "point", scale)
-
-
-def _scale_dtype(name: str, spec: Spec) -> torch.dtype:
-    if spec.dtype not in points.SCALES:
-        raise CheckpointError(f"{name} is {spec.dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged")
-    return spec.dtype
 
 
 def _judge(reader: Reader, modules: Mapping[str, Mapping[str, str]], bits: int, symmetric: bool, claimed: int) -> int:

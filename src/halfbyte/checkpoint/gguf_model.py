@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +30,11 @@ def open_gguf(path: Path, dtype: torch.dtype | None = None) -> Opened:
 
     dtype  that it computes in; without one that of the file's matrices which are not quantized, or else float32
     """
-    return open_file(gguf.read_header(path), dtype)
+    return open_entries(path, *read_file(gguf.read_header(path), dtype))
 
 
-def open_file(file: gguf.File, dtype: torch.dtype | None = None) -> Opened:
-    """The model in a GGUF file whose header has been read."""
-    if (parts := file.metadata.get("split.count", 0)) not in (0, 1):
-        raise CheckpointError(f"{file.path} is one of {parts} files: merge them with llama-gguf-split --merge")
+def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
+    """The config and the tensors of a GGUF file whose header has been read; `dtype` as in `open_gguf`."""
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
     architecture = of_file(file.metadata)
     halves = [e.spec.dtype for e in file.entries.values() if e.blocks is None and len(e.shape) > 1 and e.spec.dtype in _HALVES]
@@ -56,14 +56,53 @@ def open_file(file: gguf.File, dtype: torch.dtype | None = None) -> Opened:
         # The gate of the shared expert is a matrix of one row, and in the file a list.
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
-        entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, entry, shape, back, minus), _quantized(entry))
+        tensor = _Tensor(entry, _factor(file, name))
+        entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)
+    unused = [name for name in unused if not (name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in file.entries)]
     if unused:
         notes.append(f"left out, for transformers has no use for them: {', '.join(unused[:20])}")
-    return open_entries(file.path, config, Entries(entries, notes))
+    return config, Entries(entries, notes)
 
 
-def _quantized(entry: gguf.Entry) -> Quantized | None:
-    return None if entry.blocks is None else Quantized(entry.blocks.format, f"GGUF {entry.blocks.name}")
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a file, and the number that it is multiplied by, as those of nvfp4 are: one, or one for each expert."""
+
+    entry: gguf.Entry
+    factor: gguf.Entry | None
+
+    @property
+    def quantized(self) -> Quantized | None:
+        if (blocks := self.entry.blocks) is None:
+            return None
+        fmt = blocks.format if self.factor is None else replace(blocks.format, scale=torch.float32, family="int", sums=False)
+        return Quantized(fmt, f"GGUF {blocks.name}")
+
+    def read(self) -> Codes | Tensor:
+        value = gguf.read(self.entry)
+        if self.factor is None:
+            return value
+        factor = gguf.read(self.factor)
+        assert isinstance(factor, Tensor)
+        factor = factor.float().reshape(-1, *(1 for _ in self.entry.shape[1:]))
+        if isinstance(value, Tensor):
+            return value.float() * factor
+        assert self.quantized is not None
+        tensors = {name: part if name == "data" else part.float() * factor for name, part in value.tensors().items()}
+        return Codes.from_tensors(self.quantized.format, value.shape, tensors)
+
+
+def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
+    """What a tensor is multiplied by, if that is in the file."""
+    factor = file.entries.get(f"{name.removesuffix('weight')}scale")
+    if factor is None or not name.endswith(".weight"):
+        return None
+    if factor.blocks is not None or math.prod(factor.shape) not in (
+        1,
+        file.entries[name].shape[0] if len(file.entries[name].shape) > 2 else 1,
+    ):
+        raise CheckpointError(f"{file.path}: the scale of {name} is no number, and not one for each expert: the file is damaged")
+    return factor
 
 
 def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> tuple[dict[str, Entry], list[str]]:
@@ -75,18 +114,19 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
         if (found := architecture.stack(name)) is None or found[1][0] != name:
             continue
         target, names = found
-        parts = [file.entries[each] for each in names if each in file.entries]
+        tensors = [_Tensor(file.entries[each], _factor(file, each)) for each in names if each in file.entries]
+        parts = [tensor.entry for tensor in tensors]
         if len(parts) < len(names) or any(len(p.shape) != 3 or p.shape[::2] != first.shape[::2] for p in parts):
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, no stacks of experts that fit: the file is damaged")
         shape = (first.shape[0], sum(part.shape[1] for part in parts), first.shape[2])
-        alike = all(part.kind == first.kind for part in parts)
-        quantized = _quantized(first) if alike else None
+        alike = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
+        quantized = tensors[0].quantized if alike else None
         spec = Spec(dtype if any(part.blocks for part in parts) else first.spec.dtype, shape)
         if not alike and any(part.blocks for part in parts):
             mixed.append(f"{target} ({', '.join(gguf.kind_name(part.kind) for part in parts)})")
         nbytes = sum(part.place.spec.nbytes for part in parts)
-        entries[target] = Entry(spec, nbytes, partial(_read_stack, parts, quantized is not None), quantized)
+        entries[target] = Entry(spec, nbytes, partial(_read_stack, tensors, quantized is not None), quantized)
     return entries, [f"dequantized, for their parts are of several types: {', '.join(mixed)}"] if mixed else []
 
 
@@ -101,9 +141,9 @@ def _plain(file: gguf.File, name: str) -> Tensor:
     return tensor
 
 
-def _read(entry: gguf.Entry, shape: tuple[int, ...], rows: Tensor | None, minus: float, dtype: torch.dtype | None) -> Codes | Tensor:
+def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: float, dtype: torch.dtype | None) -> Codes | Tensor:
     """A tensor with its rows in transformers' order."""
-    value = gguf.read(entry)
+    value = tensor.read()
     if isinstance(value, Codes):
         value = value if value.shape == shape else _reshaped(value, shape)
         return value if rows is None else take_rows(value, rows)
@@ -115,9 +155,9 @@ def _read(entry: gguf.Entry, shape: tuple[int, ...], rows: Tensor | None, minus:
     return value if dtype is None else value.to(dtype)
 
 
-def _read_stack(parts: Sequence[gguf.Entry], keep: bool, dtype: torch.dtype | None) -> Codes | Tensor:
+def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None) -> Codes | Tensor:
     """Stacks of experts below each other: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes where they are to be kept."""
-    values = [gguf.read(part) for part in parts]
+    values = [part.read() for part in parts]
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
         shape = (codes[0].shape[0], sum(each.shape[1] for each in codes), codes[0].shape[2])

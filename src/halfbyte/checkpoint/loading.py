@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,22 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
-from halfbyte.checkpoint.entries import Entries, plain_entries
-from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.folder import complete
-from halfbyte.checkpoint.foreign import read_folder, settings_of
-from halfbyte.checkpoint.gguf_model import open_gguf
-from halfbyte.checkpoint.manifest import CONFIG, SECTION, Weight, dtype_named, read_manifest
+from halfbyte.checkpoint.manifest import Weight, dtype_named, read_manifest
 from halfbyte.checkpoint.opened import Opened, open_entries, order_name
 from halfbyte.checkpoint.parts import Sharing, device_of, in_parts
-from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.checkpoint.sources import open_source
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, stored_runs, take
-from halfbyte.io.gguf import is_gguf
-from halfbyte.io.safetensors import Reader, load_json
+from halfbyte.formats.spec import Format
+from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
-from halfbyte.nn.convert import candidates, finished, own_tensors
+from halfbyte.nn.convert import Config, as_config, candidates, finished, own_tensors
 from halfbyte.nn.experts import expanded
 from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
@@ -41,21 +36,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def open_model(path: str | PathLike[str], *, floats: bool = False) -> Opened:
-    """A halfbyte checkpoint, a folder that AWQ, GPTQ or compressed-tensors wrote, or a GGUF file.
+def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> Opened:
+    """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
-    floats  models that are not quantized are opened too: Hugging Face folders, folders of safetensors, one such file
+    floats    models that are not quantized are opened too: Hugging Face folders, folders of safetensors, one such file
+    quantize  how to quantize what the files hold as floats, as it is read; such models are opened too
     """
     source = Path(path)
-    if isfile(source) and is_gguf(source):
-        return open_gguf(source)
-    config = load_json(source / CONFIG) if isfile(source / CONFIG) else {}
-    if SECTION not in config and (settings := settings_of(source, config)) is not None:
-        entries = read_folder(Reader(weight_files(source)), {**config, SETTINGS: settings})
-        return open_entries(source, {key: value for key, value in config.items() if key != SETTINGS}, entries)
-    if floats and SECTION not in config:
-        return open_entries(source, config, Entries(plain_entries(Reader(weight_files(source)))))
-    return open_checkpoint(source)
+    opened = open_source(source, floats=floats or quantize is not None)
+    if opened is None and quantize is not None:
+        raise ArgumentError(f"{source} is quantized already: leave the format out, or quantize the float model")
+    return open_checkpoint(source) if opened is None else open_entries(source, *opened, quantize)
 
 
 def open_checkpoint(dir: str | PathLike[str]) -> Opened:
@@ -158,17 +149,20 @@ def load(
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
     *,
+    format: Config | Format | str | None = None,
     mesh: DeviceMesh | None = None,
     plan: Mapping[str, str] | None = None,
     exact: bool = False,
 ) -> nn.Module:
-    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, or what AWQ, GPTQ or compressed-tensors made of a
-    model of transformers, or a GGUF file, with the codes and scales that are there.
+    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, or what other projects made of a model of
+    transformers, or a GGUF file, with the codes and scales that are there.
 
     device  "cpu" unless told otherwise; with a mesh, this process's device of its kind
     model   a module of the right architecture, in floating point (on the meta device, if you like) or quantized: it is filled
             in place and returned. Without one, config.json names an architecture of transformers, which is built, and is
             returned in evaluation mode.
+    format  what to quantize the weights to that the files hold as floats (of 32, 16, 8 or 4 bits), as each is read: a Config, or the
+            format of all Linears. Codes stay what they are. Float folders are loaded too, then
     mesh    torch's DeviceMesh: each of its processes reads and has its part of the weights (see `parallelize_`, whose arguments `plan`
             and `exact` are). A `model` that was passed is filled first and spread then
 
@@ -179,7 +173,8 @@ def load(
     if mesh is None and (plan is not None or exact):
         raise ArgumentError("plan and exact say how processes share a model: pass the mesh of the processes, load(dir, mesh=mesh)")
     sharing = None if mesh is None else Sharing(mesh, plan, exact)
-    return fill(open_model(dir), device_of(mesh, device), model, sharing)
+    opened = open_model(dir, quantize=None if format is None else as_config(format))
+    return fill(opened, device_of(mesh, device), model, sharing)
 
 
 def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None, sharing: Sharing | None = None) -> nn.Module:

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.plan import Plan
+from halfbyte.checkpoint.plan import Plan, Source
 from halfbyte.errors import CheckpointError
-from halfbyte.io.safetensors import Reader
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.runs import decoder_layers
 
@@ -20,7 +19,7 @@ class Materializer:
     model  its other parameters are on the meta device
     """
 
-    def __init__(self, plan: Plan, reader: Reader) -> None:
+    def __init__(self, plan: Plan, reader: Source) -> None:
         if plan.model is None:
             raise CheckpointError("the files name no architecture, of which a model could be made")
         self.model = plan.model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.sharding import Ranges, narrowed, take
+from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.convert import Candidate, Config, check_calibration, check_patterns, decide
+from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
 from halfbyte.nn.static import Calibrated
@@ -77,19 +81,26 @@ def order_name(weight: str) -> str:
     return f"{weight.removesuffix('weight')}{ORDER}"
 
 
-def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened:
-    """The model that a config describes, from tensors in files; or the tensors alone, where it names no architecture."""
+def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> Opened:
+    """The model that a config describes, from tensors in files; or the tensors alone, where it names no architecture.
+
+    quantize  how to quantize weights that are floats in the files, as they are read
+    """
+    choose = entries.choose if quantize is None else partial(_choose, entries, quantize)
     if known_architecture(config) is not None:
-        plan = plan_model(config, entries, entries.choose)
+        plan = plan_model(config, entries, choose)
         notes = list(entries.notes)
     else:
-        plan = plan_by_rule(entries, entries.choose)
+        plan = plan_by_rule(entries, choose)
         notes = [*entries.notes, "no architecture of transformers is named: names are those of the files"]
     steps = {plan.renamed.get(target, target): (step, target) for step in plan.steps for target in step.targets}
     orders = {}
     for name, weight in plan.weights.items():
         quantized = entries.entries[steps[name][0].sources[0]].quantized
-        assert quantized is not None
+        if quantized is None:  # as it is read
+            assert quantize is not None
+            plan.weights[name] = replace(weight, compute=quantize.compute, activation=quantize.activation)
+            continue
         plan.weights[name] = replace(weight, compute=quantized.compute, activation=quantized.activation)
         if quantized.order is not None:
             orders[order_name(name)] = quantized.order
@@ -97,13 +108,17 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened
             plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
 
     for step in plan.steps:
-        forms = [quantized.form for source in step.sources if (quantized := entries.entries[source].quantized) is not None]
-        for target in step.targets if forms and step.converts else ():
+        form = entries.form(step.sources) if step.converts else None
+        for target in step.targets if form is not None else ():
             name = plan.renamed.get(target, target)
-            plan.about[name] = plan.about[name][0], f"{forms[0]}, dequantized: transformers keeps it fused, stacked or split"
+            plan.about[name] = plan.about[name][0], f"{form}, dequantized: transformers keeps it fused, stacked or split"
 
     def codes(name: str) -> Codes:
         step, target = steps[name]
+        if entries.entries[step.sources[0]].quantized is None:
+            assert quantize is not None
+            weight = plan.weights[name]
+            return quantize_weight(weight.kind, floats(name, weight.dtype), weight.format, quantize.method, name)
         if not step.stacks:
             return entries.codes(step.sources[0])
         matrices = {source: entries.codes(source) for source in step.sources}
@@ -116,12 +131,22 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries) -> Opened
             raise CheckpointError(f"{name}: the experts of {path} do not fit together ({e}): the checkpoint is damaged") from e
 
     def tensor(name: str) -> Tensor:
-        if name in orders:
-            return orders[name]()
+        return orders[name]() if name in orders else floats(name, plan.plain[name].dtype)
+
+    def floats(name: str, dtype: torch.dtype) -> Tensor:
         step, target = steps[name]
-        made = step.run(lambda source: entries.read(source, plan.plain[name].dtype))[target]
+        made = step.run(lambda source: entries.read(source, dtype))[target]
         # What conversions make may share memory with more than itself.
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
     sizes = {name: sum(entries.entries[source].nbytes for source in step.sources) for name, (step, _) in steps.items()}
     return Opened(path, config, plan.weights, plan.plain, plan.tied, codes, tensor, lambda: report(plan, entries, notes), sizes)
+
+
+def _choose(entries: Entries, config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> dict[str, Format | str]:
+    """Formats of weights that are codes, and those that the config gives to the others."""
+    check_calibration(config, given=False, in_memory=False)
+    check_patterns(config, [candidate.name for candidate in found])
+    held, wanted = entries.choose(found, sources), decide(found, config)
+    codes = {c.name for c in found if any(entries.entries[name].quantized is not None for name in sources.get(c.name, ()))}
+    return {name: decision if name in codes or not isinstance(wanted[name], Format) else wanted[name] for name, decision in held.items()}

@@ -14,6 +14,11 @@ two float16 scales times 6-bit integers fit a float32. Blocks, little-endian, by
     q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int8_g32_offset_f32
     q6_K    256: 128 low nibbles | 64 x 4 high crumbs | 16 int8 scales s | d f16                d s (q - 32)      int8_g16_f32
     iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  int8_g32_f32
+    tq1_0   256: 48 bytes of 5 digits to the base 3 | 4 of 4 | d f16                            d (q - 1)         int4_g256
+    tq2_0   256: 64 x 4 crumbs | d f16                                                          d (q - 1)         int4_g256
+    mxfp4    32: exponent e | 16 nibbles                                                        2^(e-128) table[q]   int8_g32_bf16
+    nvfp4    64: 4 scales s, float8 e4m3 | 32 nibbles                                           s / 2 table[q]    int8_g16
+    iq…     256: codes that are looked up in tables of vectors: grids.py                        d m q             int8_g16_f32, int8_g32_f32
 
 Of the types that are written beside those of blocks.py there is one, q5_0: its 5-bit codes hold every 4-bit code less its point.
 """
@@ -22,17 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import FormatError
+from halfbyte.formats import grids
 from halfbyte.formats.blocks import from_blocks
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _LOW = (0, 4)  # shifts of the nibbles of a byte
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 4-bit floating point, twice its values
 
 # What a decoder makes of blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -107,11 +115,12 @@ def _q5_1(b: Tensor) -> Parts:
 
 
 def _iq4_nl(b: Tensor) -> Parts:
-    return _table(_shifted(b[:, 2:], 16, _LOW, 15)), _f16(b, 0, torch.float16), None
+    return look_up(_IQ4, _shifted(b[:, 2:], 16, _LOW, 15)), _f16(b, 0, torch.float16), None
 
 
-def _table(nibbles: Tensor) -> Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int8)[nibbles.int()]
+def look_up(table: tuple[int, ...], nibbles: Tensor) -> Tensor:
+    """int8: what each nibble stands for."""
+    return torch.tensor(table, dtype=torch.int8)[nibbles.int()]
 
 
 def _q2_k(b: Tensor) -> Parts:
@@ -151,7 +160,30 @@ def _q6_k(b: Tensor) -> Parts:
 def _iq4_xs(b: Tensor) -> Parts:
     high = _shifted(b[:, 2:4], 1, (0, 2, 4, 6), 3)
     scales = _shifted(b[:, 4:8], 1, _LOW, 15) | high << 4
-    return _table(_shifted(b[:, 8:], 16, _LOW, 15)), _f16(b, 0) * (scales.to(torch.int8) - 32), None
+    return look_up(_IQ4, _shifted(b[:, 8:], 16, _LOW, 15)), _f16(b, 0) * (scales.to(torch.int8) - 32), None
+
+
+def _tq1_0(b: Tensor) -> Parts:
+    # A byte is a fraction of 256 in which each multiplication by 3 brings the next digit to the front.
+    powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8).view(1, -1, 1)
+    runs = ((b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4))
+    fractions = torch.cat([(run.unsqueeze(1) * powers[:, :digits]).flatten(1) for run, digits in runs], dim=1)
+    return (fractions.to(torch.int16) * 3 >> 8).to(torch.int8) - 1, _f16(b, 52, torch.float16), None
+
+
+def _tq2_0(b: Tensor) -> Parts:
+    return _shifted(b[:, :64], 32, (0, 2, 4, 6), 3).to(torch.int8) - 1, _f16(b, 64, torch.float16), None
+
+
+def _mxfp4(b: Tensor) -> Parts:
+    scale = torch.ldexp(torch.ones(len(b), 1), b[:, :1].to(torch.int32) - 128)
+    return look_up(E2M1, _shifted(b[:, 1:], 16, _LOW, 15)), scale.to(torch.bfloat16), None
+
+
+def _nvfp4(b: Tensor) -> Parts:
+    scale = (b[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float()
+    scale = torch.where(scale.isnan(), 0.0, scale) / 2  # as ggml has it
+    return look_up(E2M1, _shifted(b[:, 4:], 8, _LOW, 15)), scale.half(), None
 
 
 def _type(name: str, weights: int, nbytes: int, format: str, decode: Callable[[Tensor], Parts] | None = None) -> BlockType:
@@ -172,5 +204,13 @@ TYPES: dict[int, BlockType] = {
     14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k),
     20: _type("iq4_nl", 32, 18, "int8_g32", _iq4_nl),
     23: _type("iq4_xs", 256, 136, "int8_g32_f32", _iq4_xs),
+    **{
+        number: _type(name, 256, nbytes, f"int8_g{256 // scales}_f32", partial(grids.decode, name))
+        for number, name, nbytes, scales in grids.TYPES
+    },
+    34: _type("tq1_0", 256, 54, "int4_g256", _tq1_0),
+    35: _type("tq2_0", 256, 66, "int4_g256", _tq2_0),
+    39: _type("mxfp4", 32, 17, "int8_g32_bf16", _mxfp4),
+    40: _type("nvfp4", 64, 36, "int8_g16", _nvfp4),
 }
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}

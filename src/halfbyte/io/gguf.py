@@ -5,6 +5,9 @@
     for each tensor:  name | dimensions u32 | each u64, the fastest first | type u32 | offset u64, from the start of the data
     padding to `general.alignment` (32), the data, each tensor at a multiple of it
 
+A model may be split into files called <name>-00001-of-00003.gguf and so on, each with a header of its own that counts them
+(`split.count`, `split.no`); the first has the metadata. They are read as one.
+
 A string is its length, u64, and its bytes in UTF-8; an array its elements' type u32, their count u64, and they. All little-endian.
 
 The header is parsed from bytes in memory with every length checked against what is left, so that a damaged or hostile file can
@@ -17,9 +20,10 @@ Source: docs/gguf.md of https://github.com/ggml-org/ggml
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, overload
@@ -41,6 +45,8 @@ _FIRST_BYTES = 4 << 20
 _DIMENSIONS = 4
 _ALIGNMENT = 32
 _CHUNK_WEIGHTS = 1 << 20  # that are decoded at a time
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_MOST_PARTS = 1000
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -140,7 +146,35 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> File:
-    """The header of a GGUF file. Raises CheckpointError for whatever breaks a rule of the format."""
+    """The header of a GGUF file, or of all the files that a model is split into. Raises CheckpointError for whatever breaks a rule of
+    the format."""
+    file = _read_one(path)
+    count = file.metadata.get("split.count", 0)
+    return file if count in (0, 1) else _merged(path, count)
+
+
+def _merged(path: Path, count: Value) -> File:
+    """The parts of a model, one of which is at `path`, as one file: the first, with the tensors of all."""
+    name = _PART.fullmatch(path.name)
+    if not isinstance(count, int) or not 0 < count <= _MOST_PARTS:
+        raise CheckpointError(f"{path} says that it is one of {short(count)} files: it is damaged")
+    if name is None or int(name[2]) != count:
+        wanted = f"<name>-00001-of-{count:05d}.gguf"
+        raise CheckpointError(f"{path} is one of {count} files, which are called {wanted} and so on: give all of them their names again")
+    files = [_read_one(path.with_name(f"{name[1]}-{i + 1:05d}-of-{name[2]}.gguf")) for i in range(count)]
+    entries: dict[str, Entry] = {}
+    for number, part in enumerate(files):
+        if (part.metadata.get("split.count"), part.metadata.get("split.no")) != (count, number):
+            raise CheckpointError(f"{part.path} is not the part that its name says: fetch the file again")
+        if twice := entries.keys() & part.entries.keys():
+            raise CheckpointError(f"{part.path} has {short(min(twice))}, which another part has too: fetch the file again")
+        entries |= part.entries
+    if (said := files[0].metadata.get("split.tensors.count")) not in (None, len(entries)):
+        raise CheckpointError(f"the parts of {files[0].path} have {len(entries)} tensors, not {short(said)}: one of them is damaged")
+    return replace(files[0], entries=entries)
+
+
+def _read_one(path: Path) -> File:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:

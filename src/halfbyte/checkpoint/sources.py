@@ -1,0 +1,50 @@
+"""Models on disk that are no halfbyte checkpoints: float ones, those that other projects quantized, GGUF files."""
+
+from __future__ import annotations
+
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.files import weight_files
+from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
+from halfbyte.checkpoint.gguf_model import read_file
+from halfbyte.checkpoint.manifest import CONFIG, SECTION
+from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.errors import CheckpointError
+from halfbyte.io.gguf import is_gguf, read_header
+from halfbyte.io.safetensors import Reader, load_json
+
+
+def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, Any], Entries] | None:
+    """config.json, without what it says about quantization, and the tensors; None for a halfbyte checkpoint.
+
+    dtype   that a GGUF file's model computes in; see gguf_model.py
+    floats  models are opened too whose config.json speaks of no quantization; without it, None for them
+    """
+    if isfile(source) and is_gguf(source):
+        return read_file(read_header(source), dtype)
+    config = load_json(source / CONFIG) if isfile(source / CONFIG) else {}
+    if SECTION in config:
+        return None
+    if (settings := settings_of(source, config)) is not None:
+        entries = read_folder(Reader(weight_files(source)), {**config, SETTINGS: settings})
+        return {key: value for key, value in config.items() if key != SETTINGS}, entries
+    return (config, read_plain(Reader(weight_files(source)), config)) if floats else None
+
+
+def open_floats(source: Path) -> tuple[dict[str, Any], Entries]:
+    """`open_source` of a model that can be quantized: of one that is, only if none of its weights is held as codes."""
+    opened = open_source(source)
+    if opened is None:
+        raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
+    entries = opened[1].entries.values()
+    forms = [entry.quantized.form for entry in entries if entry.quantized is not None]
+    said = isfile(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
+    if forms or (said and not any(entry.form for entry in entries)):
+        where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
+        raise CheckpointError(f"{source} is quantized already ({where}): convert the float model, or keep its codes with export")
+    return opened

@@ -1,0 +1,66 @@
+"""Weights in 4-bit floating point (e2m1: 0, 1/2, 1, 3/2, 2, 3, 4, 6 and a sign) <- MXFP4 and NVFP4, as Codes.
+
+Twice a value is an integer in -12 … 12, so codes of 8 bits hold them as they are:
+
+    MXFP4  w = 2^(e - 127) value = 2^(e - 128) q     e uint8, for each 32 weights                 int8_g32_bf16, exact
+    NVFP4  w = scale g value = (scale g / 2) q       scale float8_e4m3fn, for each 16; g float32  int8_g16_f32, a scale rounded once
+
+Two values are in a byte, the first in the low nibble.
+
+Sources: OCP Microscaling Formats (MX) 1.0; transformers, integrations/mxfp4.py; compressed-tensors, compressors/nvfp4 and mxfp4, which
+divide by weight_global_scale; NVIDIA's TensorRT Model Optimizer, which multiplies by weight_scale_2
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.ggml import E2M1
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.io.float8 import numbers_of
+
+MX, NV = as_format("int8_g32_bf16"), as_format("int8_g16_f32")
+_TABLE = torch.tensor(E2M1, dtype=torch.int8)
+_PAIRS = torch.stack((_TABLE.repeat(16), _TABLE.repeat_interleave(16)), dim=1)  # of each byte: its two codes
+_CHUNK = 1 << 18  # bytes that are looked up at a time
+
+
+def read_mx(data: Tensor, exponents: Tensor, where: str) -> Codes:
+    """uint8 [..., K/2] and uint8 [..., K/32] -> Codes [..., K]."""
+    shape = shape_of(data, exponents, MX, (torch.uint8, torch.float8_e8m0fnu), where)
+    scale = numbers_of(exponents) / 2
+    if not bool(scale.isfinite().all()):
+        raise CheckpointError(f"{where} has a scale that is not finite: the checkpoint is damaged")
+    return Codes(MX, shape, _codes(data), scale.to(torch.bfloat16))
+
+
+def read_nv(data: Tensor, scale: Tensor, factor: Tensor, where: str, *, divide: bool) -> Codes:
+    """uint8 [..., K/2], float8_e4m3fn [..., K/16] and one float32, by which the scales are multiplied, or divided -> Codes [..., K]."""
+    shape = shape_of(data, scale, NV, (torch.float8_e4m3fn,), where)
+    if factor.dtype != torch.float32 or factor.numel() != 1:
+        raise CheckpointError(f"{where} has a factor {factor.dtype} {list(factor.shape)}, not one float32: the checkpoint is damaged")
+    g = factor.reshape(())
+    scales = scale.float() / 2
+    return Codes(NV, shape, _codes(data), scales / g if divide else scales * g)
+
+
+def shape_of(data: Tensor, scale: Tensor, fmt: Format, dtypes: tuple[torch.dtype, ...], where: str) -> tuple[int, ...]:
+    """[..., N, K] of packed values and their scales; raises CheckpointError where these do not fit together."""
+    sound = data.dtype == torch.uint8 and data.dim() > 1 and scale.dtype in dtypes
+    shape = (*data.shape[:-1], 2 * data.shape[-1]) if data.dim() else ()
+    if not sound or (*shape[:-1], shape[-1] // int(fmt.block)) != tuple(scale.shape) or shape[-1] % int(fmt.block):
+        got = f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)} with scales {str(scale.dtype).removeprefix('torch.')}"
+        what = f"{got} {list(scale.shape)}, no 4-bit floats with a scale for each {fmt.block}"
+        raise CheckpointError(f"{where} is {what}: the checkpoint is damaged")
+    return shape
+
+
+def _codes(data: Tensor) -> Tensor:
+    """uint8 [..., K/2] -> int8 [..., K]."""
+    out = torch.empty(data.numel(), 2, dtype=torch.int8)
+    for made, piece in zip(out.split(_CHUNK), data.reshape(-1).split(_CHUNK), strict=True):
+        torch.index_select(_PAIRS, 0, piece.to(torch.int32), out=made)
+    return out.reshape(*data.shape[:-1], 2 * data.shape[-1])
