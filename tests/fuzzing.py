@@ -1,10 +1,10 @@
 """Damaged files by the thousand: `python tests/fuzzing.py --count 100000`. tests/test_fuzz.py runs some of it.
 
 Each case changes a sound file somewhere and reads it whole: GGUF files by themselves and as models with their tokenizer, one of them a
-mixture of experts; folders of AWQ, GPTQ, compressed-tensors and halfbyte, and float ones in several files; tokenizer.json. It passes if
-the file is read or refused with one line; if that takes no more than a few seconds of the processor; and if no more than four times its
-size is allocated, besides room to work: 256 MB of address space in every case, and one megabyte in every fiftieth, where each allocation
-is seen.
+mixture of experts, one in two parts; folders of AWQ, GPTQ, compressed-tensors, bitsandbytes and halfbyte, of 8- and 4-bit floats, and
+float ones in several files; tokenizer.json. It passes if the file is read or refused with one line; if that takes no more than a few
+seconds of the processor; and if no more than four times its size is allocated, besides room to work: 256 MB of address space in every
+case, and one megabyte in every fiftieth, where each allocation is seen.
 """
 
 from __future__ import annotations
@@ -161,6 +161,63 @@ def make_compressed_tensors(folder: Path) -> None:
     _folder(folder, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
 
 
+def make_small_floats(folder: Path) -> None:
+    """8-bit floats with scales of three kinds, and 4-bit floats of two."""
+    weight = torch.rand(5, 64).to(torch.float8_e4m3fn)
+    data, exponents = torch.randint(0, 256, (5, 32), dtype=torch.uint8), torch.randint(100, 140, (5, 2), dtype=torch.uint8)
+    tensors = {
+        "a.weight": weight,
+        "a.weight_scale": torch.rand(5, 1),
+        "b.weight": weight,
+        "b.weight_scale_inv": torch.rand(2, 2),
+        "c.weight": weight,
+        "c.weight_scale": exponents,
+        "d.weight_packed": data,
+        "d.weight_scale": exponents,
+        "e.weight_packed": data,
+        "e.weight_scale": torch.rand(5, 4).to(torch.float8_e4m3fn),
+        "e.weight_global_scale": torch.rand(1) + 0.5,
+        "e.input_global_scale": torch.ones(1),
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "block_structure": [4, 32]}}}
+    _folder(folder, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+
+
+def make_mxfp4(folder: Path) -> None:
+    blocks, scales = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8), torch.randint(100, 140, (2, 6, 3), dtype=torch.uint8)
+    tensors = {"a.gate_up_proj_blocks": blocks, "a.gate_up_proj_scales": scales, "norm": torch.ones(4)}
+    _folder(folder, tensors, {"quant_method": "mxfp4"})
+
+
+def make_bitsandbytes(folder: Path) -> None:
+    state = {"quant_type": "nf4", "blocksize": 16, "shape": [6, 30], "nested_blocksize": 4, "nested_offset": 0.5, "dtype": "float16"}
+    tensors = {
+        "a.weight": torch.randint(0, 256, (90, 1), dtype=torch.uint8),
+        "a.weight.absmax": torch.randint(0, 256, (12,), dtype=torch.uint8),
+        "a.weight.quant_map": torch.linspace(-1, 1, 16),
+        "a.weight.nested_absmax": torch.rand(3),
+        "a.weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8),
+        "b.weight": torch.randint(-127, 128, (4, 9), dtype=torch.int8),
+        "b.SCB": torch.rand(4),
+        "b.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    _folder(folder, tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+def make_gguf_parts(folder: Path) -> None:
+    for i, name in enumerate(_PARTS):
+        counts = {"split.count": 2, "split.no": i, "split.tensors.count": 2}
+        (folder / name).unlink(missing_ok=True)
+        writer = gguf.Writer(folder / name, counts | {"general.architecture": "llama"}, {f"w{i}": (2, (3, 64))})
+        writer.write(f"w{i}", torch.randint(0, 60, (3, 36), dtype=torch.uint8))
+        writer.finish()
+
+
+def read_gguf_parts(folder: Path) -> object:
+    return [gguf.read(entry) for entry in gguf.read_header(folder / _PARTS[0]).entries.values()]
+
+
 def read_quantized(folder: Path) -> object:
     config = load_json(folder / CONFIG)
     if not isinstance(config.get("quantization_config"), dict):
@@ -238,12 +295,17 @@ def read_tokenizer(folder: Path) -> object:
 
 
 _FOLDER = ("model.safetensors", CONFIG)
+_PARTS = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
 _SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 KINDS = (
     Kind("gguf", ("m.gguf",), make_gguf, read_gguf),
     Kind("awq", _FOLDER, make_awq, read_quantized),
     Kind("gptq", _FOLDER, make_gptq, read_quantized),
     Kind("compressed-tensors", _FOLDER, make_compressed_tensors, read_quantized),
+    Kind("small floats", _FOLDER, make_small_floats, read_quantized),
+    Kind("mxfp4", _FOLDER, make_mxfp4, read_quantized),
+    Kind("bitsandbytes", _FOLDER, make_bitsandbytes, read_quantized),
+    Kind("gguf parts", _PARTS, make_gguf_parts, read_gguf_parts),
     Kind("gguf model", ("m.gguf",), make_gguf_model, read_model),
     Kind("gguf experts", ("m.gguf",), make_gguf_experts, read_model),
     Kind("halfbyte", _FOLDER, make_halfbyte, read_model),

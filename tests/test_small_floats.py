@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors
-from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError
+from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import bitsandbytes, float4, float8
 from halfbyte.nn.convert import Config
@@ -358,17 +358,16 @@ def test_codes_stay_what_they_are(kind: str, folders: Path, tmp_path: Path) -> N
             assert all(torch.equal(other.tensors()[part], tensor) for part, tensor in value.tensors().items())
         else:
             assert torch.equal(value, other)  # type: ignore[arg-type]
-    loaded = load(folders / kind, format="q4_0")  # the head is a float, and is quantized
-    assert str(loaded.get_submodule("model.layers.0.mlp.up_proj").packed.format) == CODES[kind]  # type: ignore[union-attr]
-    assert isinstance(loaded.lm_head, QuantLinear)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        load(folders / kind, format="q4_0")
 
 
 def test_a_format_for_what_is_quantized_already(folders: Path, tmp_path: Path) -> None:
     convert(folders / "fp8-float", tmp_path / "q", "q8_0")
-    with pytest.raises(ArgumentError, match="quantized already"):
+    with pytest.raises(CheckpointError, match="quantized already"):
         load(tmp_path / "q", format="q4_0")
     assert torch.equal(logits(load(folders / "fp8-float", format="q8_0")), logits(load(tmp_path / "q")))
-    with pytest.raises(HalfbyteError, match="needs calibration"):
+    with pytest.raises(ArgumentError, match="needs calibration"):
         load(folders / "fp8", format=Config("q4_0", method="gptq"))
 
 

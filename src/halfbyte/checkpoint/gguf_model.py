@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf_config import to_config
 from halfbyte.checkpoint.gguf_names import Architecture, of_file
-from halfbyte.checkpoint.opened import Opened, open_entries
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io import gguf
@@ -25,16 +23,11 @@ from halfbyte.io.tensors import Spec
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def open_gguf(path: Path, dtype: torch.dtype | None = None) -> Opened:
-    """The model in a GGUF file.
-
-    dtype  that it computes in; without one that of the file's matrices which are not quantized, or else float32
-    """
-    return open_entries(path, *read_file(gguf.read_header(path), dtype))
-
-
 def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
-    """The config and the tensors of a GGUF file whose header has been read; `dtype` as in `open_gguf`."""
+    """The config and the tensors of a GGUF file whose header has been read.
+
+    dtype  that the model computes in; without one that of the file's matrices which are not quantized, or else float32
+    """
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
     architecture = of_file(file.metadata)
     halves = [e.spec.dtype for e in file.entries.values() if e.blocks is None and len(e.shape) > 1 and e.spec.dtype in _HALVES]

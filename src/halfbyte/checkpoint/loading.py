@@ -16,7 +16,7 @@ from halfbyte.checkpoint.folder import complete
 from halfbyte.checkpoint.manifest import Weight, dtype_named, read_manifest
 from halfbyte.checkpoint.opened import Opened, open_entries, order_name
 from halfbyte.checkpoint.parts import Sharing, device_of, in_parts
-from halfbyte.checkpoint.sources import open_source
+from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, stored_runs, take
@@ -40,12 +40,10 @@ def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Con
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
     floats    models that are not quantized are opened too: Hugging Face folders, folders of safetensors, one such file
-    quantize  how to quantize what the files hold as floats, as it is read; such models are opened too
+    quantize  how to quantize as it is read a model that the files hold as floats; none of its weights may be codes
     """
     source = Path(path)
-    opened = open_source(source, floats=floats or quantize is not None)
-    if opened is None and quantize is not None:
-        raise ArgumentError(f"{source} is quantized already: leave the format out, or quantize the float model")
+    opened = open_source(source, floats=floats) if quantize is None else open_floats(source)
     return open_checkpoint(source) if opened is None else open_entries(source, *opened, quantize)
 
 
@@ -161,8 +159,8 @@ def load(
     model   a module of the right architecture, in floating point (on the meta device, if you like) or quantized: it is filled
             in place and returned. Without one, config.json names an architecture of transformers, which is built, and is
             returned in evaluation mode.
-    format  what to quantize the weights to that the files hold as floats (of 32, 16, 8 or 4 bits), as each is read: a Config, or the
-            format of all Linears. Codes stay what they are. Float folders are loaded too, then
+    format  what to quantize a model to that the files hold as floats (of 32, 16, 8 or 4 bits), one weight at a time as it is read: a
+            Config, or the format of all Linears
     mesh    torch's DeviceMesh: each of its processes reads and has its part of the weights (see `parallelize_`, whose arguments `plan`
             and `exact` are). A `model` that was passed is filled first and spread then
 

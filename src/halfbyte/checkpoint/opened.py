@@ -84,9 +84,9 @@ def order_name(weight: str) -> str:
 def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> Opened:
     """The model that a config describes, from tensors in files; or the tensors alone, where it names no architecture.
 
-    quantize  how to quantize weights that are floats in the files, as they are read
+    quantize  how to quantize weights as they are read, all of which are floats then
     """
-    choose = entries.choose if quantize is None else partial(_choose, entries, quantize)
+    choose = entries.choose if quantize is None else partial(_choose, quantize)
     if known_architecture(config) is not None:
         plan = plan_model(config, entries, choose)
         notes = list(entries.notes)
@@ -143,10 +143,7 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
     return Opened(path, config, plan.weights, plan.plain, plan.tied, codes, tensor, lambda: report(plan, entries, notes), sizes)
 
 
-def _choose(entries: Entries, config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> dict[str, Format | str]:
-    """Formats of weights that are codes, and those that the config gives to the others."""
+def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
     check_calibration(config, given=False, in_memory=False)
     check_patterns(config, [candidate.name for candidate in found])
-    held, wanted = entries.choose(found, sources), decide(found, config)
-    codes = {c.name for c in found if any(entries.entries[name].quantized is not None for name in sources.get(c.name, ()))}
-    return {name: decision if name in codes or not isinstance(wanted[name], Format) else wanted[name] for name, decision in held.items()}
+    return decide(found, config)

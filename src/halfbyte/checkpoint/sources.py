@@ -36,9 +36,9 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     return (config, read_plain(Reader(weight_files(source)), config)) if floats else None
 
 
-def open_floats(source: Path) -> tuple[dict[str, Any], Entries]:
-    """`open_source` of a model that can be quantized: of one that is, only if none of its weights is held as codes."""
-    opened = open_source(source)
+def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
+    """`open_source` of a model that can be quantized, none of whose weights is held as codes."""
+    opened = open_source(source, dtype)
     if opened is None:
         raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
     entries = opened[1].entries.values()
@@ -46,5 +46,5 @@ def open_floats(source: Path) -> tuple[dict[str, Any], Entries]:
     said = isfile(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
     if forms or (said and not any(entry.form for entry in entries)):
         where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
-        raise CheckpointError(f"{source} is quantized already ({where}): convert the float model, or keep its codes with export")
+        raise CheckpointError(f"{source} is quantized already ({where}): convert the float model")
     return opened

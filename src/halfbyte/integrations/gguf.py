@@ -1,4 +1,4 @@
-"""GGUF files as models of transformers, ready to generate: llama, mistral, qwen2, qwen3, phi3, gemma, gemma2, gemma3."""
+"""GGUF files as models of transformers, ready to generate; docs/other-files.md names the architectures."""
 
 from __future__ import annotations
 
@@ -10,28 +10,43 @@ import torch
 from torch import nn
 
 from halfbyte.checkpoint import gguf_tokenizer
-from halfbyte.checkpoint.gguf_model import open_gguf
+from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.loading import fill
+from halfbyte.checkpoint.opened import open_entries
 from halfbyte.checkpoint.parts import Sharing, device_of
+from halfbyte.checkpoint.sources import open_floats
+from halfbyte.formats.spec import Format
+from halfbyte.io.gguf import read_header
+from halfbyte.nn.convert import Config, as_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def load_gguf(
-    path: str | PathLike[str], device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, mesh: DeviceMesh | None = None
+    path: str | PathLike[str],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    format: Config | Format | str | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Any]:
     """(model, tokenizer) from a GGUF file, with the codes and scales that are in it.
 
-    dtype  that the model computes in; without one that of the file's matrices which are not quantized, or else float32
-    mesh   of processes that share the model; see `load`
+    dtype   that the model computes in; without one that of the file's matrices which are not quantized, or else float32
+    format  what to quantize a file of floats to; see `load`
+    mesh    of processes that share the model; see `load`
 
     The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, cut short,
     or holds a model of another architecture.
     """
     source = Path(path)
     sharing = None if mesh is None else Sharing(mesh)
-    model = fill(open_gguf(source, dtype), device_of(mesh, device), sharing=sharing)
+    if format is None:
+        opened = open_entries(source, *read_file(read_header(source), dtype))
+    else:
+        opened = open_entries(source, *open_floats(source, dtype), as_config(format))
+    model = fill(opened, device_of(mesh, device), sharing=sharing)
     tokenizer = gguf_tokenizer.load(source)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and tokenizer is not None:

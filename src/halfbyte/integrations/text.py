@@ -73,7 +73,7 @@ def open_model(
 ) -> tuple[Any, Any]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
-    config  what to quantize of a float model as it loads
+    config  what to quantize of a model as it loads, whose files hold floats of whatever size
     dtype   that the model computes in. Without one: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU
             what config.json says, and bfloat16 for a .gguf file
     mesh    of processes that share the model, each on its own `device`
@@ -87,9 +87,7 @@ def open_model(
     if path.is_file() and is_gguf(path):
         from halfbyte.integrations.gguf import load_gguf
 
-        if config is not None:
-            raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, mesh=mesh)
+        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, format=config, mesh=mesh)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return ready(model, device, dtype), tokenizer
@@ -97,9 +95,7 @@ def open_model(
         raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
     if SECTION in described or settings_of(path, described):
-        if config is not None:
-            raise ArgumentError(f"{path} is quantized already: leave the format out, or quantize the float model")
-        model = _open_quantized(path, described, device, dtype, mesh)
+        model = _open_quantized(path, described, device, config, dtype, mesh)
     else:
         model = _from_pretrained(path, dtype, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
@@ -198,11 +194,13 @@ class _Clock(TextStreamer):
         self._show(text)
 
 
-def _open_quantized(path: Path, described: Mapping[str, Any], device: str, dtype: torch.dtype | None, mesh: DeviceMesh | None) -> Any:
+def _open_quantized(
+    path: Path, described: Mapping[str, Any], device: str, config: Config | None, dtype: torch.dtype | None, mesh: DeviceMesh | None
+) -> Any:
     section = described.get("quantization_config")
-    if SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
+    if config is None and SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
         return _from_pretrained(path, dtype)
-    return checkpoint.load(path, device, mesh=mesh)
+    return checkpoint.load(path, device, format=config, mesh=mesh)
 
 
 def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> Any:
