@@ -73,6 +73,9 @@ LINEAR = Block(
         "lesser_tiles",
         "tile_function",
         "lesser_tile_function",
+        # what passes all row tiles over a panel whose codes it expands, so many blocks at a time; 0 where tiles read packed codes
+        "panel_function",
+        "expanded_blocks",
         "chunks",  # of row tiles
         # panels and outputs; `zeros` stands for a bias where there is none
         "n",

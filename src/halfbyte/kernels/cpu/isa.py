@@ -9,6 +9,7 @@ Bytes are little-endian throughout: a layout's four bytes are read as one intege
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,6 +24,7 @@ class Int8Unit:
     """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
 
     paired   products of sums (`ISA.multiplies_sums`) are made
+    expanded   the codes are bytes already, in the order of `expanded.py`
     """
 
     rows: int
@@ -30,6 +32,7 @@ class Int8Unit:
     bits: int
     k: int
     paired: bool = False
+    expanded: bool = False
 
 
 class ISA:
@@ -54,6 +57,8 @@ class ISA:
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
+    expanded_tile: ClassVar[tuple[int, int] | None] = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
+    expanded_rows = 0  # from so many rows on
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
@@ -135,6 +140,14 @@ class ISA:
         by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(row, unit.vectors)]
         return zip(*by_vector, strict=True)
 
+    def unit_steps(self, weights: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
+        """The unit weights of a unit, step by step: a vector each."""
+        if unit.expanded:
+            width = 4 * self.lanes * unit.vectors
+            return (tuple(self.stored(weights + s * width, unit.vectors)) for s in range(unit.k // 4))
+        rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.bits // 32))
+        return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
+
     def activation_bytes(self, inner: str, bits: int) -> int:
         """Of one activation as tiles read it, for weights of `bits`."""
         return {"int8": 1, "bf16": 2, "float": 4}[inner]
@@ -203,18 +216,14 @@ class ISA:
         accs = [self.start(f, t, unit.bits) for t in totals]
         sums = [self.start(f, t, unit.bits) for t in weight_sums]
         ones = self.ones(f, unit.bits)
-        at = 0
-        for t in range(unit.k * unit.bits // 32):
-            at_row = weights + t * PANEL * 4
-            for step in self.steps(at_row, unit):
-                for i in range(unit.rows):
-                    x = self.spread(a[i], "i32", at)
-                    for v, w in enumerate(step):
-                        n = i * unit.vectors + v
-                        accs[n] = self.pinned(f, self.dot(f, accs[n], w, x, unit.bits))
-                sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
-                at += 4
-                f.fence()
+        for at, step in enumerate(self.unit_steps(weights, unit)):
+            for i in range(unit.rows):
+                x = self.spread(a[i], "i32", 4 * at)
+                for v, w in enumerate(step):
+                    n = i * unit.vectors + v
+                    accs[n] = self.pinned(f, self.dot(f, accs[n], w, x, unit.bits))
+            sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
+            f.fence()
         widened = [self.widen(f, acc, t, unit.bits) for acc, t in zip(accs, totals, strict=True)]
         return widened, [self.widen(f, acc, t, unit.bits) for acc, t in zip(sums, weight_sums, strict=True)]
 

@@ -44,6 +44,8 @@ class AVX2(ISA):
     direct_tile = (4, 2)
     multiplies_sums = True
     minimal = 25, 22  # on Zen 3
+    expanded_tile: ClassVar[tuple[int, int] | None] = 5, 2
+    expanded_rows = 48
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -157,6 +159,7 @@ class AVX512(AVX2):
     attributes = _WHOLE_REGISTERS
     register_totals = 12
     direct_tile = (10, 2)
+    expanded_tile = None  # not measured
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return min(m, 6), 2

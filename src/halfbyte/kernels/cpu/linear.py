@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import activations, amx, driver, jit, runtime, tile
+from halfbyte.kernels.cpu import activations, amx, driver, expanded, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.expanded import PanelSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
@@ -206,10 +207,15 @@ class LinearKernel:
         most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
         if self.paired and m >= most:
             most, vectors = self.isa.direct_tile
+        expands = self._expands(m)
+        if expands is not None:
+            most, vectors = expands
         count = -(-m // most)
         rows, more = divmod(m, count)
-        function = _tile_function(self.isa, spec, rows + (more > 0), vectors)
+        function = _tile_function(self.isa, spec, rows + (more > 0), vectors, expands is not None)
+        lesser = _tile_function(self.isa, spec, rows, vectors, expands is not None) if more else function
         return {
+            **(self._expansion(vectors) if expands is not None else {}),
             "openmp": runtime.openmp_address(),
             "k": geo.k,
             "blocks": geo.blocks,
@@ -224,7 +230,7 @@ class LinearKernel:
             "tiles": more or count,
             "lesser_tiles": count - more if more else 0,
             "tile_function": function,
-            "lesser_tile_function": _tile_function(self.isa, spec, rows, vectors) if more else function,
+            "lesser_tile_function": lesser,
             "n": geo.n,
             "panel_bytes": geo.panel_bytes,
             "zeros": _ZEROS.data_ptr(),
@@ -233,10 +239,28 @@ class LinearKernel:
             "table_stride": 4 * PANEL * geo.panels,
         }
 
+    def _expands(self, m: int) -> tuple[int, int] | None:
+        """Rows and vectors of the tiles for M rows if they read expanded codes."""
+        spec, isa = self.tile_spec, self.isa
+        fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= expanded.LONGEST
+        # Float offsets take so many instructions at a block's end that it is slower.
+        return isa.expanded_tile if fits and spec.zero != "offset" and m >= isa.expanded_rows else None
+
+    def _expansion(self, vectors: int) -> dict[str, int]:
+        panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
+        size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zero)
+        return {
+            "panel_function": jit.load(panel.name, functools.partial(expanded.build_panel, panel), self.isa)[panel.name],
+            "expanded_blocks": max(1, expanded.RECORD_BYTES // size),
+        }
+
 
 @functools.cache
-def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int) -> int:
+def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int, of_expanded: bool = False) -> int:
     sized = replace(spec, rows=rows, vectors=vectors)
+    if of_expanded:
+        name = expanded.name_of(sized)
+        return jit.load(name, functools.partial(expanded.build, sized), isa)[name]
     build = amx.build if isinstance(isa, AMXTiles) else tile.build
     return jit.load(sized.name, functools.partial(build, sized), isa)[sized.name]
 

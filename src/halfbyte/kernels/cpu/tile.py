@@ -126,14 +126,18 @@ class Tile:
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
-        spec, f = self.spec, self.f
         self._begin(first)
-        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        self._end(first, self._blocks(first, LINEAR.load(self.args, "blocks"), LINEAR.load(self.args, "last_units")))
+
+    def _blocks(self, first: Value, blocks: Value, last: Value) -> Value:
+        """Adds the products of so many blocks to the totals, where the last has `last` units; the end of their activations."""
+        spec, f = self.spec, self.f
+        units = LINEAR.load(self.args, "units")
         w, a = f.variable(self.weights), f.variable(self.activations)
         for b in f.loop(blocks):
             n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
             self._block(w, a, n, first)
-        self._end(first, a.value)
+        return a.value
 
     def _begin(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f

@@ -1,0 +1,76 @@
+"""Tiles that read expanded codes give, bit for bit, what tiles give that unpack for themselves, which `test_linear.py` checks."""
+
+import itertools
+
+import pytest
+import torch
+from samples import random_codes
+from support import RUNNABLE, activations, run_linear
+
+from halfbyte.formats import Format
+from halfbyte.kernels.cpu import expanded
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.layouts.cpu_tiles import pack
+
+ISAS = [isa for isa in RUNNABLE if isa.expanded_tile is not None]
+pytestmark = pytest.mark.skipif(not ISAS, reason="this CPU's tiles read packed codes")
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CASES = [
+    ("none", 32, F16, F32, "block"), ("point", 32, BF16, F16, "row_offset"), ("none", 128, F32, BF16, "row"),
+    ("point", 128, F16, F32, "block"), ("none", 20, BF16, F32, "block_offset"), ("point", 33, F32, F32, "row"),
+    ("none", "channel", F16, BF16, "row_offset"), ("point", 300, F32, F16, "block_offset"), ("none", 300, F16, F32, "block"),
+]  # fmt: skip
+# (M, N, K): some of the rows whose sums wait, and more; parts of a panel; K in several chunks of blocks, and in one
+SHAPES = ((51, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
+
+
+def kernels(
+    isa: ISA, fmt: Format, n: int, k: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LinearKernel, LinearKernel]:
+    """One that expands, and one that does not."""
+    plain = LinearKernel(fmt, n, k, dtype, "int8", way, isa=isa)
+    monkeypatch.setattr(plain, "_expands", lambda m: None)
+    return LinearKernel(fmt, n, k, dtype, "int8", way, isa=isa), plain
+
+
+@pytest.mark.parametrize(("zero", "block", "scale", "dtype", "way"), CASES)
+def test_results_are_those_of_packed_codes(
+    zero: str, block: int | str, scale: torch.dtype, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = Format(4, block, zero, scale)
+    for isa, (m, n, k) in itertools.product(ISAS, SHAPES):
+        kernel, plain = kernels(isa, fmt, n, k, dtype, way, monkeypatch)
+        if block != "channel" or k <= expanded.LONGEST:
+            assert kernel.fields(m)["panel_function"]
+        packed, x, residual = pack(random_codes(fmt, (n, k), m)), activations(m, k, dtype, 1, n % 3), activations(m, n, dtype, 2)
+        for bias, clamp, added in ((torch.randn(n), (-3.0, 4.0), residual), (None, (-torch.inf, torch.inf), None)):
+            y, wanted = (run_linear(one, x, packed, bias, clamp, added) for one in (kernel, plain))
+            assert torch.equal(y, wanted)
+
+
+def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
+    isa = ISAS[0]
+    for fmt, m, takes in (
+        (Format(4, 32), isa.expanded_rows, True),
+        (Format(4, 32), isa.expanded_rows - 1, False),
+        (Format(4, "channel"), 100, False),
+        (Format(4, 32, "offset"), 100, False),
+        (Format(8, 32), 100, False),
+    ):
+        kernel = LinearKernel(fmt, 32, 2048, torch.float32, "int8", "block", isa=isa)
+        assert ("panel_function" in kernel.fields(m)) == takes
+
+
+def test_gelu_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, (m, n, k) = Format(4, 32), (60, 40, 96)
+    packed, x = pack(random_codes(fmt, (n, k))), torch.randn(m, k)
+    x[7, 50] = torch.nan
+    kernel = LinearKernel(fmt, n, k, torch.float32, "int8", "block", gelu=True, isa=ISAS[0])
+    y = run_linear(kernel, x, packed)
+    assert y[7].isnan().all()
+    assert not y[torch.arange(m) != 7].isnan().any()
+    monkeypatch.setattr(kernel, "_expands", lambda rows: None)
+    kernel.number = -1  # its calls are planned anew
+    assert torch.equal(run_linear(kernel, x, packed).nan_to_num(nan=-7), y.nan_to_num(nan=-7))
