@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from language_model import make_tokenizer
+from llama_server import LlamaCpp, needs_llama_cpp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
@@ -284,30 +285,24 @@ def test_a_folder_of_transformers_is_written_too(tmp_path: Path) -> None:
     assert ggml.TYPES[2].format == as_format("q4_0")
 
 
+@needs_llama_cpp
 @pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     """The likeliest next tokens. llama.cpp rounds activations to 8 bits at each of some twenty products, errors of up to 2^-8 of a
     block's largest value that add up as a random walk: some hundredths of a logit here. A wrong router or order changes whole units."""
-    xllamacpp = pytest.importorskip("xllamacpp")
     tokenizer = make_tokenizer()
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": len(tokenizer)}
     make(name, **sizes).save_pretrained(tmp_path / "float")
     tokenizer.save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", hb.Config("q4_0", compute="float"))
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = str(tmp_path / "m.gguf"), 128, 1, False
-    parameters.cpuparams.n_threads = 1
-    server, model = xllamacpp.Server(parameters), load(tmp_path / "q")
+    theirs, model = LlamaCpp(tmp_path / "m.gguf"), load(tmp_path / "q")
     ids = tokenizer("the quick brown fox jumps over the lazy dog, 27 hens slept under an old oak tree")["input_ids"]
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
     compared = 0
-    for cut in range(4, len(ids)):
-        answer = server.handle_completions({"prompt": ids[:cut], "n_predict": 1, "temperature": 0, "n_probs": 10, "cache_prompt": False})
-        if (found := answer["choices"][0]["logprobs"]) is None:  # a token that is a part of a character
-            continue
-        with torch.no_grad():
-            expected = torch.log_softmax(model(torch.tensor([ids[:cut]])).logits[0, -1], -1)
-        for token in found["content"][0]["top_logprobs"]:
-            assert abs(token["logprob"] - float(expected[token["id"]])) < 0.15
+    for count, next_tokens in theirs.next_tokens(ids, 4, 10):
+        for token, found in next_tokens.items():
+            assert abs(found - float(expected[count - 1, token])) < 0.15
             compared += 1
     assert compared >= 20

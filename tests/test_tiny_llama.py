@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from llama_server import LlamaCpp, needs_llama_cpp
 from torch.nn import functional
+
+from halfbyte.checkpoint import convert, export, load
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "tiny-llama"
@@ -59,6 +62,25 @@ def test_greedy_text_is_reproducible(model: Any, tokenizer: Any) -> None:
     first, second = (model.generate(**inputs, max_new_tokens=32, do_sample=False, pad_token_id=0) for _ in range(2))
     assert first.tolist() == second.tolist()
     assert tokenizer.decode(first[0]).startswith("import os\nimport sys\n\n")
+
+
+@needs_llama_cpp
+def test_llama_cpp_finds_the_same_perplexity(tokenizer: Any, tmp_path: Path) -> None:
+    """What halfbyte writes, llama.cpp reads; both round activations to 8 bits, in their own ways."""
+    convert(MODEL, tmp_path / "q", "q4_0")
+    export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
+    ids = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:2000])["input_ids"][:40]
+    with torch.inference_mode():
+        mine = torch.log_softmax(load(tmp_path / "m.gguf")(torch.tensor([ids])).logits[0].double(), -1)
+    found = [
+        (likely[ids[count]], float(mine[count - 1, ids[count]]))
+        for count, likely in LlamaCpp(tmp_path / "m.gguf").next_tokens(ids, 8, len(tokenizer))
+    ]
+    errors = torch.tensor([theirs - own for theirs, own in found], dtype=torch.float64)
+    assert len(errors) >= 25
+    assert float(errors.abs().max()) < 0.5
+    # The errors of both are as often up as down: their mean, the logarithm of the ratio of perplexities, is noise.
+    assert abs(float(errors.mean())) < 4 * float(errors.std()) / len(errors) ** 0.5
 
 
 def test_training_for_the_format_brings_it_nearer() -> None:
