@@ -91,7 +91,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
     cls = getattr(transformers, name)
     try:
         with torch.random.fork_rng(devices=[]), _default_dtype(dtype), _Skeleton([math.prod(shape) for shape in files]):
-            model: nn.Module = cls(cls.config_class.from_dict(dict(config)))
+            model: nn.Module = cls(cls.config_class.from_dict(_with_special_floats(dict(config))))
     except CheckpointError:
         raise
     except Exception as e:  # transformers raises anything for a config that makes no sense
@@ -169,6 +169,26 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
     stacks = isinstance(first, MergeModulelist) and first.dim == 0 and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
     specs = {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}
     return Step(tuple(name for name, _ in sources), specs, run, True, stacks)
+
+
+def initial(model: Any, name: str) -> Tensor | None:
+    """What transformers computes for a parameter of a `skeleton` that its files may lack, such as sines of positions; None for others."""
+    allowed = [p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_missing", None) or ()]
+    if not any(re.search(pattern, name) for pattern in allowed):
+        return None
+    prefix, _, own = name.rpartition(".")
+    module = deepcopy(model.get_submodule(prefix)).to_empty(device="cpu")
+    model._init_weights(module)
+    return module.get_parameter(own).detach()
+
+
+def _with_special_floats(value: Any) -> Any:
+    """A value of a config.json, where transformers writes {"__float__": "Infinity"} for what JSON has no word for."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _with_special_floats(item) for key, item in value.items()}
+    return [_with_special_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _why(e: Exception) -> str:

@@ -74,7 +74,7 @@ def convert(
         plan = plan_by_rule(reader, choose)
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken for a Linear's")
     for name, weight in plan.weights.items():
-        if name in plan.linears or weight.kind == "Experts":
+        if name in plan.linears or weight.kind != "Embedding":
             plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
     copied, left_out = companions(source, target)
     if left_out:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.architecture import Step, rename, skeleton, steps_to
+from halfbyte.checkpoint.architecture import Step, initial, rename, skeleton, steps_to
 from halfbyte.checkpoint.manifest import Weight, dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
@@ -106,6 +106,8 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
         spec = Spec(tensor.dtype, tuple(tensor.shape))
         if name not in given and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
             plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer that older files lack
+        elif name not in given and (value := initial(model, name)) is not None:
+            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: value})))
         elif name not in given:
             raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: save the whole model with transformers first")
         elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:

@@ -51,6 +51,7 @@ from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, 
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
+from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 
 OLDEST = (5, 4)  # before, tensors of a wrong type were cast silently, and static caches counted their tokens otherwise
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -187,8 +188,11 @@ class HalfbyteQuantizer(HfQuantizer):
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
             if owner in wanted and name not in wanted:
-                del model.get_submodule(name).weight
-                model.get_submodule(name)._is_hf_initialized = True
+                head: Any = model.get_submodule(name)
+                like = torch.empty(head.weight.shape, device="meta")
+                del head.weight
+                head.weight = like  # for those that initialise the modules below them or look at sizes: nothing is left to do
+                head.weight._is_hf_initialized = head._is_hf_initialized = True
             if owner in wanted or name in wanted:
                 del model.all_tied_weights_keys[target]
         self._tied = {name: owner for name, owner in self._tied.items() if owner in wanted and name not in wanted}
@@ -253,6 +257,8 @@ class HalfbyteQuantizer(HfQuantizer):
     def _take_codes(self, model: Any) -> None:
         for name in self.quantization_config.modules:
             module = model.get_submodule(name)
+            if hasattr(module, "scalar_embed_scale"):  # transformers fills this buffer where it makes weights up
+                module.embed_scale.fill_(module.scalar_embed_scale)._is_hf_initialized = True
             # transformers warns of what is in no file and goes on. Made of such things a quantized module would compute nonsense.
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
@@ -426,7 +432,10 @@ def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
     if isinstance(module, QuantLinear):
         made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     elif isinstance(module, QuantEmbedding):
-        made = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+        form = nn.Embedding if module.embed_scale is None else ScaledEmbedding
+        made = form(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+        if module.embed_scale is not None:
+            set_factor(made, module.embed_scale)
     else:
         assert isinstance(module, QuantConv2d)
         kind: Any = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d

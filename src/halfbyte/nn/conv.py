@@ -81,6 +81,12 @@ class QuantConv1d(QuantConv2d):
 
     kind = "Conv1d"
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """[Co, Ci/groups, Kw]: the height of a line is 1, and no dimension of its kernel."""
+        out, channels, _, width = self.packed.shape
+        return out, channels, width
+
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, L] or [C, L] in float32, bfloat16 or float16 -> [B, Co, Lo] of the same dtype."""
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]

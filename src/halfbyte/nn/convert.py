@@ -26,6 +26,7 @@ from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import QuantModule, check_compute, has_hooks
 from halfbyte.nn.report import Report, Row, remarks
+from halfbyte.nn.scaled import factor_of
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.nn.static import OBSERVERS, LayerWeight, calibrated, on_codes, replace_
 from halfbyte.quantizers import CALIBRATED, METHODS
@@ -494,7 +495,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
-        f"{name} has a forward of its own": type(module).forward is not base.forward or "forward" in vars(module),
+        f"{name} has a forward of its own": (type(module).forward is not base.forward or "forward" in vars(module)) and not _known(module),
         "it has forward hooks, which would be lost": has_hooks(module),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
@@ -503,6 +504,13 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or ("its weight is empty" if weight.numel() == 0 else None)
+
+
+def _known(module: nn.Module) -> bool:
+    """It has a forward of its own, which is no other than that of its class's base, or an embedding's with a factor."""
+    if "forward" in vars(module):
+        return False
+    return type(module).__name__ == "FalconLinear" or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
 
 
 def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:

@@ -14,6 +14,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.conv_reference import patches
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.ops.conv import module_moves
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
 from halfbyte.ops.images import depthwise
@@ -89,11 +90,12 @@ class FakeQuantLinear(FakeQuantized, nn.Linear):
         return functional.linear(x, self.rounded(), self.bias)
 
 
-class FakeQuantEmbedding(FakeQuantized, nn.Embedding):
+class FakeQuantEmbedding(FakeQuantized, ScaledEmbedding):
     """nn.Embedding that gives the rows that QuantEmbedding will."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.rounded(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        rows = functional.embedding(ids, self.rounded(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return scaled(rows, factor_of(self))
 
 
 class _FakeQuantConvolution(FakeQuantized):

@@ -15,6 +15,7 @@ from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
+from halfbyte.nn.scaled import factor_of
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
@@ -68,7 +69,8 @@ def quantized_form(
             activation = "row"  # as Config says
         made = form(packed, module, compute, activation, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
-        made = QuantEmbedding(packed, module.padding_idx, dtype=dtype, error=error)
+        factor = factor_of(module) if isinstance(module, nn.Embedding) else module.embed_scale
+        made = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)
     elif isinstance(module, StackedExperts | QuantExperts):
         made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:

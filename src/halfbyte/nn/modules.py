@@ -20,6 +20,7 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.scaled import Factor, scaled, set_factor
 from halfbyte.ops.conv import pack_conv
 
 AnyPacked = Packed | PackedConv
@@ -44,23 +45,23 @@ class WeightView(Tensor):
     packed: AnyPacked
 
     @staticmethod
-    def __new__(cls, packed: AnyPacked, dtype: torch.dtype) -> WeightView:
-        view: WeightView = Tensor._make_wrapper_subclass(cls, packed.shape, dtype=dtype, device=packed.device)
+    def __new__(cls, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...]) -> WeightView:
+        view: WeightView = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
         view.packed = packed
         return view
 
-    def __init__(self, packed: AnyPacked, dtype: torch.dtype) -> None:
+    def __init__(self, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__()
 
     def _numbers(self) -> Tensor:
-        return ops.dequantize(self.packed, self.dtype)
+        return ops.dequantize(self.packed, self.dtype).view(self.shape)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
             raise UnsupportedError(f"{func} would write to a quantized weight, which is frozen: change the float weight and quantize again")
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
-            return cls(args[0].packed, args[0].dtype)
+            return cls(args[0].packed, args[0].dtype, args[0].shape)
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -128,6 +129,11 @@ class QuantModule(nn.Module):
         return self._packed.shape if isinstance(self._packed, Packed) else self._packed.sizes.codes_shape
 
     @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the float weight that it stands for."""
+        return self._packed.shape
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.dtype_mark.dtype
 
@@ -135,8 +141,8 @@ class QuantModule(nn.Module):
     def weight(self) -> Tensor:
         """The dequantized weight, for code that looks at it; computed when it is used."""
         if torch.compiler.is_compiling():
-            return ops.dequantize(self._packed, self.dtype)
-        return WeightView(self._packed, self.dtype)
+            return ops.dequantize(self._packed, self.dtype).view(self.weight_shape)
+        return WeightView(self._packed, self.dtype, self.weight_shape)
 
     def codes(self) -> Codes:
         """The weight in canonical order."""
@@ -245,19 +251,30 @@ class QuantLinear(QuantMatrix):
 
 
 class QuantEmbedding(QuantMatrix):
-    """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype."""
+    """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.
+
+    embed_scale   what rows are multiplied by, if anything (see scaled.py)
+    """
 
     kind = "Embedding"
+    embed_scale: Factor | None
 
     def __init__(
-        self, packed: Packed, padding_idx: int | None = None, *, dtype: torch.dtype = torch.float32, error: float | None = None
+        self,
+        packed: Packed,
+        padding_idx: int | None = None,
+        *,
+        embed_scale: Factor | None = None,
+        dtype: torch.dtype = torch.float32,
+        error: float | None = None,
     ) -> None:
         super().__init__(packed, dtype, error)
         self.num_embeddings, self.embedding_dim = packed.shape
         self.padding_idx = padding_idx
+        set_factor(self, embed_scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self.packed, self.dtype)
+        return scaled(ops.embedding(ids, self.packed, self.dtype), self.embed_scale)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -23,7 +23,7 @@ from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
-from halfbyte.ops.images import depthwise, from_numbers, out_shape
+from halfbyte.ops.images import depthwise, filter_from_numbers, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
 from halfbyte.quantizers.check import check_weight
 
@@ -253,7 +253,19 @@ _library.define(
 _library.define(
     "qconv2d(Tensor x, Tensor weight, Tensor table, str format, int[] sizes, int[] window, int in_zero, int low, int high) -> Tensor"
 )
+_library.define("dequantize_conv(Tensor weight, str format, int[] sizes, ScalarType dtype) -> Tensor")
 _ops = torch.ops.halfbyte
+
+
+def _dequantize(weight: Tensor, format: str, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    sizes = filter_from_numbers(format, numbers)
+    layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
+    return convolution.dequantize(PackedConv(sizes, layout, weight), dtype).contiguous()
+
+
+def _dequantize_fake(weight: Tensor, format: str, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    out, channels, kh, kw, _ = numbers
+    return weight.new_empty((out, channels, kh, kw), dtype=dtype)
 
 
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
@@ -267,8 +279,7 @@ def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: 
     sizes, window = from_numbers(format, numbers, moves)
     top, bottom, left, right = window.padding
     batch, channels, height, width = shape
-    layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
-    floats = convolution.dequantize(PackedConv(sizes, layout, weight), grad.dtype)
+    floats = _ops.dequantize_conv.default(weight, format, numbers, grad.dtype)
     padded = (batch, channels, height + top + bottom, width + left + right)
     whole: Tensor = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
     return whole[:, :, top : top + height, left : left + width]
@@ -279,5 +290,7 @@ for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
     _library.impl("conv2d", _home.conv2d, _device)
     _library.impl("conv2d", partial(differentiable, _gradients, _home.conv2d), f"Autograd{_device}")
     _library.impl("qconv2d", _home.qconv2d, _device)
+    _library.impl("dequantize_conv", _dequantize, _device)
 torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
 torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)
+torch.library.register_fake("halfbyte::dequantize_conv", _dequantize_fake, lib=_library)

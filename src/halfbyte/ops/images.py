@@ -23,8 +23,12 @@ Shape = tuple[int, int, int, int]
 
 def from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
     """What the custom ops are given in place of a Filter and a Window."""
+    return filter_from_numbers(format, numbers), Window.from_numbers(moves)
+
+
+def filter_from_numbers(format: str, numbers: Sequence[int]) -> Filter:
     out, channels, kh, kw, groups = numbers
-    return Filter(as_format(format), out, channels, (kh, kw), groups), Window.from_numbers(moves)
+    return Filter(as_format(format), out, channels, (kh, kw), groups)
 
 
 def depthwise(sizes: Filter) -> bool:

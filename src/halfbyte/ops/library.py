@@ -51,6 +51,7 @@ def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None)
         and (residual is None or type(residual) in _KINDS)
         and not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
+        and torch._C._get_tracing_state() is None  # of torch.jit.trace
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 

@@ -1,0 +1,63 @@
+"""Embeddings whose rows are multiplied by one number, as Gemma and BART have them: transformers gives each such family a class of its own,
+a subclass of nn.Embedding with an attribute `embed_scale`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Factor = float | Tensor
+ATTRIBUTE = "embed_scale"
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows of a weight, times `embed_scale` where there is one: a number, or a tensor of one, rounded to the weight's dtype first."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return scaled(super().forward(ids), factor_of(self))
+
+
+def scaled(rows: Tensor, factor: Factor | None) -> Tensor:
+    """The rows of an embedding, times `factor`."""
+    if factor is None:
+        return rows
+    return rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def set_factor(module: nn.Module, factor: Factor | None) -> None:
+    """Gives an embedding its factor: one that is a tensor goes where the module goes, and is not saved, as in transformers."""
+    if isinstance(factor, Tensor):
+        module.register_buffer(ATTRIBUTE, factor, persistent=False)
+    else:
+        setattr(module, ATTRIBUTE, factor)
+
+
+def factor_of(module: nn.Embedding) -> Factor | None:
+    """What an embedding multiplies its rows by, where that is all that its forward does beside; None for any other.
+
+    Tried on a small table, since a name says little about what a forward does.
+    """
+    factor: Any = getattr(module, ATTRIBUTE, None)
+    if isinstance(module, ScaledEmbedding):
+        return factor  # type: ignore[no-any-return]
+    if type(module).forward is nn.Embedding.forward or not isinstance(factor, float | int | Tensor):
+        return None
+    if isinstance(factor, Tensor) and factor.numel() != 1:
+        return None
+    trial = copy.copy(module)
+    table = torch.tensor([[0.5, -3.0], [1.25, 7.0], [-0.125, 0.0]], device="cpu")  # where transformers has made "meta" the default
+    known: Factor = torch.tensor(2.5, device="cpu") if isinstance(factor, Tensor) else float(factor)  # that of a skeleton has no data yet
+    trial.__dict__ = {**vars(module), "_parameters": {"weight": nn.Parameter(table, requires_grad=False)}, "padding_idx": None}
+    trial.__dict__.pop("weight", None)  # what stands in for one that is not read, while a model loads
+    if isinstance(factor, Tensor):
+        trial.__dict__["_buffers"] = {ATTRIBUTE: known}
+    ids = torch.tensor([[2, 0], [1, 1]], device="cpu")
+    try:
+        with torch.no_grad():
+            same = torch.allclose(type(module).forward(trial, ids), scaled(table[ids], known))
+    except Exception:  # whatever another forward makes of this
+        return None
+    return factor if same else None
