@@ -26,12 +26,12 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "feed_forward_length": ("intermediate_size", int, True),
     "attention.head_count": ("num_attention_heads", int, True),
     "attention.head_count_kv": ("num_key_value_heads", int, False),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", float, True),
     "attention.key_length": ("head_dim", int, False),
     "attention.sliding_window": ("sliding_window", int, False),
     "attn_logit_softcapping": ("attn_logit_softcapping", float, False),
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
+_WINDOW = "sliding_window"
 _ALSO = {"num_experts": "num_local_experts"}  # another name that versions of transformers write the same under
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -39,8 +39,17 @@ _TOKENS = {
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
+}
 _ROPE_BASE = 10_000.0
-# The scale of attention is in no file: llama.cpp knows these models, by their layers, to differ from all others.
+_MOST_LAYERS = 10_000  # for which a list is made
+# Whether some layers see only a window of the text is in no file: llama.cpp knows these models by their number of layers.
+_WINDOWED_BY_DEPTH = {"exaone4": (64,)}
+# The scale of attention is in no file either: llama.cpp knows these models, by their layers, to differ from all others.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
 
@@ -49,7 +58,7 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     architecture = of_file(metadata)
     name = architecture.name
     config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
-    for key, (mine, kind, needed) in _KEYS.items():
+    for key, (mine, kind, needed) in _keys(architecture).items():
         if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
             config[mine] = value
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
@@ -62,13 +71,14 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     for key, mine in _TOKENS.items():
         config[mine] = _number(metadata, key, int, needed=False)
     config["tie_word_embeddings"] = "output.weight" not in names
-    if architecture.model == "LlamaForCausalLM":
-        config |= {"attention_bias": "blk.0.attn_q.bias" in names, "mlp_bias": "blk.0.ffn_up.bias" in names}
+    config |= {mine: f"blk.0.{tensor}.bias" in names for mine, tensor in architecture.biases.items()} | dict(architecture.settings)
     if name in ("gemma2", "gemma3"):
         by_width = (name, config["num_hidden_layers"]) in _SCALED_BY_WIDTH
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_width else config["head_dim"]
-    if name.startswith("qwen"):
-        config.pop("sliding_window", None)
+    if not architecture.windowed or (name in _WINDOWED_BY_DEPTH and config["num_hidden_layers"] not in _WINDOWED_BY_DEPTH[name]):
+        config[_WINDOW] = None
+        if name == "exaone4":
+            config["layer_types"] = ["full_attention"] * min(config["num_hidden_layers"], _MOST_LAYERS)
     if architecture.experts is not None:
         config |= _experts(architecture, metadata, config["intermediate_size"])
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
@@ -77,12 +87,18 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     if name == "gemma3":
         local = _number(metadata, "gemma3.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
         rope = {"full_attention": {"rope_type": "default", **rope}, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-    elif name == "phi3" and rotated:
+    elif architecture.partial and rotated:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
-        if (original := rope.get("original_max_position_embeddings")) is not None:
+        if name == "phi3" and (original := rope.get("original_max_position_embeddings")) is not None:
             config["original_max_position_embeddings"] = original
     config["rope_parameters"] = rope if name == "gemma3" else {"rope_type": "default", **rope}
     return config
+
+
+def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
+    """_KEYS, and those of one architecture."""
+    key, mine = architecture.epsilon
+    return {**_KEYS, key: (mine, float, True), **{key: (mine, float, True) for key, mine in architecture.keys.items()}}
 
 
 def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
@@ -129,7 +145,9 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        found = {mine: _number(metadata, f"{name}.{key}", float, needed=False) for key, mine in _YARN.items()}
+        yarn = {"factor": factor, "original_max_position_embeddings": original} | {k: v for k, v in found.items() if v is not None}
+        return {"rope_type": "yarn", **({"mscale": 1.0, "llama_4_scaling_beta": 0.0} if name == "mistral3" else {}), **yarn}
     raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")
 
 
@@ -163,7 +181,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     out: dict[str, Value] = {"general.architecture": name, "general.quantization_version": 2}
     if isinstance(title := config.get("_name_or_path"), str) and title:
         out["general.name"] = title.rstrip("/").rpartition("/")[2]
-    keys = _KEYS | {key: (theirs, int, True) for key, theirs in (architecture.experts or {}).items()}
+    keys = _keys(architecture) | {key: (theirs, int, True) for key, theirs in (architecture.experts or {}).items()}
     for key, (theirs, kind, needed) in keys.items():
         value = config.get(theirs, config.get(_ALSO.get(theirs, theirs)))
         if value is None and needed:
@@ -185,6 +203,17 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
 
 def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | None:
     """What of a model llama.cpp cannot be told, or None."""
+    if (odd := next((key for key, value in architecture.settings.items() if config.get(key, value) != value), None)) is not None:
+        return f"with {odd} {config[odd]}"
+    rope = config.get("rope_parameters") or {}
+    if architecture.name == "mistral3" and (rope.get("rope_type"), rope.get("mscale")) != ("yarn", 1.0):
+        return "whose positions are not scaled by yarn with mscale 1"
+    layers = range(int(config.get("num_hidden_layers") or 0))
+    if architecture.name == "smollm3" and config.get("no_rope_layers") not in (None, [int((i + 1) % 4 != 0) for i in layers]):
+        return "whose layers without rotary positions are not every fourth"
+    depths = _WINDOWED_BY_DEPTH.get(architecture.name)
+    if depths is not None and (config.get(_WINDOW) is not None) != (len(layers) in depths):
+        return f"of {len(layers)} layers with sliding_window {config.get(_WINDOW)}"
     if architecture.experts is None:
         return None
     norms = "norm_topk_prob" in config and bool(config["norm_topk_prob"]) != architecture.normed
@@ -211,4 +240,8 @@ def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: flo
     if kind == "longrope":
         return {f"rope_factors_{which}.weight": torch.tensor(rope[f"{which}_factor"], dtype=torch.float32) for which in ("long", "short")}
     out |= {f"{name}.rope.scaling.type": kind, f"{name}.rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        if name != "mistral3" and (odd := next((key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key)), None)):
+            raise CheckpointError(f"GGUF has no scaling of positions like yarn with {odd}")
+        out |= {f"{name}.{key}": float(rope[theirs]) for key, theirs in _YARN.items() if rope.get(theirs) is not None}
     return {}

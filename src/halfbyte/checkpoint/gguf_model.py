@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -13,14 +14,11 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf_config import to_config
-from halfbyte.checkpoint.gguf_names import Architecture, of_file
+from halfbyte.checkpoint.gguf_names import Architecture, of_file, unimportant
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io import gguf
 from halfbyte.io.tensors import Spec
-
-# Tensors that a config says in its own way.
-_IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
@@ -40,8 +38,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
             continue
         target = architecture.to_transformers(name)
         if target is None:
-            if name not in _IN_CONFIG:
-                unused.append(name)
+            unused.append(name)
             continue
         rows = architecture.rows(name, config["num_attention_heads"], config["num_key_value_heads"], entry.shape[0] if entry.shape else 0)
         back = None if rows is None else rows.argsort()
@@ -51,9 +48,9 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)
-    unused = [name for name in unused if not (name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in file.entries)]
-    if unused:
-        notes.append(f"left out, for transformers has no use for them: {', '.join(unused[:20])}")
+    factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
+    if odd := [name for name in unused if not unimportant(name) and name not in factors]:
+        raise CheckpointError(f"{file.path} has {short(odd[0])}, for which {architecture.model} has no place: use its safetensors")
     return config, Entries(entries, notes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
@@ -33,8 +33,16 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
-_SPARSE = {name: module for name, module in _LAYER.items() if name not in _MLP} | {"ffn_gate_inp": "mlp.gate"}
+
+
+def _without(*names: str) -> dict[str, str]:
+    return {name: module for name, module in _LAYER.items() if name not in names}
+
+
+_SPARSE = _without(*_MLP) | {"ffn_gate_inp": "mlp.gate"}
 # Stacks of experts [E, N, K]: transformers' -> llama.cpp's, whose rows follow each other there.
 _STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
 _FUSED_STACK = {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}  # of newer files
@@ -47,6 +55,8 @@ _SHARED = {
 # The Mixtrals of llama.cpp before 2024, one tensor for each expert, and what safetensors call them.
 _ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
+# Tensors that mean nothing to a model of transformers: layers that guess further tokens, and what a config says in its own way.
+_NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.\w+)(?:\.weight)?")
@@ -65,6 +75,12 @@ class Architecture:
     experts   of a mixture of experts: the key of the metadata, after the architecture's name -> key of config.json
     normed    of a mixture of experts: whether the weights of a token's experts are made to sum to 1, which no file says
     untied    whether llama.cpp wants a head of its own
+    epsilon   of norms: the key of the metadata, after the architecture's name, and that of config.json
+    keys      more of such keys, of numbers that each file has
+    biases    settings of config.json that say whether a tensor of the first layer, by llama.cpp's name, is there
+    settings  of config.json, which llama.cpp takes for granted: a model with others is not written
+    partial   whether only a part of a head may be rotated
+    windowed  whether the file says which width of attention its layers have; llama.cpp knows which layers
     """
 
     name: str
@@ -76,6 +92,12 @@ class Architecture:
     experts: Mapping[str, str] | None = None
     normed: bool = False
     untied: bool = False
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    keys: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    partial: bool = False
+    windowed: bool = True
 
     def to_transformers(self, name: str) -> str | None:
         """transformers' name of a tensor of a file, None where it has none. Of stacks of experts see `stack`."""
@@ -125,6 +147,11 @@ class Architecture:
         return name.endswith("norm.weight")
 
 
+def unimportant(name: str) -> bool:
+    """Whether a model computes the same without a tensor that transformers has no name for."""
+    return _NEXTN.fullmatch(name) is not None or any(part in _ROTARY for part in name.split("."))
+
+
 def routes(name: str) -> bool:
     """Whether a tensor, by llama.cpp's name, decides which experts a token goes to: llama.cpp keeps these in float32."""
     return "ffn_gate_inp" in name
@@ -132,24 +159,69 @@ def routes(name: str) -> bool:
 
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN = {**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}
+_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+_UNBIASED = dict.fromkeys(_BIASES, False)
+_RELU2 = {"hidden_act": "relu2"}
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, permuted=True),
+    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, permuted=True, biases=_BIASES),
     Architecture(
         "llama", "MixtralForCausalLM", ("mixtral",), _SPARSE, permuted=True, normed=True,
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
-    Architecture("qwen2", "Qwen2ForCausalLM", ("qwen2",), _LAYER),
+    Architecture("qwen2", "Qwen2ForCausalLM", ("qwen2",), _LAYER, windowed=False),
     Architecture(
-        "qwen2moe", "Qwen2MoeForCausalLM", ("qwen2_moe",), {**_SPARSE, **_SHARED}, untied=True,
+        "qwen2moe", "Qwen2MoeForCausalLM", ("qwen2_moe",), {**_SPARSE, **_SHARED}, untied=True, windowed=False,
         experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
-    Architecture("qwen3", "Qwen3ForCausalLM", ("qwen3",), _LAYER),
-    Architecture("qwen3moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), _SPARSE, experts=_QWEN, normed=True),
+    Architecture("qwen3", "Qwen3ForCausalLM", ("qwen3",), _LAYER, windowed=False),
+    Architecture("qwen3moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), _SPARSE, experts=_QWEN, normed=True, windowed=False),
     Architecture("olmoe", "OlmoeForCausalLM", ("olmoe",), _SPARSE, experts=_COUNTS, untied=True),
-    Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}),
+    Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
     Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
     Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
     Architecture("gemma3", "Gemma3ForCausalLM", ("gemma3_text",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
+    Architecture("mistral3", "Ministral3ForCausalLM", ("ministral3",), _LAYER, permuted=True),
+    Architecture(
+        "smollm3", "SmolLM3ForCausalLM", ("smollm3",), _LAYER, permuted=True, windowed=False,
+        settings={**_UNBIASED, "no_rope_layer_interval": 4, "use_sliding_window": False},
+    ),
+    Architecture("granite", "GraniteForCausalLM", ("granite",), _LAYER, permuted=True, biases=_BIASES, keys=_GRANITE),
+    Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), permuted=True, settings={**_UNBIASED, **_RELU2}),
+    Architecture("ernie4_5", "Ernie4_5ForCausalLM", ("ernie4_5",), _LAYER, settings={"use_bias": False}),
+    Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),
+    Architecture("exaone4", "Exaone4ForCausalLM", ("exaone4",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}),
+    Architecture(
+        "seed_oss", "SeedOssForCausalLM", ("seed_oss",),
+        {**_without("ffn_norm"), "post_attention_norm": "post_attention_layernorm"},
+        biases={"attention_bias": "attn_q"}, settings={"mlp_bias": False, "attention_out_bias": False},
+    ),
+    Architecture(
+        "glm4", "Glm4ForCausalLM", ("glm4",), {**_without("ffn_gate"), "ffn_up": "mlp.gate_up_proj", **_GLM_NORMS},
+        biases={"attention_bias": "attn_q"}, partial=True,
+    ),
+    Architecture(
+        "starcoder2", "Starcoder2ForCausalLM", ("starcoder2",), {**_without("ffn_gate"), "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"), settings={"use_bias": True},
+    ),
+    Architecture(
+        "stablelm", "StableLmForCausalLM", ("stablelm",), _without("attn_q_norm", "attn_k_norm"), partial=True,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"), biases={"use_qkv_bias": "attn_q"},
+        settings={"qk_layernorm": False, "use_parallel_residual": False},
+    ),
+    Architecture(
+        "nemotron", "NemotronForCausalLM", ("nemotron",), _without("ffn_gate"), plus_one=True, partial=True,
+        epsilon=("attention.layer_norm_epsilon", "norm_eps"), biases=_BIASES, settings=_RELU2,
+    ),
+    Architecture(
+        "cohere2", "Cohere2ForCausalLM", ("cohere2",), _without("ffn_norm"),
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"}, settings={"attention_bias": False},
+    ),
 )  # fmt: skip
 
 
