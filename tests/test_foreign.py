@@ -147,6 +147,18 @@ def test_folders_that_say_it_beside_config_json(kind: str, folders: Path, tmp_pa
         load(folder)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_autoround_writes_the_layouts_of_others(kind: str, folders: Path, tmp_path: Path) -> None:
+    settings = {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{kind}", "extra_config": {PROJ: {"bits": 4}}}
+    folder = copied(folders / kind, tmp_path / "m", **settings)
+    if kind == "gptq":
+        names = load_file(folder / "model.safetensors")
+        edited(folder, **{name.replace(".", "__"): None for name in names if name.endswith("g_idx")})
+    assert torch.equal(logits(load(folder)), logits(load(folders / kind)))
+    with pytest.raises(CheckpointError, match="quant_method 'auto-round'"):
+        load(copied(folders / kind, tmp_path / "own", **settings | {"packing_format": "auto_round:own"}))
+
+
 def test_modules_with_settings_of_their_own(folders: Path, tmp_path: Path) -> None:
     """GPTQ's `dynamic`: 8 bits for one, another block size for another."""
     shutil.copytree(folders / "gptq", tmp_path / "m")

@@ -74,6 +74,8 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
     }
     if method is None and isinstance(settings, dict) and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"  # as it was written before 2023
+    if method == "auto-round":  # has several ways to write a folder, and no layout of its own
+        method = next((name for name in ("gptq", "awq") if name in str(settings.get("packing_format"))), method)
     if not isinstance(method, str) or method not in known:
         remedy = _REMEDIES.get(str(method), "start from the float model")
         raise CheckpointError(f"config.json says quant_method {short(method)}, halfbyte reads {', '.join(known)}: {remedy}")
@@ -138,6 +140,9 @@ def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
         if not pattern.startswith("-:") and isinstance(changes, dict) and _matches(pattern.removeprefix("+:"), name):
             mine |= changes
             break
+    exact = settings.get("extra_config")  # AutoRound's, by name
+    if isinstance(exact, dict) and isinstance(exact.get(name), dict):
+        mine |= exact[name]
     bits = mine.get("bits")
     if bits not in (4, 8):
         raise CheckpointError(f"config.json says {short(bits)} bits, halfbyte reads GPTQ of 4 and 8: start from the float model")
