@@ -122,7 +122,6 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair("llama")
     calls = counted(monkeypatch)
     ids = torch.randint(99, (1, 4))
-    assert torch.equal(steps(short, ids), steps(plain, ids)), "another device"
     monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
     with torch.no_grad():
         assert torch.equal(short(ids).logits, plain(ids).logits), "a prompt"
@@ -141,7 +140,9 @@ def test_other_layers_stay() -> None:
     other = KINDS["llama"]()
     quantize_(other, Config("int8_channel", compute="int8"))
     fuse_(other)
-    assert not shortened(other), "integers were asked for"
+    layer = other.model.layers[0]
+    assert decoding.why_not_short(layer) == "its o_proj is to compute in int8", "integers were asked for, on a GPU"
+    assert shortened(other) == ["model.layers.0", "model.layers.1"], "on a CPU they are no reason"
 
 
 def test_under_torch_compile(everywhere: None) -> None:
@@ -196,16 +197,16 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     from halfbyte.nn.convert import report
 
     _, short = pair("llama")
-    assert "model.layers.0 and 1 more: one token takes the steps of transformers: few kernels are for cuda, not for cpu" in str(
-        report(short)
-    )
+    assert "model.layers.0 and 1 more: a few tokens take one call" in str(report(short))
+    short.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "model.layers.0: one token takes the steps of transformers: its mlp has a hook" in str(report(short))
     model = KINDS["qwen2"]()
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
     fuse_(model)
     shorten_(model)
     text = str(report(model))
     assert "model.layers.1: one token takes the steps of transformers: its down_proj is a Linear, which is not quantized" in text
-    assert "model.layers.0: one token takes the steps of transformers: few kernels" in text
+    assert "model.layers.0: a few tokens take one call" in text
 
 
 @pytest.mark.parametrize(
@@ -250,8 +251,9 @@ def test_what_computes_a_token() -> None:
     amd = decoding.steps(short.model.layers[0], GPUS["gfx942"])
     assert "NVIDIA GPUs only" in (amd[1].reason or "")
     here = explain_model(short, "cpu").groups[0]
-    assert here.reason == "few kernels for a token are for GPUs"
-    assert here.steps
+    assert here.reason is None
+    assert [step.kernel for step in here.steps[:2]] == ["float, with the norm", "attend, with positions and the cache's new entry"]
+    assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 tokens at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)
 

@@ -1,4 +1,5 @@
-"""Decoder layers of Llama and its like, for one new token of each sequence: six kernels a layer on an NVIDIA GPU.
+"""Decoder layers of Llama and its like, for one new token of each sequence: one call a layer on a CPU (`decoding_cpu.py`), and on an
+NVIDIA GPU six kernels:
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
     a   = attend(qkv, …)                                      rotary positions, the cache's new entry, attention; two kernels
@@ -6,13 +7,14 @@
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
-Prompts, caches that are not static, training and everything else goes the way of transformers' own layer. `halfbyte.report` says which
-layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
+Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
+says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from transformers.cache_utils import StaticLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from halfbyte.integrations import decoding_cpu
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear, has_hooks
@@ -30,13 +34,16 @@ from halfbyte.nn.report import REMARK
 from halfbyte.ops.decoding import attend, normed_linear, normed_plan, why_not_attend
 
 # Their forward is this file's formula; others differ in norms, activations or what is added where.
-LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer)
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DEVICES = ("cuda",)
+LONG = "one token takes the steps of transformers"
+ONE_CALL = "a few tokens take one call"
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> nn.Module:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in six kernels, in place; returns `model`.
+    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), in
+    place; returns `model`.
 
     What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
     float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are;
@@ -45,11 +52,12 @@ def shorten_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _OneToken) or not is_decoder_layer(module):
             continue
-        if (reason := why_not_short(module)) is None:
+        tensor = next(chain(module.parameters(), module.buffers()), None)
+        if (reason := why_not_short(module, "cpu" if tensor is None else tensor.device.type)) is None:
             module.__dict__.pop(REMARK, None)
             module.__class__ = _SHORT[type(module)]
         else:
-            setattr(module, REMARK, f"one token takes the steps of transformers: {reason}")
+            setattr(module, REMARK, f"{LONG}: {reason}")
     return model
 
 
@@ -63,9 +71,9 @@ def is_short(module: nn.Module) -> bool:
     return isinstance(module, _OneToken)
 
 
-def why_not_short(layer: Any) -> str | None:
-    """Why `shorten_` leaves a decoder layer as it is, or None."""
-    if type(layer) not in LAYERS:
+def why_not_short(layer: Any, device: str = "cuda") -> str | None:
+    """Why `shorten_` leaves a decoder layer on a device of that type as it is, or None."""
+    if type(layer) not in LAYERS and not is_short(layer):
         return f"a {type(layer).__name__} is none of {', '.join(cls.__name__ for cls in LAYERS)}"
     attention, mlp = layer.self_attn, layer.mlp
     groups = {name: [getattr(part, child) for child in name.split("+")] for name, part in ((QKV, attention), (GATE_UP, mlp))}
@@ -74,7 +82,7 @@ def why_not_short(layer: Any) -> str | None:
     for name, linear in linears.items():
         if not isinstance(linear, QuantLinear):
             return f"its {name} is a {type(linear).__name__}, which is not quantized"
-        if linear.compute not in ("auto", "float"):
+        if device != "cpu" and linear.compute not in ("auto", "float"):
             return f"its {name} is to compute in {linear.compute}"
     for name, parts in groups.items():
         together = all(type(linear) is FusedLinear and linear.index == i for i, linear in enumerate(parts))
@@ -88,7 +96,11 @@ def why_not_short(layer: Any) -> str | None:
     if mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
     hooked = next((name for name, module in layer.named_modules() if name and has_hooks(module)), None)
-    return None if hooked is None else f"its {hooked} has a hook"
+    if hooked is not None:
+        return f"its {hooked} has a hook"
+    if device == "cpu":
+        return decoding_cpu.why_not_one_call(layer)
+    return "its queries and keys have norms of their own" if hasattr(attention, "q_norm") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,13 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     return found[0], seen, Step("o_proj", "with the residual added"), found[1], Step("down_proj", "with the residual added")
 
 
+def one_call() -> tuple[Step, ...]:
+    """The steps of a short layer within its one call on a CPU."""
+    added, gated = "with the residual added", "with the norm and silu(gate) * up"
+    attention = Step("attention", "attend, with positions and the cache's new entry")
+    return Step(QKV, "with the norm"), attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
+
+
 class _OneToken:
     """Comes before a decoder layer's class."""
 
@@ -132,8 +151,12 @@ class _OneToken:
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the layer."""
         device = self.input_layernorm.weight.device
+        if (reason := why_not_short(self, device.type)) is not None:
+            return f"{LONG}: {reason}"
+        if device.type == "cpu":
+            return ONE_CALL
         if device.type not in DEVICES:
-            return f"one token takes the steps of transformers: few kernels are for {' and '.join(DEVICES)}, not for {device.type}"
+            return f"{LONG}: few kernels are for {' and '.join(DEVICES)}, not for {device.type}"
         lost = [f"{step.name}: {step.reason}" for step in steps(self, gpu(device.index or 0)) if step.reason]
         return "; ".join(["one token with a static cache takes few kernels", *lost])
 
@@ -149,7 +172,12 @@ class _OneToken:
     ) -> Any:
         attention = self.self_attn
         layers = [] if past_key_values is None else past_key_values.layers
-        if position_embeddings is None or not _fits(hidden_states, attention_mask, layers, attention.layer_idx, settings):
+        if hidden_states.is_cpu and "cpu" not in DEVICES and position_embeddings is not None:
+            found = decoding_cpu.token(self, hidden_states, attention_mask, layers, position_embeddings, settings)
+            if found is not None:
+                return found
+        fits = position_embeddings is not None and _fits(hidden_states, attention_mask, layers, attention.layer_idx, settings)
+        if not fits or not _in_floats(self):
             # super() in a class that is made at run time: torch.compile follows the plain call.
             return super().forward(  # type: ignore[misc]
                 hidden_states,
@@ -160,6 +188,7 @@ class _OneToken:
                 position_embeddings=position_embeddings,
                 **settings,
             )
+        assert position_embeddings is not None
         weight, bias = attention.q_proj.together
         norm = self.input_layernorm
         qkv = normed_linear(hidden_states, norm.weight, norm.variance_epsilon, weight, bias)
@@ -178,6 +207,13 @@ class _OneToken:
 
 
 _SHORT: dict[type, Any] = {cls: type(f"OneToken{cls.__name__}", (_OneToken, cls), {}) for cls in LAYERS}
+
+
+def _in_floats(layer: Any) -> bool:
+    """Whether a layer that was shortened, maybe for a CPU, is for these kernels too."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
+    return all(linear.compute != "int8" for linear in linears) and not hasattr(attention, "q_norm")
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:

@@ -12,12 +12,15 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations.decoding import Step, is_decoder_layer, is_short, steps, why_not_short
+from halfbyte.integrations.decoding import Step, is_decoder_layer, is_short, one_call, steps, why_not_short
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.ops.decoder import MOST_ROWS
+
+_CPU = "the CPU"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class ModelExplanation:
         return {"machine": self.machine, "rows": self.rows, "groups": [asdict(group) for group in self.groups]}
 
     def __str__(self) -> str:
-        lines = [f"one new token of {self.rows} sequence{'s' if self.rows > 1 else ''} with a static cache, on {self.machine}"]
+        cache = "" if self.machine == _CPU else " with a static cache"
+        lines = [f"one new token of {self.rows} sequence{'s' if self.rows > 1 else ''}{cache}, on {self.machine}"]
         for group in self.groups:
             first, *more = group.names
             lines.append(f"{first}{f' and {len(more)} more' if more else ''}")
@@ -73,19 +77,21 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> Model
         if isinstance(module, QuantLinear) and not name.startswith(inside):
             found[(Step("", _product(module, here, rows)),), None].append(name)
     groups = tuple(Explained(tuple(names), parts, reason) for (parts, reason), names in found.items())
-    return ModelExplanation("the CPU" if here is None else here.name, rows, groups)
+    return ModelExplanation(_CPU if here is None else here.name, rows, groups)
 
 
 def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, ...], str | None]:
-    if is_short(layer) and here is not None:
-        parts = steps(layer, here, rows)
-        products = {step.name: step for step in _products(layer, here, rows)}
-        # Products that keep their own kernel say which it is.
-        return tuple(_with_kernel(step, products) for step in parts), None
-    reason = "few kernels for a token are for GPUs" if is_short(layer) else why_not_short(layer)
-    if reason is None:
+    reason = why_not_short(layer, "cpu" if here is None else "cuda")
+    if reason is None and not is_short(layer):
         reason = "shorten_ has not been called"
-    return _products(layer, here, rows), reason
+    if reason is None and here is None and rows > MOST_ROWS:
+        reason = f"one call is for {MOST_ROWS} tokens at most"
+    if reason is not None:
+        return _products(layer, here, rows), reason
+    parts = one_call() if here is None else steps(layer, here, rows)
+    products = {step.name: step for step in _products(layer, here, rows)}
+    # Products that keep their own kernel say which it is.
+    return tuple(_with_kernel(step, products) for step in parts), None
 
 
 def _with_kernel(step: Step, products: dict[str, Step]) -> Step:

@@ -1,0 +1,156 @@
+"""A whole decoder layer of Llama and its like, for few tokens of each sequence, in one call on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.dispatch.rules import choose_linear
+from halfbyte.errors import ArgumentError
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+
+MOST_ROWS = 64
+_CPU = torch.device("cpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Weight(NamedTuple):
+    """A linear layer: its weight [N, K], its bias [N] or None, and how it computes, as in `ops.linear`."""
+
+    packed: Packed
+    bias: Tensor | None
+    compute: str
+    activation: str
+
+
+class Heads(NamedTuple):
+    """Of attention: H query heads, Hkv of keys and values, D elements each; what scores are multiplied by; and where queries and keys have
+    RMS norms of their own, the weights [D] of these."""
+
+    query: int
+    key: int
+    dim: int
+    scale: float
+    norms: tuple[Tensor, Tensor] | None = None
+
+
+class DecoderLayer:
+    """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h)),  h = x + o(attention(qkv(norm(x))))
+
+    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, heads after heads
+    o        [K, H * D]
+    gate_up  [2 I, K]: gates, then what they are gates of
+    down     [K, I]
+    norms    weights [K] of the RMS norms before qkv and before gate_up
+    eps      of both, and of those of heads
+
+    Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[Weight, Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        eps: tuple[float, float, float],
+        heads: Heads,
+    ) -> None:
+        from halfbyte.kernels.cpu import decoder
+
+        _check_weights(weights, norms, heads)
+        if (reason := why_not(weights, heads)) is not None:
+            raise ArgumentError(f"this layer is not computed in one call: {reason}")
+        self._decoder, self._heads, self._k = decoder, heads, weights[0].packed.shape[1]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._kept = [weight.packed.data for weight in weights]
+        qkv, o, gate_up, down = (
+            decoder.Product(_kernel(weight), weight.packed.data.data_ptr(), 0 if weight.bias is None else self._address(weight.bias))
+            for weight in weights
+        )
+        before, between = (self._address(norm) for norm in norms)
+        of_heads = (0, 0) if heads.norms is None else (self._address(heads.norms[0]), self._address(heads.norms[1]))
+        numbers = heads.query, heads.key, heads.dim, heads.scale
+        self._layer = decoder.Layer(qkv, o, gate_up, down, (before, between), of_heads, eps, *numbers)
+
+    def _address(self, tensor: Tensor) -> int:
+        """Of its elements as float32: its own, or those of a copy that each call makes anew."""
+        tensor = tensor.detach()
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            with torch.inference_mode(False):  # it is written again, and not always in that mode
+                copy = torch.empty(tensor.shape, dtype=torch.float32)
+            copy.copy_(tensor)
+            self._copies.append((copy, tensor))
+            tensor = copy
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def __call__(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """x [B, t, K] enters the cache at `length` -> y [B, t, K]; B * t is at most MOST_ROWS. No gradients.
+
+        rotary        cosines and sines of the positions, each [B or 1, t, D]
+        keys, values  [B, Hkv, T, D] of one type, T >= length + t; the tokens' own are written
+        mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen beside that no token sees later ones
+        """
+        self._check(x, rotary, keys, values, length, mask)
+        for copy, source in self._copies:
+            copy.copy_(source)
+        cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
+        if mask is not None and mask.stride(3) != 1:
+            mask = mask.contiguous()
+        y = self._decoder.run(self._layer, x.float().contiguous(), (cos, sin), keys, values, length, mask)
+        return y.to(x.dtype)
+
+    def _check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
+        heads = self._heads
+        fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype and keys.dtype in _DTYPES
+        if fits:
+            b, t, k = x.shape
+            size = keys.shape[2]
+            fits = k == self._k and 0 < b * t <= MOST_ROWS and keys.shape == (b, heads.key, size, heads.dim) and 0 <= length <= size - t
+            fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
+            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, heads.dim) for r in rotary)
+            fits = fits and len(rotary[0]) == len(rotary[1]) and x.is_cpu and keys.is_cpu and values.is_cpu
+        if fits and mask is not None:
+            fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1
+            fits = fits and mask.shape[2] in (1, t) and mask.shape[3] >= length + t
+        if not fits:
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
+            raise ArgumentError(
+                f"this layer takes on the CPU x [B, t, {self._k}] with B * t in 1 … {MOST_ROWS}, cosines and sines [B, t, {heads.dim}], "
+                f"a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool [B, 1, t, T], got {got}"
+            )
+
+
+def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str | None:
+    """Why `DecoderLayer` does not take these; None where it does."""
+    from halfbyte.kernels.cpu import decoder
+
+    if any(weight.packed.layout != cpu_tiles.NAME for weight in weights):
+        return "its weights are not packed for CPUs"
+    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in weights):
+        return "its packed weights do not begin at multiples of 64 bytes"
+    return decoder.supports(weights[2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
+
+
+def _kernel(weight: Weight) -> Any:
+    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.linear import linear_kernel
+
+    fmt, (n, k) = weight.packed.format, weight.packed.shape
+    inner = choose_linear(fmt, torch.float32, weight.compute, current()).taken.inner
+    return linear_kernel(fmt, n, k, torch.float32, inner, weight.activation)
+
+
+def _check_weights(weights: tuple[Weight, Weight, Weight, Weight], norms: tuple[Tensor, Tensor], heads: Heads) -> None:
+    shapes = [tuple(weight.packed.shape) for weight in weights]
+    k, inner = shapes[0][1], shapes[2][0] // 2
+    expected = [((heads.query + 2 * heads.key) * heads.dim, k), (k, heads.query * heads.dim), (2 * inner, k), (k, inner)]
+    small = [*norms, *(heads.norms or ()), *(weight.bias for weight in weights if weight.bias is not None)]
+    sizes = [k, k, *([heads.dim] * 2 if heads.norms else []), *(n for (n, _), w in zip(shapes, weights, strict=True) if w.bias is not None)]
+    if shapes != expected or [tuple(t.shape) for t in small] != [(size,) for size in sizes] or not all(t.is_cpu for t in small):
+        got = f"{shapes}, and {[list(t.shape) for t in small]}"
+        raise ArgumentError(f"a decoder layer takes weights {expected} and norms and biases of {sizes} elements on the CPU, got {got}")

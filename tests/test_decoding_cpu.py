@@ -1,0 +1,310 @@
+"""Few tokens through a decoder layer in one call on a CPU say what transformers' own layer says."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.integrations import decoding_cpu
+from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.fused import fuse_
+from halfbyte.ops.decoder import DecoderLayer, Heads, Weight
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 99,
+    "initializer_range": 0.2,
+}
+KINDS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more)),
+    "llama with biases": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more, attention_bias=True)),
+    "mistral": lambda **more: MistralForCausalLM(MistralConfig(**SIZES | more, sliding_window=None)),
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES | more)),
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES | more)),
+}
+
+
+def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any, Any]:
+    """(as transformers computes it, in one call a layer)"""
+    torch.manual_seed(7)
+    model = KINDS[kind](**more).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    model.set_attn_implementation("sdpa")
+    quantize_(model, Config("q4_0", compute=compute, skip=["lm_head"]))
+    fuse_(model)
+    short = shorten_(copy.deepcopy(model))
+    assert all(map(is_short, short.model.layers))
+    return model, short
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what went through a layer in one call."""
+    found: list[tuple[int, ...]] = []
+    plain = DecoderLayer.__call__
+
+    def counting(self: DecoderLayer, x: Tensor, *args: Any) -> Tensor:
+        found.append(tuple(x.shape[:2]))
+        return plain(self, x, *args)
+
+    monkeypatch.setattr(DecoderLayer, "__call__", counting)
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
+    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def padded(ids: Tensor, mask: Tensor | None, more: Tensor) -> tuple[Tensor, Tensor | None]:
+    return more, None if mask is None else torch.cat((mask, mask.new_ones(more.shape)), 1)
+
+
+def steps(model: Any, kept: Any, ids: Tensor, mask: Tensor | None = None, widths: tuple[int, ...] = (1, 1, 1)) -> Tensor:
+    """Logits after a prompt and so many tokens at a time."""
+    found = []
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for width in (*widths, 0):
+            found.append(model(input_ids=ids, attention_mask=mask, past_key_values=kept).logits[:, -1:])
+            ids, mask = padded(ids, mask, torch.randint(99, (len(ids), width), generator=generator))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", ["grows", "static"])
+def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair(kind)
+    kept = [DynamicCache() if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
+    ids = torch.randint(99, (1, 7))
+    widths = (1, 1, 4, 1)  # a few at a time, as one that guesses ahead has it
+    assert close(steps(short, kept[0], ids, widths=widths), steps(plain, kept[1], ids, widths=widths))
+    assert calls == [(1, width) for width in widths for _ in range(2)]
+    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length() == 14
+        assert close(mine.keys, theirs.keys)
+        assert close(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize("cache", ["grows", "static"])
+def test_padding_on_the_left(cache: str, calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair()
+    kept = [DynamicCache() if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[0, :3] = mask[2, :5] = 0
+    ids = torch.randint(99, (3, 7))
+    assert close(steps(short, kept[0], ids, mask, (1, 2, 1)), steps(plain, kept[1], ids, mask, (1, 2, 1)))
+    assert len(calls) == 3 * 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_the_same_text(settings: dict[str, Any], calls: list[tuple[int, ...]]) -> None:
+    """Of so many tokens that the cache that grows gets new memory twice."""
+    plain, short = pair()
+    ids = torch.randint(3, 99, (1, 5))
+    length = {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mine, theirs = (m.generate(ids, attention_mask=torch.ones_like(ids), **length, **settings) for m in (short, plain))
+    assert torch.equal(mine, theirs)
+    assert len(calls) >= 100
+
+
+def test_caches_that_share_a_beginning() -> None:
+    """What one of them writes behind it, the others do not see."""
+    plain, short = pair()
+    ids, more = torch.randint(99, (1, 6)), torch.randint(99, (4, 1, 9))
+    found = []
+    with torch.no_grad():
+        for model in (short, plain):
+            first = DynamicCache()
+            model(input_ids=ids, past_key_values=first)
+            model(input_ids=ids[:, :1], past_key_values=first)  # memory with room
+            snapshot = [(layer.keys, layer.values) for layer in first.layers]
+            others = copy.deepcopy(first), DynamicCache(), copy.copy(first)
+            others[2].layers = [copy.copy(layer) for layer in first.layers]
+            for layer, (keys, values) in enumerate(snapshot):
+                others[1].update(keys[:, :, :0], values[:, :, :0], layer)
+                others[1].layers[layer].keys, others[1].layers[layer].values = keys, values
+            for at in range(9):
+                for cache, row in zip((first, *others), more, strict=True):
+                    found.append(model(input_ids=row[:, at : at + 1], past_key_values=cache).logits)
+            first.crop(-4)
+            found += [model(input_ids=ids[:, :1], past_key_values=cache).logits for cache in (first, *others)]
+    half = len(found) // 2
+    assert close(torch.cat(found[:half]), torch.cat(found[half:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+    """Everything between x and y is float32: no farther from float32's logits than transformers' steps, which round each."""
+    exact, _ = pair()
+    plain, short = pair()
+    ids = torch.randint(99, (1, 30))
+    wanted = steps(exact, DynamicCache(), ids)
+    mine, theirs = (steps(m.to(dtype), DynamicCache(), ids).float() for m in (short, plain))
+    assert len(calls) == 6
+    # The prompt was read in `dtype` by both, so that the caches' errors are in both.
+    assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
+
+
+@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int8_channel"])
+def test_products_on_the_way_are_those_of_linear(name: str) -> None:
+    """The layer from its parts: only the order of sums in norms and attention differs, which is a unit of the quantized activations at most
+    where a code is just between two."""
+    torch.manual_seed(3)
+    heads, k, inner = Heads(4, 2, 32, 32**-0.5), 160, 64
+    packed = [ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, name)) for n, c in ((256, k), (k, 128), (2 * inner, k), (k, inner))]
+    biases = torch.randn(256), torch.randn(k), None, None
+    weights = tuple(Weight(p, b, "auto", "block") for p, b in zip(packed, biases, strict=True))
+    norms = torch.rand(k) + 0.5, torch.rand(k) + 0.5
+    layer = DecoderLayer(weights, norms, (1e-5, 1e-6, 0.0), heads)  # type: ignore[arg-type]
+
+    def norm(x: Tensor, i: int) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + (1e-5, 1e-6)[i]).rsqrt() * norms[i]
+
+    for b, t in ((1, 1), (1, 3), (5, 1), (2, 20)):
+        x, turn = torch.randn(b, t, k), torch.randn(1, t, 16).repeat(1, 1, 2)
+        keys, values = torch.randn(b, 2, t + 9, 32), torch.randn(b, 2, t + 9, 32)
+        y = layer(x, (turn.cos(), turn.sin()), keys, values, 9)
+        qkv = ops.linear(norm(x, 0), packed[0], biases[0]).view(b, t, 8, 32).transpose(1, 2)
+        turned = qkv * turn.cos() + torch.cat((-qkv[..., 16:], qkv[..., :16]), -1) * turn.sin()
+        seen = torch.ones(t, t + 9, dtype=torch.bool).tril(9)
+        a = torch.nn.functional.scaled_dot_product_attention(turned[:, :4], keys, values, seen, enable_gqa=True)
+        h = ops.linear(a.transpose(1, 2).reshape(b, t, 128), packed[1], biases[1], residual=x)
+        gate, up = ops.linear(norm(h, 1), packed[2]).chunk(2, -1)
+        expected = ops.linear(torch.nn.functional.silu(gate) * up, packed[3], residual=h)
+        # A code that flips moves an output by 1/127 of the largest activation times a weight, of which there are few.
+        assert float((y - expected).norm()) <= 2e-3 * float(expected.norm()), (b, t)
+
+
+def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
+    _, short = pair()
+    ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
+    short(input_ids=ids, past_key_values=(kept := DynamicCache()))
+    short(input_ids=one, past_key_values=kept)  # gradients
+    with torch.no_grad():
+        short(input_ids=one, past_key_values=kept)
+        assert calls.pop() == calls.pop() == (1, 1)
+        short(input_ids=one.expand(1, 65), past_key_values=kept)  # too many
+        short.train()(input_ids=one, past_key_values=kept)
+        short.eval()
+        seen: list[Any] = []
+        hook = short.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(args))
+        short(input_ids=one, past_key_values=kept)
+        assert seen
+        assert calls == [(1, 1)], "the other layer"
+        hook.remove()
+        short(input_ids=one, past_key_values=kept)
+        assert len(calls) == 3
+        short(input_ids=one, past_key_values=kept, output_attentions=True)
+        assert len(calls) == 3
+
+
+def test_weights_that_change(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair()
+    _, other = pair(initializer_range=0.1)
+    ids = torch.randint(99, (1, 5))
+    steps(short, DynamicCache(), ids)
+    for model in (plain, short):
+        for mine, theirs in zip(model.model.layers, other.model.layers, strict=True):
+            mine.self_attn.o_proj.load_state_dict(theirs.self_attn.o_proj.state_dict())
+            mine.input_layernorm.weight.data = torch.rand(48) + 1
+    short.model.layers[1].input_layernorm.weight.data = plain.model.layers[1].input_layernorm.weight.data.clone()
+    short.model.layers[0].input_layernorm.weight.data.copy_(plain.model.layers[0].input_layernorm.weight.data)
+    assert close(steps(short, DynamicCache(), ids), steps(plain, DynamicCache(), ids))
+    short.model.layers[0].mlp.down_proj = torch.nn.Linear(96, 48, bias=False)
+    before = len(calls)
+    steps(short, DynamicCache(), ids)
+    assert len(calls) == before + 3, "one layer of two"
+
+
+def test_a_model_that_is_gone_leaves_no_weights_behind() -> None:
+    _, short = pair()
+    steps(short, DynamicCache(), torch.randint(99, (1, 5)))
+    weight = weakref.ref(short.model.layers[0].mlp.down_proj.packed.data)
+    del short
+    gc.collect()
+    assert weight() is None
+
+
+def test_threads_do_not_mix() -> None:
+    _, short = pair()
+    prompts = [torch.randint(99, (1, 4)) for _ in range(4)]
+    expected = [steps(short, DynamicCache(), ids, widths=(1,) * 20) for ids in prompts]
+    found: dict[int, Tensor] = {}
+
+    def run(i: int) -> None:
+        torch.set_num_threads(1)
+        found[i] = steps(short, DynamicCache(), prompts[i], widths=(1,) * 20)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(close(found[i], expected[i]) for i in range(4))
+
+
+def test_arguments() -> None:
+    heads = Heads(2, 1, 16, 0.25)
+    packed = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (64, 32), (32, 32))]
+    weights: Any = [Weight(p, None, "auto", "block") for p in packed]
+    norms = torch.ones(32), torch.ones(32)
+    layer = DecoderLayer(tuple(weights), norms, (0.0, 0.0, 0.0), heads)
+    x, turn, cache = torch.randn(1, 1, 32), torch.ones(1, 1, 16), torch.zeros(1, 1, 4, 16)
+    assert layer(x, (turn, turn), cache, cache.clone(), 3).shape == x.shape
+    no_mask = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    for wrong in (
+        lambda: layer(x, (turn, turn), cache, cache.clone(), 4),
+        lambda: layer(x, (turn, turn), cache, cache.clone(), -1),
+        lambda: layer(x[..., :31], (turn, turn), cache, cache.clone(), 0),
+        lambda: layer(x, (turn, turn[..., :8]), cache, cache.clone(), 0),
+        lambda: layer(x, (turn, turn), cache, cache.double(), 0),
+        lambda: layer(x, (turn, turn), cache.expand(2, -1, -1, -1), cache.expand(2, -1, -1, -1), 0),
+        lambda: layer(x, (turn, turn), cache.transpose(2, 3), cache.transpose(2, 3), 0),
+        lambda: layer(x, (turn, turn), cache, cache.clone(), 3, no_mask),
+        lambda: layer(x, (turn, turn), cache, cache.clone(), 1, no_mask.float()),
+        lambda: layer(x.expand(65, 1, 32), (turn, turn), cache.expand(65, 1, 4, 16), cache.expand(65, 1, 4, 16), 0),
+    ):
+        with pytest.raises(ArgumentError, match="this layer takes on the CPU"):
+            wrong()
+    with pytest.raises(ArgumentError, match="a decoder layer takes weights"):
+        DecoderLayer(tuple(weights[::-1]), norms, (0.0, 0.0, 0.0), heads)
+    with pytest.raises(ArgumentError, match="a decoder layer takes weights"):
+        DecoderLayer(tuple(weights), (norms[0], norms[0][:3]), (0.0, 0.0, 0.0), heads)
+    odd = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (66, 32), (32, 33))]
+    with pytest.raises(ArgumentError, match="33 gates are no whole panels of 32"):
+        DecoderLayer(tuple(Weight(p, None, "auto", "block") for p in odd), norms, (0.0, 0.0, 0.0), heads)  # type: ignore[arg-type]
+    assert decoding_cpu.MOST_ROWS == 64
