@@ -29,6 +29,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import halfbyte as hb
+from halfbyte.integrations import attention
 from halfbyte.nn.fused import fuse_
 
 SHAPES = ((1, 69), (32, 73))  # sentences, tokens of each
@@ -40,8 +41,8 @@ CONTENDERS = (
 )
 
 
-def float_model(attention: str = "sdpa") -> nn.Module:
-    model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, dtype=torch.float32, attn_implementation=attention)
+def float_model(attending: str = "sdpa") -> nn.Module:
+    model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, dtype=torch.float32, attn_implementation=attending)
     return model.eval()
 
 
@@ -76,7 +77,7 @@ def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
         session = onnxruntime.InferenceSession(folder / f"{kind}.onnx", options, providers=["CPUExecutionProvider"])
         return lambda ids: session.run(None, {"ids": ids.numpy(), "mask": torch.ones_like(ids).numpy()})
     hb.keep_freed_memory()
-    model = float_model()
+    model = float_model(attention.NAME if runtime == "halfbyte" else "sdpa")
     if runtime == "halfbyte":
         hb.quantize_(model, hb.Config(kind))
         fuse_(model)

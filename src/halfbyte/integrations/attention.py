@@ -1,4 +1,6 @@
-"""Attention of one token to a cache: query heads that share a key head are taken together.
+"""Attention as halfbyte computes it where that is faster than torch's: of one token to a cache, and of whole short sequences on a CPU.
+
+Of one token: query heads that share a key head are taken together.
 
 With a static cache and torch.compile transformers writes keys and values out once for each query head before it calls torch. With
 q [b, kv heads, heads / kv heads, d] in place of [b, heads, 1, d] the same products are computed and nothing is copied. A single token
@@ -6,8 +8,10 @@ sees the whole cache, so that no order among "queries" matters.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="halfbyte")
 
+Of whole sequences in float32 of at most 512 tokens that all see each other (encoders): `ops.attention`, on CPUs.
+
 On a GPU torch.compile makes small kernels of the formula written out, in float32; torch's own attention is made for many queries. Eager
-calls on GPUs, and all others than those of one token, are torch's own.
+calls on GPUs, and all other calls, are torch's own.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from halfbyte.ops import attention as whole
 
 NAME = "halfbyte"
 
@@ -34,6 +40,11 @@ def attention(
     plain = plain and all(settings.get(name) is None for name in ("position_bias", "cache"))
     plain = plain and (attention_mask is None or attention_mask.shape[1] == 1)
     on_cpu = query.device.type == "cpu"
+    causal = settings.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if on_cpu and plain and not causal and t > 1 and whole.supports(query, key, value, attention_mask):
+        scaling = settings.get("scaling")
+        return whole.attend(query, key, value, attention_mask, d**-0.5 if scaling is None else scaling), None
     if t != 1 or not plain or (heads == kv_heads if on_cpu else not torch.compiler.is_compiling()):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     grouped, scale = query.reshape(b, kv_heads, heads // kv_heads, d), settings.get("scaling")

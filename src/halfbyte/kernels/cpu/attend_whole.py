@@ -1,0 +1,223 @@
+"""Attention of whole, short sequences, as encoders have it: every token sees every other, where a mask lets it.
+
+    y[b, i, h] = sum over j of  p[j] * v[b, h, j],   p = softmax over j of scale * q[b, h, i] · k[b, h, j]
+
+A thread takes one head of one sequence after the other. It writes the keys transposed, and the values, into memory of its own, which
+stays in its caches; then a few queries at a time meet all keys, so that their scores stay in the first-level cache too.
+
+Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`; exponentials (`exponential.py`)
+of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. A query
+that may see nothing gets 0, as torch's attention gives it. What may not be seen has weight 0, though 0 * NaN is NaN.
+
+It wins where torch's kernel, which is made for long sequences, spends its time around small products; `MOST_TOKENS` is where that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.exponential import exp
+from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.linear import thread as thread_memory
+
+WHOLE = Block(
+    (
+        *LINEAR.fields[:4],
+        *("q", "q_batch", "q_head", "q_token"),  # strides are in bytes; the D elements of a token's head lie side by side
+        *("k", "k_batch", "k_head", "k_token"),
+        *("v", "v_batch", "v_head", "v_token"),
+        *("mask", "mask_batch", "mask_token"),  # a byte for each token that is seen
+        *("out", "batch", "heads", "tokens", "padded"),
+        *("scratch", "thread_bytes"),
+        "scale",
+    ),
+    frozenset({"scale"}),
+)
+_pack = WHOLE.struct().pack
+MOST_TOKENS = 512
+_ROWS, _VECTORS = 6, 2  # a tile of accumulators
+_LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
+_WORK_A_THREAD = 1 << 17  # multiplications
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSpec:
+    """dim: D; masked: there is a mask."""
+
+    dim: int
+    masked: bool
+
+    @property
+    def name(self) -> str:
+        return f"attend_whole_{self.dim}{'_masked' if self.masked else ''}"
+
+
+def build(spec: WholeSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
+    module = Module(isa.attributes)
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
+    _Whole(spec, isa, f).emit()
+    return module
+
+
+class _Whole:
+    def __init__(self, spec: WholeSpec, isa: ISA, f: Function) -> None:
+        self.spec, self.isa, self.f = spec, isa, f
+        self.args, thread, self.threads = f.parameters
+        self.thread = thread
+        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim % n == 0)
+        self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
+        self.tokens, self.padded = self.number("tokens"), self.number("padded")
+        self.keys = WHOLE.load(self.args, "scratch", "ptr") + thread * self.number("thread_bytes")
+        self.values = self.keys + self.padded * (4 * spec.dim)
+        self.scores = self.values + self.padded * (4 * spec.dim)
+
+    def number(self, field: str) -> Value:
+        return WHOLE.load(self.args, field)
+
+    def emit(self) -> None:
+        f, heads = self.f, self.number("heads")
+        items = self.number("batch") * heads
+        for item in f.loop((self.thread + 1) * items // self.threads, self.thread * items // self.threads):
+            b, h = item // heads, item % heads
+            q, k, v = (
+                WHOLE.load(self.args, x, "ptr") + b * self.number(f"{x}_batch") + h * self.number(f"{x}_head") for x in ("q", "k", "v")
+            )
+            self._transpose(k)
+            for j in f.loop(self.tokens):
+                for at in range(0, 4 * self.spec.dim, self.bytes):
+                    self.values.store((v + j * self.number("v_token")).load(self.floats, at, 4), j * (4 * self.spec.dim) + at, self.bytes)
+            for tile in f.loop((self.tokens + (_ROWS - 1)) // _ROWS):
+                # Behind the last token it comes again: the same is computed and written more than once.
+                tokens = [f.umin(tile * _ROWS + i, self.tokens - 1) for i in range(_ROWS)]
+                self._score([q + token * self.number("q_token") for token in tokens])
+                sums = [self._exponentiate(i, b, token) for i, token in enumerate(tokens)]
+                self._write([((b * self.tokens + token) * heads + h) * (4 * self.spec.dim) for token in tokens], sums)
+
+    def _transpose(self, k: Value) -> None:
+        """The keys, `lanes` of them and of their elements at a time; behind the last token it comes again."""
+        f, n = self.f, self.lanes
+        for block in f.loop(self.padded // n):
+            rows = [k + f.umin(block * n + i, self.tokens - 1) * self.number("k_token") for i in range(n)]
+            for d in range(0, self.spec.dim, n):
+                square = [row.load(self.floats, 4 * d, 4) for row in rows]
+                half = n // 2
+                while half:  # swap the halves of squares of 2 * half that lie off their diagonals
+                    for i in range(n):
+                        if not i & half:
+                            a, b = square[i], square[i + half]
+                            square[i] = a.shuffle([j if not j & half else n + j - half for j in range(n)], b)
+                            square[i + half] = a.shuffle([j + half if not j & half else n + j for j in range(n)], b)
+                    half //= 2
+                for i, column in enumerate(square):
+                    self.keys.store(column, (self.padded * (d + i) + block * n) * 4, self.bytes)
+
+    def _score(self, queries: list[Value]) -> None:
+        """scores[i] = q[i] · keys, `padded` of them."""
+        f, step = self.f, _VECTORS * self.lanes
+        for j in f.loop(self.padded // step):
+            totals, column = self._totals(_VECTORS), self.keys + j * (4 * step)
+            for d in f.loop(self.spec.dim):
+                self._multiply_add(totals, [q + d * 4 for q in queries], column + d * (self.padded * 4))
+            for i in range(_ROWS):
+                for v in range(_VECTORS):
+                    self.scores.store(totals[i * _VECTORS + v].value, (self.padded * i + j * step + v * self.lanes) * 4, self.bytes)
+
+    def _totals(self, vectors: int) -> list[Variable]:
+        return [self.f.variable(self.f.value(self.floats, 0.0)) for _ in range(_ROWS * vectors)]
+
+    def _multiply_add(self, totals: list[Variable], factors: list[Value], vectors: Value) -> None:
+        """Adds each row's factor times the same vectors."""
+        count = len(totals) // _ROWS
+        loaded = [vectors.load(self.floats, v * self.bytes, self.bytes) for v in range(count)]
+        for i, factor in enumerate(factors):
+            x = factor.load("float", 0, 4).splat(self.lanes)
+            for total, w in zip(totals[i * count :], loaded, strict=False):
+                total.value = self.f.fma(w, x, total.value)
+
+    def _exponentiate(self, i: int, b: Value, token: Value) -> Value:
+        """Scores to exponentials; their sum."""
+        f, n = self.f, self.lanes
+        scale = (self.args + WHOLE.offset("scale")).load("float", 0, 4).splat(n)
+        row, ints = self.scores + self.padded * (4 * i), vector("i32", n)
+        largest = f.variable(f.value(self.floats, _LEAST))
+        mask = WHOLE.load(self.args, "mask", "ptr") + b * self.number("mask_batch") + token * self.number("mask_token")
+        for j in f.loop(self.padded // n):
+            at = row + j * self.bytes
+            here = (j * n).to("i32").splat(n) + f.constant(ints, range(n))
+            seen = here < self.tokens.to("i32").splat(n)
+            if self.spec.masked:
+                seen = seen & ((mask + j * n).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
+            score = seen.select(at.load(self.floats, 0, self.bytes) * scale, float("-inf"))
+            at.store(score, 0, self.bytes)
+            largest.value = score.max_or(largest.value)
+        top = largest.value.fold(lambda x, y: x.max_or(y)).splat(n)
+        total = f.variable(f.value(self.floats, 0.0))
+        for j in f.loop(self.padded // n):
+            at = row + j * self.bytes
+            weight = exp(f, at.load(self.floats, 0, self.bytes) - top)
+            at.store(weight, 0, self.bytes)
+            total.value = total.value + weight
+        return total.value.fold(lambda x, y: x + y)
+
+    def _write(self, places: list[Value], sums: list[Value]) -> None:
+        f, out, vectors = self.f, WHOLE.load(self.args, "out", "ptr"), self.spec.dim // self.lanes
+        inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s in sums]
+        for first in range(0, vectors, _VECTORS):
+            some = min(_VECTORS, vectors - first)
+            totals = self._totals(some)
+            for j in f.loop(self.tokens):
+                weights = [self.scores + (self.padded * i + j) * 4 for i in range(_ROWS)]
+                self._multiply_add(totals, weights, self.values + j * (4 * self.spec.dim) + first * self.bytes)
+            for i, place in enumerate(places):
+                for v in range(some):
+                    (out + place).store(totals[i * some + v].value * inverse[i], (first + v) * self.bytes, 4)
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend` takes these: float32 [B, H, T, D] on the CPU, of one shape, a head's elements side by side; mask bool
+    [B or 1, 1, T or 1, T] with its tokens side by side."""
+    shape = query.shape
+    alike = query.dim() == 4 and key.shape == shape and value.shape == shape and 0 < shape[2] <= MOST_TOKENS and shape[3] % 4 == 0
+    plain = all(x.dtype == torch.float32 and x.is_cpu and x.stride(3) == 1 for x in (query, key, value))
+    if mask is None or not (alike and plain):
+        return alike and plain and shape[3] > 0
+    fits = mask.dim() == 4 and mask.shape[3] == shape[2] and mask.shape[2] in (1, shape[2]) and mask.shape[1] == 1
+    return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, H, T, D] each, mask bool, True where a token is seen -> [B, T, H, D]. The caller has asked `supports`."""
+    batch, heads, tokens, dim = query.shape
+    isa = current()
+    out = torch.empty(batch, tokens, heads, dim)
+    step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
+    padded = -(-tokens // step) * step
+    thread_bytes = 4 * padded * (2 * dim + _ROWS)
+    work = 2 * batch * heads * tokens * tokens * dim
+    threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))
+    if mask is not None and tokens % step:  # whole vectors of it are read
+        mask = torch.nn.functional.pad(mask, (0, padded - tokens))
+    strides = [n for x in (query, key, value) for n in (x.data_ptr(), *(4 * s for s in x.stride()[:3]))]
+    seen = (0, 0, 0) if mask is None else (mask.data_ptr(), *(mask.stride(i) * (mask.shape[i] > 1) for i in (0, 2)))
+    _memory, address = thread_memory.memory(threads * thread_bytes)
+    phase = _phase(WholeSpec(dim, mask is not None), isa)
+    sizes = batch, heads, tokens, padded, address, thread_bytes
+    block = _pack(phase, 0, runtime.openmp_address(), 0, *strides, *seen, out.data_ptr(), *sizes, scale, 0.0)
+    buffer = ctypes.create_string_buffer(block, len(block))
+    runtime.runner()(ctypes.addressof(buffer), threads)
+    return out
+
+
+@functools.cache
+def _phase(spec: WholeSpec, isa: ISA) -> int:
+    return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]

@@ -1,0 +1,122 @@
+"""Attention of whole sequences against float64, its op, and encoders that take it."""
+
+import math
+
+import pytest
+import torch
+from support import RUNNABLE, poisoned
+from torch import Tensor
+from torch.nn import functional
+
+from halfbyte.kernels.cpu import attend_whole, linear, runtime
+from halfbyte.kernels.cpu.exponential import BOUND
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.ops import attention
+
+isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+EPS = 2.0**-24
+
+
+def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
+    """Queries, keys and values as a fused product leaves them: [B, H, T, D] whose tokens lie far apart, with NaN between them."""
+    memory = torch.full((batch, tokens, 3, count * dim + 3), torch.nan)
+    memory[..., : count * dim] = torch.randn(batch, tokens, 3, count * dim)
+    return [memory[:, :, i, : count * dim].unflatten(2, (count, dim)).transpose(1, 2) for i in range(3)]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """y in float64 and a bound of the kernel's error."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores, sizes = scale * q @ k.mT, abs(scale) * q.abs() @ k.abs().mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    p = scores.softmax(-1).nan_to_num(0)
+    dim, tokens = q.shape[-1], q.shape[-2]
+    # A score: dim roundings, one of the scale, one of the difference to the largest score (at most twice the largest); of its exponential
+    # as much relatively, and `exp`'s own. The sums of exponentials and of outputs: a rounding for each token; a quotient and a product.
+    largest = sizes.amax(-1, keepdim=True)
+    relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND) * 1.01
+    total = (p * relative).sum(-1, keepdim=True) + (2 * tokens + 4) * EPS
+    return (p @ v).transpose(1, 2), ((p * relative) @ v.abs() + total * (p @ v.abs())).transpose(1, 2) + 1e-30
+
+
+@isas
+@pytest.mark.parametrize(("batch", "count", "tokens", "dim"), [(1, 1, 1, 4), (2, 3, 5, 8), (3, 2, 73, 32), (1, 3, 40, 20), (1, 1, 130, 64)])
+def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_whole, "current", lambda: isa)
+    monkeypatch.setattr(attend_whole, "_WORK_A_THREAD", 1)
+    monkeypatch.setattr(runtime, "threads", lambda: 2)
+    q, k, v = heads(batch, count, tokens, dim)
+    some = torch.rand(batch, 1, tokens, tokens) < 0.6
+    some[0, 0, tokens // 2] = False  # a query that may see nothing
+    for mask in (None, some, some[:, :, :1], some[:1]):
+        linear.thread.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
+        out, untouched = poisoned(batch, tokens, count, dim, dtype=torch.float32)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *_, out=out: out)
+            assert attend_whole.supports(q, k, v, mask)
+            y = attend_whole.attend(q, k, v, mask, dim**-0.5)
+        wanted, error = reference(q, k, v, mask, dim**-0.5)
+        assert bool(((y.double() - wanted).abs() <= error).all())
+        assert untouched()
+
+
+def test_nan_stays_in_its_query_and_what_is_masked_counts_nothing() -> None:
+    q, k, v = heads(1, 2, 20, 16)
+    clean = attend_whole.attend(q, k, v, None, 0.25)
+    q[0, 1, 3, 5] = torch.nan
+    y = attend_whole.attend(q, k, v, None, 0.25)
+    assert bool(y[0, 3, 1].isnan().all())
+    y[0, 3, 1] = clean[0, 3, 1]
+    assert torch.equal(y, clean)
+    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    mask[..., 7:] = False
+    short = attend_whole.attend(q[:, :1, :7], k[:, :1, :7], v[:, :1, :7], None, 0.25)
+    torch.testing.assert_close(attend_whole.attend(q[:, :1], k[:, :1], v[:, :1], mask, 0.25)[:, :7], short)
+
+
+def test_what_is_not_supported() -> None:
+    q, k, v = heads(2, 2, 6, 8)
+    assert attention.supports(q, k, v, None)
+    assert not attention.supports(q.requires_grad_(), k, v, None)
+    q = q.detach()
+    others = (q.bfloat16(), q[:, :, :5], q[..., :6], q.mT.contiguous().mT, q[:, :, :0])
+    assert not any(attention.supports(other, k, v, None) for other in others)
+    assert not attention.supports(q[..., :6], k[..., :6], v[..., :6], None)
+    masks = (torch.zeros(2, 1, 6, 6), torch.ones(2, 2, 6, 6, dtype=torch.bool), torch.ones(2, 1, 6, 5, dtype=torch.bool))
+    assert not any(attention.supports(q, k, v, mask) for mask in masks)
+    long = torch.empty(1, 1, attend_whole.MOST_TOKENS + 1, 8)
+    assert not attention.supports(long, long, long, None)
+
+
+def test_the_op() -> None:
+    arguments = (*heads(2, 2, 6, 8), torch.rand(2, 1, 1, 6) < 0.8, 0.3)
+    torch.library.opcheck(torch.ops.halfbyte.attend_whole.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_encoders_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from halfbyte.integrations.attention import NAME
+
+    config = transformers.BertConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, vocab_size=50, attn_implementation="sdpa"
+    )
+    model, ids = transformers.BertModel(config).eval(), torch.randint(50, (3, 21))
+    seen = torch.ones(3, 21, dtype=torch.int64)
+    padded = (torch.arange(21) < torch.tensor([[21], [9], [1]])).long()
+    with torch.inference_mode():
+        wanted = [model(input_ids=ids, attention_mask=mask).last_hidden_state for mask in (seen, padded)]
+        model.set_attn_implementation(NAME)
+        calls, attend = [], attend_whole.attend
+        monkeypatch.setattr(attend_whole, "attend", lambda *args: calls.append(args) or attend(*args))
+        got = [model(input_ids=ids, attention_mask=mask).last_hidden_state for mask in (seen, padded)]
+    assert len(calls) == 4
+    for y, other, mask in zip(got, wanted, (seen, padded), strict=True):
+        torch.testing.assert_close(y[mask.bool()], other[mask.bool()], rtol=1e-4, atol=1e-5)
+    # A decoder's tokens do not see what follows them: that is left to torch.
+    q, k, v = heads(1, 2, 6, 8)
+    module = torch.nn.Module()
+    module.is_causal = True
+    y, _ = transformers.AttentionInterface()[NAME](module, q, k, v, None)
+    assert len(calls) == 4
+    torch.testing.assert_close(y, functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / math.sqrt(8)).transpose(1, 2))
