@@ -11,10 +11,11 @@ import transformers
 from language_model import make_tokenizer
 from torch import Tensor, nn
 
-from halfbyte.checkpoint import export, load
+from halfbyte.checkpoint import describe, export, gguf_vocabulary, load
 from halfbyte.checkpoint.gguf_config import to_config, to_metadata
 from halfbyte.checkpoint.gguf_names import ARCHITECTURES, of_config
 from halfbyte.errors import CheckpointError
+from halfbyte.formats import ggml
 from halfbyte.io import gguf
 
 SMALL: dict[str, Any] = {
@@ -101,6 +102,10 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 def test_every_architecture_has_a_class_of_transformers() -> None:
     for architecture in ARCHITECTURES:
         assert hasattr(transformers, architecture.model), architecture.name
+        if architecture.transposed:
+            with pytest.raises(CheckpointError, match="GGUF is written for llama"):
+                of_config({"model_type": architecture.types[0]})
+            continue
         assert all(of_config({"model_type": each}) is architecture for each in architecture.types)
 
 
@@ -143,7 +148,7 @@ def test_a_file_with_tensors_that_the_model_has_no_place_for(tmp_path: Path) -> 
     for name in ("blk.0.attn_q_norm.weight", "blk.0.attn_sinks.weight", "token_embd_norm.weight"):
         with pytest.raises(CheckpointError, match=f"{name}', for which StableLmForCausalLM has no place"):
             load(with_tensor(name))
-    for name in ("blk.0.attn_rot_embd", "blk.5.nextn.enorm.weight"):
+    for name in ("blk.0.attn_rot_embd", "blk.5.nextn.enorm.weight", "blk.0.ffn_up.input_scale"):
         load(with_tensor(name))
 
 
@@ -155,3 +160,114 @@ def test_a_hostile_number_of_layers() -> None:
         "exaone4.attention.layer_norm_rms_epsilon": 1e-5,
     }
     assert len(to_config(metadata, [], lambda name: torch.zeros(1))["layer_types"]) < 1 << 20
+
+
+# gpt-oss, which is read only
+
+
+def gpt_oss(folder: Path, kind: int, *, truncate: bool = False) -> tuple[nn.Module, list[int]]:
+    """Writes m.gguf as llama.cpp's converter does, experts in one of ggml's types; the model, and tokens to try it with."""
+    tokenizer = make_tokenizer()
+    sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    more = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "tie_word_embeddings": False}
+    config = transformers.GptOssConfig(**sizes, **more, rope_parameters=rope | {"truncate": truncate})
+    torch.manual_seed(0)
+    model: Any = transformers.GptOssForCausalLM(config).eval()
+    tensors: dict[str, Tensor] = {}
+    layer = {
+        "self_attn.sinks": "attn_sinks.weight", "input_layernorm.weight": "attn_norm.weight", "mlp.router.weight": "ffn_gate_inp.weight",
+        "mlp.router.bias": "ffn_gate_inp.bias", "post_attention_layernorm.weight": "post_attention_norm.weight",
+        **{f"self_attn.{a}_proj.{end}": f"attn_{b}.{end}" for a, b in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))
+           for end in ("weight", "bias")},
+    }  # fmt: skip
+    ends = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if parameter.dim() == 1 else 64**-0.5)
+            own = name.removeprefix("model.layers.").partition(".")[2]
+            block = f"blk.{name.split('.')[2]}." if own in layer or ".experts." in name else ""
+            if name in ends or own in layer:
+                tensors[ends.get(name) or block + layer[own]] = parameter
+            elif name.endswith("_bias"):
+                parts = (
+                    {"ffn_gate_exps": parameter[:, ::2], "ffn_up_exps": parameter[:, 1::2]}
+                    if "gate_up" in name
+                    else {"ffn_down_exps": parameter}
+                )
+                tensors |= {f"{block}{part}.bias": value for part, value in parts.items()}
+            else:
+                parts = (
+                    {"ffn_gate_exps": parameter[..., ::2], "ffn_up_exps": parameter[..., 1::2]}
+                    if "gate_up" in name
+                    else {"ffn_down_exps": parameter}
+                )
+                for part, value in parts.items():
+                    rows = value.transpose(1, 2).contiguous()
+                    if kind:
+                        tensors[f"{block}{part}.weight"] = raw = torch.randint(0, 256, (*rows.shape[:2], 34), dtype=torch.uint8)
+                        raw[..., ::17] = torch.randint(120, 124, raw[..., ::17].shape, dtype=torch.uint8)
+                        value.copy_(ggml.decode(ggml.TYPES[kind], tuple(rows.shape), raw).dequantize().transpose(1, 2))
+                    else:
+                        tensors[f"{block}{part}.weight"] = rows
+    head = {"context_length": 128, "embedding_length": 64, "block_count": 2, "feed_forward_length": 64, "expert_feed_forward_length": 64}
+    head |= {"expert_count": 4, "expert_used_count": 2, "vocab_size": len(tokenizer)}
+    head |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16}
+    numbers: dict[str, Any] = {**head, "attention.sliding_window": 16, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1.5e5}
+    numbers |= {
+        "rope.dimension_count": 16,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+    }
+    metadata: dict[str, Any] = {"general.architecture": "gpt-oss", **{f"gpt-oss.{key}": value for key, value in numbers.items()}}
+    tokenizer.save_pretrained(folder)
+    metadata |= gguf_vocabulary.to_metadata(folder, {"model_type": "gpt_oss"}, len(tokenizer))[0]
+    experts = {name for name in tensors if "_exps.weight" in name and kind}
+    types = {
+        name: (kind if name in experts else 0, (*t.shape[:2], 64) if name in experts else tuple(t.shape)) for name, t in tensors.items()
+    }
+    writer = gguf.Writer(folder / "m.gguf", metadata, types)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor.detach().contiguous())
+    writer.finish()
+    return model, tokenizer(TEXT)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", [0, 39])
+def test_gpt_oss_is_read(kind: int, tmp_path: Path) -> None:
+    model, ids = gpt_oss(tmp_path, kind)
+    loaded = load(tmp_path / "m.gguf")
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], parameter), name
+    assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=1e-5)  # other strides, other order of sums
+    if kind:
+        rows = {row.name: row.reason for row in describe(tmp_path / "m.gguf").rows}
+        assert rows["model.layers.0.mlp.experts.down_proj"] == "GGUF mxfp4, dequantized: its weights are [experts, inputs, outputs]"
+
+
+@pytest.mark.parametrize("kind", [0, 39])
+def test_llama_cpp_computes_the_same_of_gpt_oss(kind: int, tmp_path: Path) -> None:
+    """It rounds what goes into MXFP4 to 8 bits, and where it begins to scale frequencies, which the model's own config does not."""
+    pytest.importorskip("xllamacpp")
+    server = pytest.importorskip("llama_server").LlamaCpp
+    model, ids = gpt_oss(tmp_path, kind, truncate=True)
+    expected, theirs = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
+    for count, found in theirs.next_tokens(ids, 4, 10):
+        for token, value in found.items():
+            assert abs(value - float(expected[count - 1, token])) < (0.05 if kind else 0.01)
+
+
+def test_gpt_oss_without_biases(tmp_path: Path) -> None:
+    gpt_oss(tmp_path, 0)
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content.replace(b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_up_shxp.bias"))
+    with pytest.raises(CheckpointError, match="no biases that fit"):
+        load(tmp_path / "m.gguf")

@@ -45,6 +45,8 @@ _YARN = {
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
+# What a model's config says besides, and a file does not.
+_YARN_OF: dict[str, dict[str, Any]] = {"mistral3": {"mscale": 1.0, "llama_4_scaling_beta": 0.0}, "gpt-oss": {"truncate": False}}
 _ROPE_BASE = 10_000.0
 _MOST_LAYERS = 10_000  # for which a list is made
 # Whether some layers see only a window of the text is in no file: llama.cpp knows these models by their number of layers.
@@ -147,7 +149,7 @@ def _rope_scaling(
     if kind == "yarn" and original:
         found = {mine: _number(metadata, f"{name}.{key}", float, needed=False) for key, mine in _YARN.items()}
         yarn = {"factor": factor, "original_max_position_embeddings": original} | {k: v for k, v in found.items() if v is not None}
-        return {"rope_type": "yarn", **({"mscale": 1.0, "llama_4_scaling_beta": 0.0} if name == "mistral3" else {}), **yarn}
+        return {"rope_type": "yarn", **_YARN_OF.get(name, {}), **yarn}
     raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")
 
 

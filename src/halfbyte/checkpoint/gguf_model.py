@@ -34,7 +34,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
     entries, notes = _stacks(file, architecture, dtype)
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.stack(name) is not None:
+        if architecture.in_stack(name):
             continue
         target = architecture.to_transformers(name)
         if target is None:
@@ -87,10 +87,8 @@ def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
     factor = file.entries.get(f"{name.removesuffix('weight')}scale")
     if factor is None or not name.endswith(".weight"):
         return None
-    if factor.blocks is not None or math.prod(factor.shape) not in (
-        1,
-        file.entries[name].shape[0] if len(file.entries[name].shape) > 2 else 1,
-    ):
+    shape = file.entries[name].shape
+    if factor.blocks is not None or math.prod(factor.shape) not in (1, shape[0] if len(shape) > 2 else 1):
         raise CheckpointError(f"{file.path}: the scale of {name} is no number, and not one for each expert: the file is damaged")
     return factor
 
@@ -110,6 +108,9 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, no stacks of experts that fit: the file is damaged")
         shape = (first.shape[0], sum(part.shape[1] for part in parts), first.shape[2])
+        if architecture.transposed:
+            entries |= _transposed(file, target, names, tensors, dtype)
+            continue
         alike = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
         quantized = tensors[0].quantized if alike else None
         spec = Spec(dtype if any(part.blocks for part in parts) else first.spec.dtype, shape)
@@ -118,6 +119,39 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
         nbytes = sum(part.place.spec.nbytes for part in parts)
         entries[target] = Entry(spec, nbytes, partial(_read_stack, tensors, quantized is not None), quantized)
     return entries, [f"dequantized, for their parts are of several types: {', '.join(mixed)}"] if mixed else []
+
+
+def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Sequence[_Tensor], dtype: torch.dtype) -> dict[str, Entry]:
+    """Stacks of experts [E, N, K] with biases as transformers has those of gpt-oss: [E, K, N] and [E, N], rows of gate and up in turn."""
+    parts = [tensor.entry for tensor in tensors]
+    biases = [file.entries.get(f"{name.removesuffix('weight')}bias") for name in names]
+    fitting = [bias for bias, part in zip(biases, parts, strict=True) if bias and not bias.blocks and bias.shape == part.shape[:2]]
+    if len(fitting) < len(parts) or len({part.shape for part in parts}) > 1:
+        raise CheckpointError(f"{file.path}: {' and '.join(names)} have no biases that fit, or not the same shape: the file is damaged")
+    (experts, n, k), count = parts[0].shape, len(parts)
+
+    def read(wanted: torch.dtype | None) -> Tensor:
+        values = [tensor.read() for tensor in tensors]
+        out = torch.empty(experts, k, n * count, dtype=wanted or dtype)
+        for i in range(experts):
+            for j, value in enumerate(values):
+                out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else floats(_expert(value, i), out.dtype)).T
+        return out
+
+    def read_bias(wanted: torch.dtype | None) -> Tensor:
+        rows = [gguf.read(bias) for bias in fitting]
+        return torch.stack([row for row in rows if isinstance(row, Tensor)], dim=-1).flatten(1).to(wanted or dtype)
+
+    form = None if parts[0].blocks is None else f"GGUF {parts[0].blocks.name}"
+    nbytes, bias_bytes = (sum(each.place.spec.nbytes for each in found) for found in (parts, fitting))
+    return {
+        target: Entry(Spec(dtype, (experts, k, n * count)), nbytes, read, form=form),
+        f"{target}_bias": Entry(Spec(dtype, (experts, n * count)), bias_bytes, read_bias),
+    }
+
+
+def _expert(codes: Codes, i: int) -> Codes:
+    return Codes.from_tensors(codes.format, codes.shape[1:], {name: tensor[i] for name, tensor in codes.tensors().items()})
 
 
 _HALVES = (torch.bfloat16, torch.float16)

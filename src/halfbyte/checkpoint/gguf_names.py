@@ -55,9 +55,11 @@ _SHARED = {
 # The Mixtrals of llama.cpp before 2024, one tensor for each expert, and what safetensors call them.
 _ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
-# Tensors that mean nothing to a model of transformers: layers that guess further tokens, and what a config says in its own way.
+# Tensors that mean nothing to a model of transformers: layers that guess further tokens, scales of activations, and what a config says in
+# its own way.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.\w+)(?:\.weight)?")
 
@@ -80,6 +82,7 @@ class Architecture:
     biases    settings of config.json that say whether a tensor of the first layer, by llama.cpp's name, is there
     settings  of config.json, which llama.cpp takes for granted: a model with others is not written
     partial   whether only a part of a head may be rotated
+    transposed  whether experts of transformers' are [E, K, N] with biases, rows of gate and up in turn; such models are only read
     windowed  whether the file says which width of attention its layers have; llama.cpp knows which layers
     """
 
@@ -97,12 +100,15 @@ class Architecture:
     biases: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     partial: bool = False
+    transposed: bool = False
     windowed: bool = True
 
     def to_transformers(self, name: str) -> str | None:
         """transformers' name of a tensor of a file, None where it has none. Of stacks of experts see `stack`."""
         if self.experts and (one := _ONE_EXPERT.fullmatch(name)):
             return f"model.layers.{int(one[1])}.mlp.experts.{int(one[3])}.{_ONE_EXPERT_PARTS[one[2]]}.weight"
+        if self.transposed and (sinks := _SINKS.fullmatch(name)):
+            return f"model.layers.{int(sinks[1])}.self_attn.sinks"
         head, _, end = name.rpartition(".")
         if head in _ENDS and end in ("weight", "bias"):
             return f"{_ENDS[head]}.{end}"
@@ -119,6 +125,12 @@ class Architecture:
             if found[2] in parts:
                 return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
         return None
+
+    def in_stack(self, name: str) -> bool:
+        """Whether a tensor of a file is a stack of experts, or their biases."""
+        if self.transposed and name.endswith(".bias"):
+            name = f"{name.removesuffix('bias')}weight"
+        return self.stack(name) is not None
 
     def to_gguf(self, name: str) -> tuple[str, ...]:
         """The inverse of both: none, one, or the stacks that a stack is cut into."""
@@ -149,7 +161,8 @@ class Architecture:
 
 def unimportant(name: str) -> bool:
     """Whether a model computes the same without a tensor that transformers has no name for."""
-    return _NEXTN.fullmatch(name) is not None or any(part in _ROTARY for part in name.split("."))
+    parts = name.split(".")
+    return _NEXTN.fullmatch(name) is not None or parts[-1] == "input_scale" or any(part in _ROTARY for part in parts)
 
 
 def routes(name: str) -> bool:
@@ -182,6 +195,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("qwen3", "Qwen3ForCausalLM", ("qwen3",), _LAYER, windowed=False),
     Architecture("qwen3moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), _SPARSE, experts=_QWEN, normed=True, windowed=False),
     Architecture("olmoe", "OlmoeForCausalLM", ("olmoe",), _SPARSE, experts=_COUNTS, untied=True),
+    Architecture(
+        "gpt-oss", "GptOssForCausalLM", ("gpt_oss",),
+        {**_without(*_MLP, "ffn_norm"), "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, untied=True, transposed=True,
+    ),
     Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
     Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
     Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
@@ -243,7 +261,9 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
 def of_config(config: Mapping[str, Any]) -> Architecture:
     """That of a file for the model of a config.json; raises CheckpointError where GGUF is not written for it."""
     model_type = config.get("model_type")
-    by_type = {model_type: architecture for architecture in ARCHITECTURES for model_type in architecture.types}
+    by_type = {
+        model_type: architecture for architecture in ARCHITECTURES if not architecture.transposed for model_type in architecture.types
+    }
     if not isinstance(model_type, str) or model_type not in by_type:
         raise CheckpointError(f"GGUF is written for {', '.join(by_type)}, got model_type {short(model_type)}")
     return by_type[model_type]

@@ -108,10 +108,14 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
             plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
 
     for step in plan.steps:
-        form = entries.form(step.sources) if step.converts else None
+        form = entries.form(step.sources)
         for target in step.targets if form is not None else ():
             name = plan.renamed.get(target, target)
-            plan.about[name] = plan.about[name][0], f"{form}, dequantized: transformers keeps it fused, stacked or split"
+            kind, reason = plan.about.get(name, ("", ""))
+            if step.converts:
+                plan.about[name] = kind, f"{form}, dequantized: transformers keeps it fused, stacked or split"
+            elif "dequantized" not in reason:
+                plan.about[name] = kind, f"{form}, dequantized: {reason}"
 
     def codes(name: str) -> Codes:
         step, target = steps[name]
