@@ -41,6 +41,7 @@ HEAVY = {
     "llvmlite": "halfbyte.kernels.cpu",
     "triton": "halfbyte.kernels.gpu",
     "transformers": "halfbyte.integrations",
+    "peft": "halfbyte.integrations",
     "rich": "halfbyte.cli",
     "gguf": None,
     "sentence_transformers": None,

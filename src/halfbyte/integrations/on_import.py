@@ -1,4 +1,5 @@
-"""Tells transformers about halfbyte once both are imported, in whichever order, so that `import halfbyte` imports neither it nor torch."""
+"""Tells transformers and peft about halfbyte once they are imported, in whichever order, so that `import halfbyte` imports none of them,
+nor torch."""
 
 from __future__ import annotations
 
@@ -11,43 +12,54 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-_REGISTRY = "transformers.quantizers.auto"  # the module that holds transformers' table of quantization methods
+# The modules that hold transformers' table of quantization methods and peft's LoRA, what tells them, and what versions it takes.
+_INTEGRATIONS = {
+    "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.4 or newer"),
+    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, which has to be version 0.14 or newer"),
+}
+_REGISTRY = "transformers.quantizers.auto"
 
 
 def register() -> bool:
-    """Registers the quantizer with transformers: now (True) if transformers' table is loaded, otherwise as soon as it is."""
-    if loaded := _REGISTRY in sys.modules:
-        _integrate()
-    else:
-        sys.meta_path.insert(0, _Watcher())
+    """Tells each of them now, if it is loaded, otherwise as soon as it is. Whether transformers' table is."""
+    loaded = _REGISTRY in sys.modules
+    for name in _INTEGRATIONS:
+        if name in sys.modules:
+            _integrate(name)
+        else:
+            sys.meta_path.insert(0, _Watcher(name))
     return loaded
 
 
-def _integrate() -> None:
+def _integrate(name: str) -> None:
+    home, wanted = _INTEGRATIONS[name]
     try:
-        import_module("halfbyte.integrations.transformers")
+        import_module(home)
     except ImportError as error:
-        if not (error.name or "").startswith("transformers"):
+        if not (error.name or "").startswith(name.partition(".")[0]):
             raise
-        warnings.warn(f"halfbyte is not registered with transformers, which has to be version 5.4 or newer: {error}", stacklevel=2)
+        warnings.warn(f"halfbyte is not registered with {wanted}: {error}", stacklevel=2)
 
 
 class _Watcher(MetaPathFinder):
     """Finds nothing itself: it waits for one module, lets the other finders find it, and acts once it has run."""
 
+    def __init__(self, awaited: str) -> None:
+        self._awaited = awaited
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _REGISTRY:
+        if name != self._awaited:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)
+            spec.loader = _Then(spec.loader, name)
         return spec
 
 
 class _Then(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, name: str) -> None:
+        self._loader, self._name = loader, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -57,4 +69,4 @@ class _Then(Loader):
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _integrate()
+        _integrate(self._name)

@@ -119,7 +119,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters beside the weights: see peft.py
 
     @property
     def is_compileable(self) -> bool:

@@ -35,6 +35,9 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+_FROZEN = "a quantized weight is frozen"
+
+
 class WeightView(Tensor):
     """A packed weight that looks like a float tensor: shape, dtype and device at once, numbers only when they are used.
 
@@ -53,13 +56,21 @@ class WeightView(Tensor):
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__()
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UnsupportedError(f"{_FROZEN}, and cannot be set: change the float weight and quantize again")
+
     def _numbers(self) -> Tensor:
         return ops.dequantize(self.packed, self.dtype).view(self.shape)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
-            raise UnsupportedError(f"{func} would write to a quantized weight, which is frozen: change the float weight and quantize again")
+            raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
             return cls(args[0].packed, args[0].dtype, args[0].shape)
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
