@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import halfbyte as hb
+from halfbyte.errors import ArgumentError
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
@@ -152,3 +153,13 @@ def test_traced_models_compute() -> None:
     ids = torch.tensor([[1, 2], [3, 4]])
     traced = torch.jit.trace(model, (ids,))
     torch.testing.assert_close(traced(ids + 5), model(ids + 5), rtol=0, atol=0)
+
+
+def test_calibration_says_which_models_it_cannot_run() -> None:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    tokens = torch.arange(3, 21).view(2, 9)
+    with pytest.raises(ArgumentError, match="T5ForConditionalGeneration does not run on those"):
+        hb.quantize_(model, hb.Config("int4_g32", method="gptq"), tokens)
+    with pytest.raises(ArgumentError, match="T5ForConditionalGeneration does not run on those"):
+        hb.Config.auto(model, 5, tokens)

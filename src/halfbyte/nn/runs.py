@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -64,6 +64,20 @@ class _Stop(Exception):
     """Ends a forward pass of which no more is needed."""
 
 
+@contextmanager
+def takes_tokens(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is given token ids alone; what it says to that is an ArgumentError: it may want images or two sequences."""
+    try:
+        yield
+    except HalfbyteError:
+        raise
+    except (ValueError, TypeError, AttributeError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise ArgumentError(
+            f"calibration gives a model token ids alone, and {type(model).__name__} does not run on those ({why}): use mse or hqq"
+        ) from e
+
+
 class Runs:
     """Forward passes over the calibration tokens: hidden states before the next layer, and what else each layer is called with."""
 
@@ -83,7 +97,8 @@ class Runs:
             raise ArgumentError(f"the calibration has tokens up to {largest}, the model {known} of them: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
         self.others: list[list[tuple[Any, Any]]] = [[] for _ in layers]  # of each layer, for each batch
-        self._embed()
+        with takes_tokens(model):
+            self._embed()
 
     def _embed(self) -> None:
         """Runs what comes before the layers, and lets the model hand each layer its arguments without running any."""

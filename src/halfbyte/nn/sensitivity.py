@@ -12,6 +12,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Progress
+from halfbyte.nn.runs import takes_tokens
 
 
 @torch.no_grad()
@@ -51,7 +52,8 @@ def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
     """Of each next token, float32 [passages, tokens, vocabulary]."""
     training, device = model.training, next(model.parameters()).device
     try:
-        answer = model.eval()(tokens.to(device))
+        with takes_tokens(model):
+            answer = model.eval()(tokens.to(device))
     finally:
         model.train(training)
     logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
