@@ -72,15 +72,31 @@ def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any,
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what went through a layer in one call."""
+    """The shapes of what layers did not leave to transformers."""
     found: list[tuple[int, ...]] = []
-    plain = DecoderLayer.__call__
+    plain = decoding_cpu.token
 
-    def counting(self: DecoderLayer, x: Tensor, *args: Any) -> Tensor:
-        found.append(tuple(x.shape[:2]))
-        return plain(self, x, *args)
+    def counting(layer: Any, x: Tensor, *args: Any) -> Tensor | None:
+        y = plain(layer, x, *args)
+        if y is not None:
+            found.append(tuple(x.shape[:2]))
+        return y
 
-    monkeypatch.setattr(DecoderLayer, "__call__", counting)
+    monkeypatch.setattr(decoding_cpu, "token", counting)
+    return found
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call computed."""
+    found: list[int] = []
+    plain = decoding_cpu.run_layers
+
+    def counting(layers: Any, *args: Any) -> Any:
+        found.append(len(layers))
+        return plain(layers, *args)
+
+    monkeypatch.setattr(decoding_cpu, "run_layers", counting)
     return found
 
 
@@ -230,6 +246,55 @@ def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
         assert len(calls) == 3
         short(input_ids=one, past_key_values=kept, output_attentions=True)
         assert len(calls) == 3
+
+
+def test_layers_that_followed_each_other_are_computed_together(together: list[int]) -> None:
+    """And what was computed ahead counts only where nothing came between."""
+    plain, short = pair(num_hidden_layers=4)
+    ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
+    kept: list[Any] = [DynamicCache(), DynamicCache()]
+
+    def both(**how: Any) -> tuple[Tensor, ...]:
+        found = [m(past_key_values=c, **how) for m, c in zip((short, plain), kept, strict=True)]
+        assert close(found[0].logits, found[1].logits)
+        hidden = [found[0].hidden_states, found[1].hidden_states]
+        assert hidden[0] is None or all(map(close, *hidden))
+        return found[0].logits
+
+    with torch.no_grad():
+        both(input_ids=ids)
+        both(input_ids=one)
+        assert together == [1, 1, 1, 1]
+        both(input_ids=one)
+        assert together == [1, 1, 1, 1, 4]
+        both(input_ids=one)
+        together.clear()
+        # Something that changes what a layer gives, in place and not.
+        for change in (lambda *args: args[2] * 2, lambda *args: args[2].mul_(2), lambda *args: None):
+            hooks = [m.model.layers[1].register_forward_hook(change) for m in (short, plain)]
+            both(input_ids=one)
+            for hook in hooks:
+                hook.remove()
+            assert together == [1, 1, 2]
+            together.clear()
+        for mine in kept:
+            mine.crop(-2)
+        both(input_ids=one)
+        both(input_ids=one, attention_mask=torch.ones(1, kept[1].get_seq_length() + 1))
+        assert together == [4, 4]
+        # A layer less: what is computed for it ahead enters no cache.
+        for model in (short, plain):
+            model.config.num_hidden_layers = 3
+        both(input_ids=one)
+        lengths = [[layer.get_seq_length() for layer in cache.layers] for cache in kept]
+        assert lengths[0] == lengths[1]
+        for model in (short, plain):
+            model.config.num_hidden_layers = 4
+    with torch.inference_mode():
+        kept = [DynamicCache(), DynamicCache()]
+        both(input_ids=ids)
+        both(input_ids=one)
+        both(input_ids=one, output_hidden_states=True)
 
 
 def test_weights_that_change(calls: list[tuple[int, ...]]) -> None:

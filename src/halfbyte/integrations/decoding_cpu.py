@@ -3,14 +3,19 @@
 A cache that grows is kept in memory with room behind it, so that a token is written and nothing is copied: the layer of the cache holds
 views of that memory. Whoever puts other tensors there (cropping, beams, a copied cache) is seen, as the views are no longer those that were
 left.
+
+Layers that follow each other are computed by the call of the first, as far as they followed each other before: what the next one returns is
+there already if it is called with what the one before it returned, and nothing else has changed. Only then do its tokens enter its cache.
+Layers with hooks on them are called one by one.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, Weight, why_not
+from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, Weight, run_layers, why_not
 
 _ROOM = "_halfbyte_room"
 _LEAST_ROOM = 64  # tokens
@@ -33,6 +38,78 @@ class _Room:
     keys: Tensor
     values: Tensor
 
+    def is_of(self, cache: Any) -> bool:
+        return cache.keys is self.keys and cache.values is self.values
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Entry:
+    """Where tokens enter the layer of a cache: `keys` and `values` are what it has with them. It does not know of them before `enter`."""
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+    @classmethod
+    def into(cls, cache: Any, tokens: int) -> _Entry | None:
+        """None where there is no room for so many."""
+        if isinstance(cache, StaticLayer):
+            length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
+            return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
+        room, length = getattr(cache, _ROOM, None), cache.keys.shape[2]
+        if room is None or not room.is_of(cache) or length + tokens > room.buffers[0].shape[2]:
+            b, heads, _, dim = cache.keys.shape
+            size = length + tokens + max(_LEAST_ROOM, length // 4)
+            buffers = cache.keys.new_empty(b, heads, size, dim), cache.values.new_empty(b, heads, size, dim)
+            for buffer, before in zip(buffers, (cache.keys, cache.values), strict=True):
+                buffer[:, :, :length] = before
+            room = _Room(buffers, cache.keys, cache.values)
+            setattr(cache, _ROOM, room)
+        keys, values = (buffer.narrow(2, 0, length + tokens) for buffer in room.buffers)
+        return cls(keys, values, length)
+
+    def is_into(self, cache: Any) -> bool:
+        """Whether the cache is as it was."""
+        if isinstance(cache, StaticLayer):
+            return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
+        room = getattr(cache, _ROOM, None)
+        same = room is not None and room.is_of(cache) and cache.keys.shape[2] == self.length
+        return same and room.buffers[0].data_ptr() == self.keys.data_ptr()
+
+    def enter(self, cache: Any, tokens: int) -> None:
+        if isinstance(cache, StaticLayer):
+            cache.cumulative_length.add_(tokens)
+        else:
+            room = getattr(cache, _ROOM)
+            cache.keys, cache.values = room.keys, room.values = self.keys, self.values
+
+
+_Same = tuple[Tensor | None, Tensor, Tensor]  # mask, cosines and sines
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Ahead:
+    """What a layer gives for x."""
+
+    layer: ref[nn.Module]
+    x: Tensor
+    version: int | None
+    y: Tensor
+    entry: _Entry
+    same: _Same
+
+    def is_of(self, layer: nn.Module, x: Tensor, cache: Any, same: _Same) -> bool:
+        called = self.layer() is layer and self.x is x and all(a is b for a, b in zip(self.same, same, strict=True))
+        return called and (self.version is None or x._version == self.version) and self.entry.is_into(cache)
+
+
+class _Thread(threading.local):
+    """What was returned last, and what is there for the layers to come, the next one last."""
+
+    def __init__(self) -> None:
+        self.last: _Ahead | None = None
+        self.ahead: list[_Ahead] = []
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Made:
@@ -43,12 +120,14 @@ class _Made:
 
 
 _made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+_follower: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+_thread = _Thread()
 
 
 def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads]:
     attention, mlp = layer.self_attn, layer.mlp
     together, alone = (attention.q_proj, mlp.gate_proj), (attention.o_proj, mlp.down_proj)
-    parts: list[Any] = [*(linear.together for linear in together), *((linear.packed, linear.bias) for linear in alone)]
+    parts: list[tuple[Any, Any]] = [*(linear.together for linear in together), *((linear.packed, linear.bias) for linear in alone)]
     qkv, gate_up, o, down = (Weight(*p, x.compute, x.activation) for p, x in zip(parts, (*together, *alone), strict=True))
     dim = attention.head_dim
     query, key = (linear.packed.shape[0] // dim for linear in (attention.q_proj, attention.k_proj))
@@ -70,21 +149,45 @@ def token(
     index = layer.self_attn.layer_idx
     if index >= len(caches) or not _fits(layer, x, mask, caches[index], rotary, settings):
         return None
-    computed = _computed(layer)
-    if computed is None:
-        return None
-    cache, tokens = caches[index], x.shape[1]
-    if isinstance(cache, StaticLayer):
-        length = int(cache.cumulative_length)
-        keys: Any = cache.keys
-        values: Any = cache.values
-        if length + tokens > keys.shape[2]:
+    same, last = (mask, *rotary), _thread.last
+    if last is not None and last.y is x and (before := last.layer()) is not None:
+        _follower[before] = ref(layer)
+    if not _thread.ahead or not _thread.ahead[-1].is_of(layer, x, caches[index], same):
+        _thread.ahead = _ahead(layer, x, caches, same, settings)
+        if not _thread.ahead:
             return None
-        y = computed(x, rotary, keys, values, length, mask)
-        cache.cumulative_length.add_(tokens)
-        return y
-    length = cache.keys.shape[2]
-    return computed(x, rotary, *_grown(cache, tokens), length, mask)
+    found = _thread.last = _thread.ahead.pop()
+    found.entry.enter(caches[index], x.shape[1])
+    return found.y
+
+
+def _ahead(layer: Any, x: Tensor, caches: list[Any], same: _Same, settings: dict[str, Any]) -> list[_Ahead]:
+    """What this layer gives, and those that followed it before; the last one first. None of it where the layer is not for that."""
+    mask, *rotary = same
+    layers = list[Any]()
+    computed, entries = list[DecoderLayer](), list[_Entry]()
+    following: Any = layer
+    while following is not None and following not in layers:
+        index = following.self_attn.layer_idx
+        if index >= len(caches) or not _fits(following, x, mask, caches[index], (rotary[0], rotary[1]), settings):
+            break
+        one, entry = _computed(following), _Entry.into(caches[index], x.shape[1])
+        if one is None or entry is None:
+            break
+        layers.append(following)
+        computed.append(one)
+        entries.append(entry)
+        link = _follower.get(following)
+        following = None if link is None else link()
+        if following is not None and any(module._forward_hooks or module._forward_pre_hooks for module in (layers[-1], following)):
+            break
+    if not layers:
+        return []
+    outputs = run_layers(computed, x, (rotary[0], rotary[1]), [(e.keys, e.values, e.length) for e in entries], mask)
+    inputs = (x, *outputs[:-1])
+    versions = [None if t.is_inference() else t._version for t in inputs]
+    parts = zip(map(ref, layers), inputs, versions, outputs, entries, strict=True)
+    return [_Ahead(*part, same) for part in parts][::-1]
 
 
 def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
@@ -146,19 +249,3 @@ def _addresses(layer: Any) -> tuple[object, ...] | None:
 def _of_heads(attention: Mapping[str, Any]) -> tuple[Any, ...]:
     """The norms of queries and keys, where there are any."""
     return tuple(attention[name] for name in ("q_norm", "k_norm") if name in attention)
-
-
-def _grown(cache: Any, tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a cache that grows, with so many tokens more, which are yet to be written."""
-    room, length = getattr(cache, _ROOM, None), cache.keys.shape[2]
-    if room is None or room.keys is not cache.keys or room.values is not cache.values or length + tokens > room.buffers[0].shape[2]:
-        b, heads, _, dim = cache.keys.shape
-        size = length + tokens + max(_LEAST_ROOM, length // 4)
-        buffers = cache.keys.new_empty(b, heads, size, dim), cache.values.new_empty(b, heads, size, dim)
-        for buffer, before in zip(buffers, (cache.keys, cache.values), strict=True):
-            buffer[:, :, :length] = before
-        room = _Room(buffers, cache.keys, cache.values)
-        setattr(cache, _ROOM, room)
-    room.keys, room.values = (buffer.narrow(2, 0, length + tokens) for buffer in room.buffers)
-    cache.keys, cache.values = room.keys, room.values
-    return room.keys, room.values

@@ -1,7 +1,8 @@
-"""A whole decoder layer of Llama and its like, for few tokens of each sequence, in one call on a CPU."""
+"""Whole decoder layers of Llama and its like, for few tokens of each sequence, in one call on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class DecoderLayer:
         _check_weights(weights, norms, heads)
         if (reason := why_not(weights, heads)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        self._decoder, self._heads, self._k = decoder, heads, weights[0].packed.shape[1]
+        self._heads, self._k = heads, weights[0].packed.shape[1]
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._kept = [weight.packed.data for weight in weights]
         qkv, o, gate_up, down = (
@@ -95,14 +96,12 @@ class DecoderLayer:
         keys, values  [B, Hkv, T, D] of one type, T >= length + t; the tokens' own are written
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen beside that no token sees later ones
         """
-        self._check(x, rotary, keys, values, length, mask)
+        return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
+
+    def _refreshed(self) -> Any:
         for copy, source in self._copies:
             copy.copy_(source)
-        cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
-        if mask is not None and mask.stride(3) != 1:
-            mask = mask.contiguous()
-        y = self._decoder.run(self._layer, x.float().contiguous(), (cos, sin), keys, values, length, mask)
-        return y.to(x.dtype)
+        return self._layer
 
     def _check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
         heads = self._heads
@@ -123,6 +122,26 @@ class DecoderLayer:
                 f"this layer takes on the CPU x [B, t, {self._k}] with B * t in 1 … {MOST_ROWS}, cosines and sines [B, t, {heads.dim}], "
                 f"a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool [B, 1, t, T], got {got}"
             )
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    entries: Sequence[tuple[Tensor, Tensor, int]],
+    mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """What each of the layers gives, one after the other; `entries`: keys, values and length for each, everything else as in a call."""
+    for layer, entry in zip(layers, entries, strict=True):
+        layer._check(x, rotary, *entry, mask)
+    from halfbyte.kernels.cpu import decoder
+
+    cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
+    if mask is not None and mask.stride(3) != 1:
+        mask = mask.contiguous()
+    inner = [layer._refreshed() for layer in layers]
+    y = decoder.run(inner, x.float().contiguous(), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask)
+    return y.to(x.dtype).unbind()
 
 
 def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str | None:

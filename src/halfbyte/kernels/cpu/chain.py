@@ -83,14 +83,13 @@ def _phase(step: Step, isa: ISA) -> int:
 def _chain(f: Function) -> None:
     args, thread, threads = f.parameters
     steps, count = CHAIN.load(args, "steps", "ptr"), CHAIN.load(args, "count")
-    counter = LINEAR.offset("counter")
     for i in f.loop(count):
         step = (steps + i * 8).load("ptr", 0, 8)
-        with f.when(thread.equals(0)):  # nobody counts in the next step now, nor in the first at the end
-            follower = (steps + (i + 1) % count * 8).load("ptr", 0, 8)
-            follower.store(f.value("i64", 0), counter, 8)
+        more = (i + 1) < count
+        with f.when(thread.equals(0) & more):  # nobody counts in the next step now
+            (steps + (i + 1) * 8).load("ptr", 0, 8).store(f.value("i64", 0), LINEAR.offset("counter"), 8)
         f.call_pointer(step.load("ptr", 0, 8), step, thread, threads)
-        with f.when((threads > 1) & ((i + 1) < count)):
+        with f.when((threads > 1) & more):
             f.call_pointer(LINEAR.load(args, "openmp", "ptr").load("ptr", 8 * 3))
 
 
@@ -193,6 +192,7 @@ class Chain:
         self._run = runtime.runner()
 
     def run(self) -> None:
+        ctypes.memset(self._steps[0] + LINEAR.offset("counter"), 0, 8)
         if self._threads == 1 or runtime.openmp_address():
             self._run(self._address, self._threads)
             return

@@ -1,4 +1,4 @@
-"""A decoder layer of Llama and its like for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
+"""Decoder layers of Llama and its like for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
 
     qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once
     a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`)
@@ -6,7 +6,8 @@
     g   = norm(h) · Wgate_upᵀ                silu(gate) * up where the gates were
     y   = g · Wdownᵀ + bias + h
 
-Everything between the steps is float32 and stays in memory of a few KB a row.
+Everything between the steps is float32 and stays in memory of a few KB a row. Layers that follow each other are one chain: what a
+program does between two of them would run with caches that are full of weights, some ten times as long as otherwise.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class _Memory:
 
 
 class _Plan:
-    """A layer's chain for so many rows, with all arguments but those that change from token to token."""
+    """A layer's steps for so many rows, with all arguments but those that change from token to token."""
 
     def __init__(self, layer: Layer, size: _Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
@@ -142,17 +143,16 @@ class _Plan:
             blocks.extend(PRODUCT.buffer(fields | {"first_phase": phase(step)}) for step in steps)
             if product is layer.qkv:
                 blocks.append(self._attend)
-        self._chain = Chain(blocks, threads)
+        self.blocks = tuple(blocks)
 
-    def run(self, x: int, out: int, cache: Sequence[int]) -> None:
-        """`cache`: the arguments of ATTEND from `cos` to `length`."""
+    def point(self, x: int, out: int, cache: Sequence[int]) -> None:
+        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
         qkv, o, _, down = self._linears
         hidden = self._memory.hidden
         _pack_one(qkv, _X, x)
         _pack_one(o, _RESIDUAL, x - hidden)
         _pack_two(down, _OUT, out, hidden - out)
         _pack_cache(self._attend, _CACHE, *cache)
-        self._chain.run()
 
 
 def _attention(layer: Layer, memory: _Memory, size: _Size) -> ctypes.Array[ctypes.c_char]:
@@ -201,31 +201,54 @@ def supports(gates: int, heads: int, kv_heads: int, dim: int) -> str | None:
     return attend.supports(heads, kv_heads, dim)
 
 
-def run(layer: Layer, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> Tensor:
-    """x [B, t, K], contiguous float32, enters the cache at `length`: y [B, t, K].
+class Entry(NamedTuple):
+    """Where the tokens enter a layer's cache: keys and values [B, Hkv, T, D] with D contiguous, T >= length + t, of one type that is
+    float32, bfloat16 or float16."""
 
-    rotary        cosines and sines, each [B or 1, t, D], contiguous float32
-    keys, values  [B, Hkv, T, D] with D contiguous, T >= length + t, float32, bfloat16 or float16
-    mask          bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
+def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> Tensor:
+    """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other: [layers, B, t, K].
+
+    rotary  cosines and sines, each [B or 1, t, D], contiguous float32
+    mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
     """
     batch, tokens, _ = x.shape
-    threads = max(1, min(runtime.threads(), batch * tokens * layer.gate_up.n * layer.gate_up.k // WORK_A_THREAD))
-    size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
-    plan = layer.plans.plans.get(size) or layer.plans.get(size, lambda: _Plan(layer, size))
-    out = torch.empty_like(x)
+    first = layers[0]
+    threads = max(1, min(runtime.threads(), batch * tokens * first.gate_up.n * first.gate_up.k // WORK_A_THREAD))
     cos, sin = rotary
-    nbytes, turn = keys.element_size(), 4 * layer.dim
-    kb, kh, kt, _ = keys.stride()
-    vb, vh, vt, _ = values.stride()
-    mask_at = (0, 0, 0)
+    turn = 4 * first.dim
+    before = cos.data_ptr(), sin.data_ptr(), turn * tokens if len(cos) > 1 else 0, turn
+    after = (0, 0, 0)
     if mask is not None:
-        mask_at = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
-    cache = (
-        *(cos.data_ptr(), sin.data_ptr(), turn * tokens if len(cos) > 1 else 0, turn),
-        *(keys.data_ptr(), kb * nbytes, kh * nbytes, kt * nbytes),
-        *(values.data_ptr(), vb * nbytes, vh * nbytes, vt * nbytes),
-        *mask_at,
-        length,
-    )
-    plan.run(x.data_ptr(), out.data_ptr(), cache)
+        after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
+    out = x.new_empty((len(layers), *x.shape))
+    source, target, step = x.data_ptr(), out.data_ptr(), 4 * x.numel()
+    plans = []
+    for layer, (keys, values, length) in zip(layers, entries, strict=True):
+        size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
+        plan: _Plan = layer.plans.plans.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
+        places = []
+        for tensor in (keys, values):
+            nbytes, strides = tensor.element_size(), tensor.stride()
+            places += [tensor.data_ptr(), strides[0] * nbytes, strides[1] * nbytes, strides[2] * nbytes]
+        plan.point(source, target, (*before, *places, *after, length))
+        source, target = target, target + step
+        plans.append(plan)
+    _chain(first, tuple(plans), threads).run()
     return out
+
+
+def _chain(first: Layer, plans: tuple[_Plan, ...], threads: int) -> Chain:
+    """The steps of all plans, kept with the first layer until others follow it."""
+    key = "chain", len(plans), threads
+    found = first.plans.plans.get(key)
+    if found is None or found[0] != plans:
+        found = plans, Chain([block for plan in plans for block in plan.blocks], threads)
+        first.plans.plans.pop(key, None)
+        first.plans.get(key, lambda: found)
+    chain: Chain = found[1]
+    return chain
