@@ -284,6 +284,45 @@ class Units:
         return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
 
 
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """The lines of the image that units are read from, in the order in which a thread copies them: those modulo the stride together, or all
+    one after the other where they are woven.
+
+    lines_of  of each line of units: which of those together it is among, and how far down from their first
+    behind    of each of those together: how far down the kernel reaches
+    """
+
+    units: Units
+    stride: int
+    lines_of: tuple[tuple[int, int], ...]
+    behind: dict[int, int]
+
+    @classmethod
+    def of(cls, units: Units, window: Window) -> _Near:
+        stride, step = window.stride[0], window.dilation[0]
+        together = 1 if units.woven > 1 else stride
+        lines_of = tuple((k * step % together, k * step // together) for k in range(units.lines))
+        return cls(units, stride, lines_of, {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of})
+
+    def lines(self, outputs: int) -> list[int]:
+        """Lines of the image that so many lines of outputs need."""
+        if self.units.woven > 1:
+            step_down = self.stride // self.units.woven  # from line to line of outputs, in woven lines
+            return list(range(self.units.woven * (outputs * step_down + self.units.lines - 1)))
+        return [phase + self.stride * j for phase in self.behind for j in range(outputs + self.behind[phase])]
+
+    def unit_places(self, outputs: int, line: int, tap_step: int) -> list[int]:
+        """Where each unit's codes are behind an output's, in bytes; of a line, and from tap to tap."""
+        starts = dict(zip(self.behind, itertools.accumulate((outputs + down for down in self.behind.values()), initial=0), strict=False))
+        return [
+            (starts[phase] + down) * line * self.units.woven + tap * tap_step + c
+            for phase, down in self.lines_of
+            for tap in range(self.units.runs)
+            for c in range(0, self.units.run, UNIT)
+        ]
+
+
 def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA) -> bool:
     """Whether `MatrixConvKernel` takes weights of these sizes, for outputs [B, Ho, Wo], and is worth it."""
     fmt, n = sizes.format, sizes.out // sizes.groups
@@ -366,29 +405,12 @@ class MatrixConvKernel:
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
         image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
         line, flat = near_width * channels, near_width // sw
-        # Lines of the kernel: which of those modulo the stride that are woven, or copied together, and how far down from there
-        together = 1 if units.woven > 1 else sh
-        lines_of = [(k * dh % together, k * dh // together) for k in range(units.lines)]
-        behind = {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of}
-        step_down = sh // units.woven  # from line to line of outputs, in woven lines
-
-        def near_lines(lines: int) -> list[int]:
-            """Lines of the image that so many lines of outputs need, in the order in which they are copied."""
-            if units.woven > 1:
-                return list(range(units.woven * (lines * step_down + units.lines - 1)))
-            return [phase + sh * j for phase in behind for j in range(lines + behind[phase])]
-
+        near = _Near.of(units, window)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         copies = 0 if image_itself else units.woven  # of a line
-        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: copies * len(near_lines(n)) * line)
+        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: copies * len(near.lines(n)) * line)
         lines, threads = strips.lines, min(most, strips.items)
-        starts = dict(zip(behind, itertools.accumulate((lines + down for down in behind.values()), initial=0), strict=False))
-        unit_places = [
-            (starts[phase] + down) * line * units.woven + tap * dw * channels + c
-            for phase, down in lines_of
-            for tap in range(units.runs)
-            for c in range(0, units.run, UNIT)
-        ]
+        unit_places = near.unit_places(lines, line, dw * channels)
         m = (lines - 1) * flat + wo
         rows = min(range(min(m, 2 * ROWS), min(m, 2 * ROWS) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
         left_pixels = min(left, near_width)
@@ -398,7 +420,7 @@ class MatrixConvKernel:
         out_bytes, panel_bytes = self.out_dtype.itemsize, len(unit_places) * UNIT * PANEL + 4 * PANEL
         flat_rows = torch.arange(m)
         places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
-        near_from = torch.tensor(near_lines(lines))
+        near_from = torch.tensor(near.lines(lines))
         all_places = torch.tensor(unit_places)
         waiting = min(_WAITING, len(unit_places) // 3)
         edge = torch.full((UNIT,), outside, dtype=torch.int8)
