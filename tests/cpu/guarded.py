@@ -140,6 +140,21 @@ def products(tell: Callable[[str], None]) -> None:
                     same(kernel(rows, data.data_ptr(), None, -9.0, 9.0), wanted[1])
 
 
+def products_of_many_rows(tell: Callable[[str], None]) -> None:
+    """From some rows on codes are expanded first."""
+    for name, m, n, k in (("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130)):
+        fmt, x, bias = as_format(name), torch.randn(m, k), torch.randn(n)
+        kernel, packed = LinearKernel(fmt, n, k, torch.float32, "int8", "block"), pack(random_codes(fmt, (n, k)))
+        wanted = kernel(x, packed.data.data_ptr(), bias, -9.0, 9.0)
+        for flush in ENDS:
+            tell(f"linear {name} m={m} n={n} k={k} flush with {flush}")
+            scratch(flush)
+            linear.thread.calls.clear()
+            rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
+            with guarded_allocations(flush):
+                same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted)
+
+
 def integer_products(tell: Callable[[str], None]) -> None:
     scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 2.0, "out_zero": 5}
     some_m, some_n = itertools.cycle(MS), itertools.cycle(NS)
@@ -279,6 +294,7 @@ def main(progress: str, one_too_far: bool) -> None:
             ctypes.string_at(t.data_ptr() - 1, 1)
         scratch("end")
         products(tell)
+        products_of_many_rows(tell)
         integer_products(tell)
         convolutions(tell)
         minimal_filtering(tell)
