@@ -272,7 +272,7 @@ def test_quantizing_is_resumed(folders: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(folders / "float", tmp_path / "m", "q4_0", stop, resume=True)
+        convert(folders / "float", tmp_path / "m", "q4_0", progress=stop, resume=True)
     left = next(tmp_path.glob(".m.halfbyte-*"))
     done = (left / "journal").read_text().count("\n") - 1
     assert done > 10

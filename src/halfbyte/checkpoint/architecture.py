@@ -177,7 +177,7 @@ def initial(model: Any, name: str) -> Tensor | None:
     if not any(re.search(pattern, name) for pattern in allowed):
         return None
     prefix, _, own = name.rpartition(".")
-    module = deepcopy(model.get_submodule(prefix)).to_empty(device="cpu")
+    module: nn.Module = deepcopy(model.get_submodule(prefix)).to_empty(device="cpu")
     model._init_weights(module)
     return module.get_parameter(own).detach()
 
