@@ -72,9 +72,10 @@ class _Entry:
         """Whether the cache is as it was."""
         if isinstance(cache, StaticLayer):
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
-        room = getattr(cache, _ROOM, None)
-        same = room is not None and room.is_of(cache) and cache.keys.shape[2] == self.length
-        return same and room.buffers[0].data_ptr() == self.keys.data_ptr()
+        room: Any = getattr(cache, _ROOM, None)
+        if room is None or not room.is_of(cache) or cache.keys.shape[2] != self.length:
+            return False
+        return bool(room.buffers[0].data_ptr() == self.keys.data_ptr())
 
     def enter(self, cache: Any, tokens: int) -> None:
         if isinstance(cache, StaticLayer):
