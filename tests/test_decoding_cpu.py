@@ -148,13 +148,13 @@ def test_padding_on_the_left(cache: str, calls: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
 def test_the_same_text(settings: dict[str, Any], calls: list[tuple[int, ...]]) -> None:
-    """Of so many tokens that the cache that grows gets new memory twice."""
+    """Of so many tokens that the cache that grows gets new memory on the way."""
     plain, short = pair()
     ids = torch.randint(3, 99, (1, 5))
-    length = {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    length = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mine, theirs = (m.generate(ids, attention_mask=torch.ones_like(ids), **length, **settings) for m in (short, plain))
     assert torch.equal(mine, theirs)
-    assert len(calls) >= 100
+    assert len(calls) >= 50
 
 
 def test_caches_that_share_a_beginning() -> None:
@@ -327,12 +327,12 @@ def test_a_model_that_is_gone_leaves_no_weights_behind() -> None:
 def test_threads_do_not_mix() -> None:
     _, short = pair()
     prompts = [torch.randint(99, (1, 4)) for _ in range(4)]
-    expected = [steps(short, DynamicCache(), ids, widths=(1,) * 20) for ids in prompts]
+    expected = [steps(short, DynamicCache(), ids, widths=(1,) * 8) for ids in prompts]
     found: dict[int, Tensor] = {}
 
     def run(i: int) -> None:
         torch.set_num_threads(1)
-        found[i] = steps(short, DynamicCache(), prompts[i], widths=(1,) * 20)
+        found[i] = steps(short, DynamicCache(), prompts[i], widths=(1,) * 8)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
     for thread in threads:
