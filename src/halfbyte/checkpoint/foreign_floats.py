@@ -56,7 +56,7 @@ def plain_or_float8(reader: Reader, names: Iterable[str] | None, dtype: torch.dt
 
 def notes(forms: Mapping[str, int], dropped: int) -> list[str]:
     """What a person should know about weights in these forms, and scales of activations that are left out."""
-    found = [f"{count} weights are {form}, dequantized as they are read: quantize with a format to keep the model small"
+    found = [f"{count} weights are {form}, dequantized as they are read: a format for load or quantize keeps the model small"
              for form, count in forms.items()]  # fmt: skip
     return found + ([f"activations are not quantized: {dropped} scales for them are not used"] if dropped else [])
 
