@@ -53,7 +53,8 @@ def shorten_(model: nn.Module) -> nn.Module:
         if isinstance(module, _OneToken) or not is_decoder_layer(module):
             continue
         tensor = next(chain(module.parameters(), module.buffers()), None)
-        if (reason := why_not_short(module, "cpu" if tensor is None else tensor.device.type)) is None:
+        reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
+        if reason is None or why_not_short(module, DEVICES[-1]) is None:  # what is for other devices may get there
             module.__dict__.pop(REMARK, None)
             module.__class__ = _SHORT[type(module)]
         else:
