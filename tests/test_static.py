@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.nn.convert import CONFIG_ATTRIBUTE
 from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
 
 
@@ -246,6 +247,13 @@ def test_bad_arguments(settings: dict[str, object], words: str) -> None:
     calibration = arguments.pop("calibration")
     with pytest.raises(ArgumentError, match=words):
         hb.quantize_(network(nn.Identity()), hb.Config(**arguments), calibration)
+
+
+def test_images_of_the_config() -> None:
+    seen, model = images(2), network(nn.ReLU())
+    by_config = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", calibration=[seen]))
+    assert torch.equal(by_config(seen), on_codes(model, [seen])(seen))
+    assert getattr(by_config, CONFIG_ATTRIBUTE).calibration is None, "the model would keep the images"
 
 
 def test_a_model_on_disk_is_not_traced(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from halfbyte.nn.convert import (
     Candidate,
     Config,
     as_config,
-    check_calibration,
     check_patterns,
     decide,
     relative_error,
+    take_calibration,
 )
 from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.report import Report
@@ -60,8 +60,7 @@ def convert(
     write. Otherwise every 2-D floating tensor called *.weight is taken for the weight of a Linear. Small other files (tokenizer,
     …) are copied. Raises as `quantize_` and `save` do; `dst` is then as it was.
     """
-    config = as_config(config)
-    check_calibration(config, calibration is not None, in_memory=False)
+    config, calibration = take_calibration(as_config(config), calibration, in_memory=False)
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")
     source, target = Path(src), Path(dst)

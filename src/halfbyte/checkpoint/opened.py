@@ -15,12 +15,12 @@ from halfbyte.checkpoint.architecture import known_architecture
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
-from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.convert import Candidate, Config, check_calibration, check_patterns, decide
+from halfbyte.nn.convert import Candidate, Config, check_patterns, decide, take_calibration
 from halfbyte.nn.forms import quantize_weight
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
@@ -148,6 +148,7 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
 
 
 def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
-    check_calibration(config, given=False, in_memory=False)
+    if take_calibration(config, None, in_memory=False)[1] is not None:
+        raise ArgumentError("what is quantized as it is read is not calibrated, got a calibration: use halfbyte.convert, or quantize_")
     check_patterns(config, [candidate.name for candidate in found])
     return decide(found, config)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 
     from halfbyte.checkpoint import convert
-    from halfbyte.nn.convert import Config, check_calibration
+    from halfbyte.nn.convert import Config, take_calibration
     from halfbyte.quantizers import CALIBRATED, METHODS
 
     if args.method in CALIBRATED and args.calibration is None:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             print(config)
         if args.method in ("absmax", "hqq"):
             calibration = None
-    check_calibration(config, calibration is not None, in_memory=False)
+    take_calibration(config, calibration, in_memory=False)
     with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
         # The name that convert tells is of the tensor that is done, not of the one that takes so long.
         report = convert(args.src, args.dst, config, calibration, lambda done, total, name: advance(done, total), resume=args.resume)

@@ -39,12 +39,12 @@ from halfbyte.nn.convert import (
     CONFIG_ATTRIBUTE,
     Config,
     candidates,
-    check_calibration,
     check_patterns,
     decide,
     finished,
     quantize_,
     relative_error,
+    take_calibration,
 )
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts, collapse_, expand_, expanded
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
@@ -70,10 +70,10 @@ class HalfbyteConfig(QuantizationConfigMixin):
         if isinstance(format, Config) and settings:
             raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.config: Config | None = format if isinstance(format, Config) else Config(format, **settings)
-        self.calibration = calibration
+        config = format if isinstance(format, Config) else Config(format, **settings)
+        self.config: Config | None
+        self.config, self.calibration = take_calibration(config, calibration, in_memory=False)
         self.modules: dict[str, Module] = {}
-        check_calibration(self.config, calibration is not None, in_memory=False)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

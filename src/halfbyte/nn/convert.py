@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,11 +63,11 @@ class Config:
                 for all else
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
                 its first layer to its last, with scales of its results that were chosen before, from calibration images
+    calibration  as for `quantize_`, where that is given none
     observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
                 the least squared error of the codes
 
-    Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too. What is learned from is no
-    part of a Config: `calibration` is an argument of what quantizes.
+    Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too.
     """
 
     format: str | Format
@@ -78,6 +78,7 @@ class Config:
     activation: str = "block"
     embedding: str | Format | None = "q8_0"
     activations: str = "dynamic"
+    calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
     observer: str = "minmax"
 
     def __post_init__(self) -> None:
@@ -191,8 +192,7 @@ def quantize_(
     ArgumentError (a layer of such a model has another format, method, compute or activation, a pattern that matches nothing, a NaN in
     a weight, a method without its calibration) or FormatError, and then nothing has changed.
     """
-    config = as_config(config)
-    check_calibration(config, calibration is not None)
+    config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
     with expanded(model):
         return _quantize_expanded_(model, config, calibration, progress)
@@ -425,17 +425,22 @@ def check_in_place(model: nn.Module) -> None:
     check_not_in_training(model)
 
 
-def check_calibration(config: Config, given: bool, *, in_memory: bool = True) -> None:
-    """Raises ArgumentError for a config that needs calibration and has none, or the other way round; UnsupportedError for static
-    activations of a model that is not `in_memory`, to be traced and run."""
+def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> tuple[Config, Any]:
+    """The config without its calibration, and what to calibrate with: what is `given`, or else the config's own.
+
+    Raises ArgumentError for a config that needs calibration and has none, or the other way round; UnsupportedError for static
+    activations of a model that is not `in_memory`, to be traced and run.
+    """
+    calibration = config.calibration if given is None else given
     if config.activations != "static":
-        check_given(config.method, given, need=CALIBRATED, use=(*CALIBRATED, "mse"), other=METHODS)
+        check_given(config.method, calibration is not None, need=CALIBRATED, use=(*CALIBRATED, "mse"), other=METHODS)
     elif not in_memory:
         raise UnsupportedError('activations="static" traces a model that is in memory: use quantize_(model, config, calibration=images)')
-    elif not given:
+    elif calibration is None:
         raise ArgumentError('activations="static" needs calibration, which was not given: pass calibration=images, such as a DataLoader')
     elif config.method in CALIBRATED:
         raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {", ".join(METHODS)}')
+    return replace(config, calibration=None), calibration
 
 
 def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
