@@ -8,6 +8,7 @@ import functools
 import itertools
 from pathlib import Path
 
+import attention
 import pytest
 import torch
 from emulated import kernels, program
@@ -20,9 +21,12 @@ from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu import activations as activations_module
-from halfbyte.kernels.cpu import depthwise, dequantize, driver, isa_arm, jit, quantize, tile
+from halfbyte.kernels.cpu import attend, attend_whole, chain, depthwise, dequantize, driver, isa_arm, jit, quantize, tile
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.attend import AttendSpec
+from halfbyte.kernels.cpu.attend_whole import WholeSpec
+from halfbyte.kernels.cpu.chain import Step
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
@@ -227,6 +231,12 @@ def test_quantize_is_absmax(emulator: Emulator, step: int) -> None:
         assert kernels.quantized(emulator, weight, fmt) is None
 
 
+def test_attention(emulator: Emulator, step: int) -> None:
+    for number, case in list(enumerate(attention.CASES))[:: 4 * step]:
+        if emulator.isa.half_conversions or "f16" not in case:
+            attention.check(number, case, functools.partial(kernels.attend, emulator))
+
+
 def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, n, k = as_format("int8_channel_f32"), 32, 32
     kernel, packed = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "float", "block"), pack(random_codes(fmt, (n, k)))
@@ -246,6 +256,8 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 
 # Compiled, for any CPU
 
+STEPS = (Step("chain"), Step("rows"), Step("panels", gated=True), Step("product"))
+
 
 @pytest.mark.parametrize("arch", ["powerpc64le", "loongarch64", "wasm32", "riscv64", "aarch64"])
 def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
@@ -257,8 +269,19 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     modules.append(activations_module.build(RowSpec("f32", "int8", 8, False, 8, False, False, False, -8, "codes"), isa))
     modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))
+    modules += [attend_whole.build(WholeSpec(64, masked=True), isa), *(chain.build(step, isa) for step in STEPS)]
     for module in modules:
         assert len(jit.compile_object(module, isa)) > 200
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx512_vnni", "avx512_bf16"])
+def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
+    isa = BY_NAME[name]
+    modules = [attend.build(AttendSpec(64, 2, kind, normed=True, masked=True), isa) for kind in attention.KINDS]
+    modules += [attend_whole.build(WholeSpec(64, masked=True), isa), *(chain.build(step, isa) for step in STEPS)]
+    for module in modules[:-4] + modules[-3:]:  # a chain calls others, no more
+        assert "%zmm" in jit.compile_assembly(module, isa)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,6 +1,7 @@
 """halfbyte's own calls, planned as ever, with an `Emulator` in the place of the CPU."""
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels.cpu import conv, depthwise, dequantize, jit, linear, quantize, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
+from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
+from halfbyte.kernels.cpu.attend import build as build_attend
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.depthwise import DEPTHWISE, DepthwiseKernel
 from halfbyte.kernels.cpu.direct import DIRECT
@@ -147,6 +150,12 @@ def dequantized(emulator: Emulator, weights: Tensor, geo: Geometry, dtype: torch
 
     with _in_place_of_the_cpu(emulator, run):
         return dequantize.dequantize(weights, geo, dtype, ids)
+
+
+def attend(emulator: Emulator, spec: AttendSpec, fields: dict[str, int | tuple[float, float]], sizes: dict[str, int]) -> None:
+    """Attention of new tokens to a cache; `sizes` of the memory that arguments mean."""
+    phase = emulator.load(spec.name, functools.partial(build_attend, spec), emulator.isa)[spec.name]
+    _call(emulator, ATTEND, bytes(ATTEND.buffer(fields | {"first_phase": phase})), sizes, {"keys", "values", "out"})
 
 
 def quantized(emulator: Emulator, weight: Tensor, fmt: Format) -> Codes | str | None:

@@ -1,0 +1,119 @@
+"""Calls of the attention of new tokens to a cache, on this CPU or an emulated one, and how they are checked against float64."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from support import pairwise
+from torch import Tensor
+
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec, build
+from halfbyte.kernels.cpu.isa import ISA
+
+KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+CASES = pairwise((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5))
+# Runs the kernel of a spec with these arguments; the bytes from the address that an argument is.
+Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, int]], None]
+
+
+def native(isa: ISA, threads: int) -> Launch:
+    def launch(spec: AttendSpec, fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
+        phase = jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]
+        block = ATTEND.buffer(fields | {"first_phase": phase, "openmp": runtime.openmp_address()})
+        runtime.runner()(ctypes.addressof(block), threads)
+
+    return launch
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """From its first element to its last."""
+    return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
+
+
+def attended(
+    launch: Launch,
+    spec: AttendSpec,
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    length: int,
+    mask: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """qkv [B, t, (G + 2) * Hkv * D], rotary [B, t, D], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
+    b, t, width = qkv.shape
+    kv_heads, dim = cache[0].shape[1], spec.dim
+    out = torch.full((b, t, spec.group * kv_heads * dim), torch.nan)
+    fields: dict[str, int | tuple[float, float]] = {
+        **{name: turn.data_ptr() for name, turn in zip(("cos", "sin"), rotary, strict=True)},
+        "rotary_batch": 4 * t * dim,
+        "rotary_token": 4 * dim,
+        "length": length,
+        "qkv": qkv.data_ptr(),
+        "qkv_stride": 4 * width,
+        "out": out.data_ptr(),
+        "out_stride": 4 * out.shape[2],
+        "batch": b,
+        "tokens": t,
+        "kv_heads": kv_heads,
+        "scale_eps": (dim**-0.5, 1e-5),
+    }
+    for name, tensor in zip(("key", "value"), cache, strict=True):
+        strides = [s * tensor.element_size() for s in tensor.stride()]
+        fields |= {f"{name}s": tensor.data_ptr(), f"{name}_batch": strides[0], f"{name}_head": strides[1], f"{name}_token": strides[2]}
+    if mask is not None:
+        fields |= {"mask": mask.data_ptr(), "mask_batch": mask.stride(0), "mask_token": mask.stride(1)}
+    if norms is not None:
+        fields |= {"q_norm": norms[0].data_ptr(), "k_norm": norms[1].data_ptr()}
+    sizes = {"qkv": qkv, "out": out, "cos": rotary[0], "sin": rotary[1], "keys": cache[0], "values": cache[1], "mask": mask}
+    sizes |= dict(zip(("q_norm", "k_norm"), norms or (), strict=False))
+    launch(spec, fields, {name: _nbytes(tensor) for name, tensor in sizes.items() if tensor is not None})
+    return out
+
+
+def check(number: int, case: Sequence[object], launch: Launch) -> None:
+    """Whether what `launch` computes is the attention of float64."""
+    dim, group, kind, normed, masked, length, t = case
+    spec = AttendSpec(dim, group, kind, normed, masked)  # type: ignore[arg-type]
+    torch.manual_seed(number)
+    b, kv_heads, size = 1 + number % 3, 1 + number % 2, length + t + number % 4
+    qkv = torch.randn(b, t, (group + 2) * kv_heads * dim) * 3
+    angles = torch.randn(b, t, dim // 2).repeat(1, 1, 2)
+    rotary = angles.cos(), angles.sin()
+    norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else None
+    # Between tokens and heads, and from the tokens' own place on, there may be anything.
+    cache = tuple(torch.full((b, kv_heads, size + 3, dim + 8), torch.nan, dtype=KINDS[kind])[:, :, :size, :dim] for _ in range(2))
+    for part in cache:
+        part[:, :, :length] = torch.randn(b, kv_heads, length, dim).to(part.dtype)
+    mask = torch.rand(b, t, size) > 0.4 if masked else None
+    if mask is not None:
+        mask[:, :, length : length + t] |= torch.eye(t, dtype=torch.bool)
+    y = attended(launch, spec, qkv, rotary, (cache[0], cache[1]), length, mask, norms)
+
+    heads = qkv.double().view(b, t, -1, dim)
+    q, k, v = heads.split([group * kv_heads, kv_heads, kv_heads], 2)
+    if norms is not None:
+        q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double() for x, w in zip((q, k), norms, strict=True))
+    cos, sin = (turn.double()[:, :, None] for turn in rotary)
+    q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin for x in (q, k))
+    there = slice(length, length + t)
+    # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products.
+    unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11}[kind]
+    wanted = k.transpose(1, 2)
+    error = (unit + 2.0**-20) * wanted.abs() + 2.0**-21 * (wanted.abs().amax(-1, keepdim=True)) + 2.0**-24
+    assert bool(((cache[0][:, :, there].double() - wanted).abs() <= error).all()), (spec, length, t)
+    assert torch.equal(cache[1][:, :, there], v.transpose(1, 2).to(cache[1].dtype)), (spec, length, t)
+
+    seen = torch.ones(t, length + t, dtype=torch.bool).tril(length)
+    seen = seen.expand(b, t, -1) if mask is None else seen & mask[:, :, : length + t]
+    keys, values = (part[:, :, : length + t].double().repeat_interleave(group, 1) for part in cache)
+    scores = q.transpose(1, 2) @ keys.transpose(2, 3) * dim**-0.5
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    exact = (weights @ values).transpose(1, 2).reshape(b, t, -1)
+    # A score is a sum of `dim` products of q, which has an error of 2^-20 of its largest as k above: that goes into each weight twice
+    # (its own and the sum of all); sums over the tokens and exponentials round in 2^-24 and 2^-22.
+    sizes = q.abs().amax(-1).transpose(1, 2)[..., None] * keys.abs().sum(-1)[:, :, None] * dim**-0.5
+    relative = 2 * (dim * 2.0**-24 + 2.0**-19) * float(sizes.max()) + (length + t) * 2.0**-23 + 2.0**-20
+    assert bool(((y.double() - exact).abs() <= relative * float(values.abs().max())).all()), (spec, length, t)
