@@ -125,7 +125,7 @@ def products(tell: Callable[[str], None]) -> None:
         fmt, dtype = as_format(name), DTYPES[i % 3]  # each with int8 and with float compute
         compute, activation = ("float", "block") if way == "float" else ("int8", way)
         inner = choose_linear(fmt, dtype, compute, current()).taken.inner
-        for n in itertools.islice(some_n, 4):
+        for n in itertools.islice(some_n, 2):
             kernel, packed = LinearKernel(fmt, n, k, dtype, inner, activation), pack(random_codes(fmt, (n, k)))
             m = next(some_m)
             x, bias = torch.randn(m, k).to(dtype), torch.randn(n)
