@@ -2,8 +2,8 @@
 
 Some blocks of some outputs of a panel at a time, as many as stay in the first-level cache: their codes are expanded once, all row
 tiles pass over them, and sums that are not finished wait in memory. On Zen 3, medians of whole products in turn, with 48 to 512 rows: 3 to
-13 % faster in twelve of fourteen cases, 3 % slower in one, 32 % faster in one. The best of each, where no other thread of the core takes its
-share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
+13 % faster in twelve of fourteen cases, 3 % slower in one, 32 % faster in one. The best of each, where no other thread of the core takes
+its share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
 
     record = for each 4 k: 4 bytes of each output, k = 0 … 3 | scales, float32 | zeros, float32, if the format has any
 
