@@ -15,7 +15,7 @@ from types import ModuleType
 # The modules that hold transformers' table of quantization methods and peft's LoRA, what tells them, and what versions it takes.
 _INTEGRATIONS = {
     "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.4 or newer"),
-    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, which has to be version 0.14 or newer"),
+    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, of which version 0.21 is tested"),
 }
 _REGISTRY = "transformers.quantizers.auto"
 

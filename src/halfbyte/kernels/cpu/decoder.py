@@ -33,7 +33,6 @@ from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call
 from halfbyte.layouts.cpu_tiles import PANEL
 
-MOST_ROWS = 64
 _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(field) for field in ("x", "out", "residual"))
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
