@@ -137,11 +137,17 @@ def test_a_norm(m: int, k: int, dtype: torch.dtype, where: Any) -> None:
     assert bool(((out.cpu().double() - expected).abs() <= error).all())
 
 
-def attention(qkv: Tensor, rotary: Any, cache: Any, length: int, mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def attention(
+    qkv: Tensor, rotary: Any, cache: Any, length: int, mask: Tensor | None, heads: int, norms: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """In float64, from the formulas of the kernel's text: y, keys, values."""
     keys, values = (t.double().clone() for t in cache)
     batch, kv_heads, size, dim = keys.shape
     x = qkv.double().view(batch, heads + 2 * kv_heads, dim)
+    if norms is not None:
+        factors = [norms[0].double()] * heads + [norms[1].double()] * kv_heads
+        x = x.clone()
+        x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + norms[2]).rsqrt() * torch.stack(factors)
     cos, sin = (t.double().expand(batch, dim)[:, None] for t in rotary)
     turned = x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
     q, k, v = turned[:, :heads], turned[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
@@ -152,27 +158,60 @@ def attention(qkv: Tensor, rotary: Any, cache: Any, length: int, mask: Tensor | 
     return torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1), values).reshape(batch, heads * dim), keys, values
 
 
+STREAMED = {"tokens": 16, "warps": 4, "stages": 3}
+
+
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype"),
-    [(1, 8, 2, 64, 100, 57, F), (3, 6, 3, 20, 77, 76, H), (2, 3, 1, 16, 300, 0, B), (2, 4, 4, 128, 65, 40, B), (1, 8, 1, 32, 200, 150, H)],
+    ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype", "how"),
+    [
+        (1, 8, 2, 64, 100, 57, F, {}),
+        (3, 6, 3, 20, 77, 76, H, {}),
+        (2, 3, 1, 16, 300, 0, B, {}),
+        (2, 4, 4, 128, 65, 40, B, {}),
+        (1, 8, 1, 32, 200, 150, H, {}),
+        (1, 8, 2, 64, 100, 57, F, {**STREAMED, "splits": 1}),
+        (3, 6, 3, 20, 77, 76, H, {**STREAMED, "splits": 3}),
+        (2, 3, 1, 16, 70, 0, B, {**STREAMED, "splits": 5}),
+        (5, 14, 2, 64, 130, 64, H, {**STREAMED, "tokens": 64, "splits": 2}),
+        (1, 5, 1, 128, 33, 32, B, {**STREAMED, "tokens": 32, "splits": 1}),
+        (64, 4, 1, 16, 21, 17, B, {**STREAMED, "splits": 1}),
+        (16, 8, 8, 16, 150, 149, H, {}),
+    ],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_of_one_token(
-    batch: int, heads: int, kv_heads: int, dim: int, size: int, length: int, dtype: torch.dtype, masked: bool, where: Any
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    size: int,
+    length: int,
+    dtype: torch.dtype,
+    how: dict[str, int],
+    masked: bool,
+    where: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where it is masked, the last of the batch is padded on the left, and heads have norms: up to the last token, all by themselves."""
     gpu, device, _ = where
     assert attend.supports(heads, kv_heads, dim, dtype) is None
+    if how:
+        own = attend.static
+        monkeypatch.setattr(attend, "static", lambda *sizes: replace(own(*sizes), **how))
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
     rotary: Any = tuple(torch.randn(1 if masked else batch, dim).to(dtype) for _ in range(2))
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
     for tensor in cache:
         tensor[:, :, length:] = torch.nan  # what is not there yet
-    mask = None
+    mask: Tensor | None = None
+    norms: Any = None
     if masked:
         mask = torch.rand(batch, size) < 0.7
+        mask[-1] = torch.arange(size) >= length // 2
         mask[:, length] = True
+        norms = (1 + torch.randn(dim) / 4).to(dtype), (1 + torch.randn(dim) / 4).to(dtype), EPS
     clean = tuple(t.nan_to_num(0) for t in cache)
-    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads)
+    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms)
     bits = []
     for advance in (0, 1):
         out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
@@ -180,7 +219,8 @@ def test_attention_of_one_token(
         count = torch.tensor([length], device=device)
         at_mask = None if mask is None else mask.to(device)
         turns: Any = tuple(t.to(device) for t in rotary)
-        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance)
+        factors: Any = None if norms is None else (norms[0].to(device), norms[1].to(device), norms[2])
+        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors)
         assert count.item() == length + advance
         bits.append(out.cpu())
     assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"
@@ -196,6 +236,41 @@ def test_attention_of_one_token(
         )
         assert bool(cached[:, :, length + 1 :].isnan().all()), "nothing else is written"
         assert torch.equal(cached[:, :, :length].cpu(), wanted[:, :, :length].to(dtype))
+
+
+def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key and value enter the cache all the same."""
+    gpu, device, _ = where
+    own = attend.static
+    for how in ({}, {**STREAMED, "splits": 2}):
+        monkeypatch.setattr(attend, "static", lambda *sizes, how=how: replace(own(*sizes), **how))
+        qkv, turn = torch.randn(2, 3 * 16), (torch.ones(1, 16), torch.zeros(1, 16))
+        cache: Any = tuple(torch.randn(2, 1, 40, 16) for _ in range(2))
+        mask = torch.arange(40).expand(2, 40) < 20
+        expected, keys, values = attention(qkv, turn, cache, 20, mask, 1)
+        out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
+        turns: Any = tuple(t.to(device) for t in turn)
+        attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), mask.to(device), out, 0.25)  # type: ignore[arg-type]
+        assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
+        assert torch.equal(there[1].cpu().double(), values)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 33, 64])
+@pytest.mark.parametrize("size", [1, 64, 576, 4096])
+def test_how_tokens_are_dealt_out(batch: int, size: int) -> None:
+    """Few tiles are read to registers; of more, all multiprocessors have some, and none much more than others."""
+    gpu = GPUS["sm_90"]
+    s = attend.static(batch, 32, 8, size, 128, B, gpu)
+    tiles, blocks = -(-size // s.tokens), 8 * batch * s.splits
+    assert 1 <= s.splits <= min(64, tiles)
+    if s.stages == 1:
+        assert -(-tiles // s.splits) <= 2
+    else:
+        assert blocks >= 1.5 * gpu.sms
+        most = -(-blocks // gpu.sms) * -(-tiles // s.splits)
+        assert most <= 1.3 * 8 * batch * tiles / gpu.sms + 2
+    assert attend.static(batch, 32, 8, size, 128, F, gpu).stages == 1
 
 
 def test_a_full_cache_gives_nan(where: Any) -> None:

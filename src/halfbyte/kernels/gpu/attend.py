@@ -1,6 +1,7 @@
 """One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[D/2:], x[:D/2]) * sin     (Su et al., RoFormer, 2021)
+    before that, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, of each head alone (RMS norm: Zhang and Sennrich, 2019)
     keys[b, h, length], values[b, h, length] = k, v;   y [B, H * D] = softmax(scale * q · keysᵀ) · values over 0 … length where mask is true
 
 keys, values [B, Hkv, T, D] are a cache of fixed size, `length` tokens of which are there; each query head reads the key head of its group
@@ -8,8 +9,10 @@ of H / Hkv. The tokens of a key head are dealt out in tiles to `splits` blocks, 
 Flash-Decoding, 2023). The second kernel adds them up, and `advance` to length: to start it early takes less time than to find out, in
 the first, which block is the last.
 
-What takes time here is one memory access that waits for another. So which tile a block has first does not depend on the length: it is on
-its way to the L2 cache before the kernel before has ended, and is read together with everything else.
+Where a block has a tile or two, what takes time is one memory access that waits for another. So which tile it has first does not depend
+on the length: it is on its way to the L2 cache before the kernel before has ended, and is read together with everything else. Where many
+sequences or long ones give it more tiles (`stages` > 1), what takes time is memory itself: the new token comes first and from registers,
+and tiles of the others are copied to shared memory while those before them are multiplied.
 
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
 in float32; keys are rounded to the cache's type as they enter it. Where the cache is full already the result is NaN, and nothing is
@@ -18,7 +21,7 @@ written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -32,13 +35,17 @@ from halfbyte.machine import Gpu
 
 _LOG2E = 1.4426950408889634
 _MOST = 4096  # numbers of a key head's result, by 128 threads
+_MOST_SPLITS = 64
+_FEW_TILES = 2  # of a block, which are read to registers
+_STREAMED = (32, 4, 3)  # tokens, warps and stages where there are more
+_BLOCKS = 5  # of those, that a multiprocessor has room for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile."""
+    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers)."""
 
     dim: int
     wide: int
@@ -46,6 +53,8 @@ class Static:
     rows: int
     splits: int
     tokens: int
+    warps: int
+    stages: int
     pdl: bool
 
     @property
@@ -80,10 +89,25 @@ def _wide(dim: int) -> int:
 
 def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> Static:
     """For caches of `size` tokens: as many blocks as fill the GPU, each with a tile or more."""
-    group, wide = heads // kv_heads, _wide(dim)
+    group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
-    splits = max(1, min(64, -(-size // tokens), round(1.2 * gpu.sms / (batch * kv_heads))))
-    return Static(dim, wide, group, _rows(group), splits, tokens, launcher.starts_early(gpu))
+    tiles = -(-size // tokens)
+    splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
+    few = Static(dim, wide, group, _rows(group), splits, tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu))
+    if tiles <= _FEW_TILES * splits or tokens < 64:
+        return few
+    tokens, warps, stages = _STREAMED
+    tiles = -(-size // tokens)
+    splits = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=lambda n: _us(n, programs, tiles, gpu.sms))
+    return replace(few, splits=splits, tokens=tokens, warps=warps, stages=stages)
+
+
+def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
+    """About how long blocks of streamed tiles take, all tokens being there: memory's time of the multiprocessor that has the most of them,
+    or as long as a block waits for its tiles one after the other; and the beginning and end of each round of blocks."""
+    rounds = -(-programs * splits // (_BLOCKS * sms))
+    longest = -(-tiles // splits)
+    return max(0.7 * -(-programs * splits // sms) * longest, 1.5 * rounds * longest) + 2.0 * rounds
 
 
 def launch(
@@ -96,12 +120,14 @@ def launch(
     out: Tensor,
     scale: float,
     advance: int = 1,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
     """
     qkv     [B, (H + 2 Hkv) * D], out [B, H * D], contiguous
     rotary  cosines and sines [B or 1, D] of the positions, the last dimension contiguous
     cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; `length` int64, one number, of the same cache
     mask    bool [B or 1, T], the last dimension contiguous; None: all true
+    norms   weights [D] of the norms of queries and of keys, and what is added to the mean; None: there are none
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
@@ -125,8 +151,9 @@ def launch(
         size,
         strides,
         scale * _LOG2E,
+        norms,
         s,
-        num_warps=8 if s.tokens == 64 else 4,
+        num_warps=s.warps,
         **options,
     )
     warps = 2 if s.parts * s.wide <= 4096 else 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
@@ -134,7 +161,7 @@ def launch(
 
 
 @triton.jit
-def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, scale, S: tl.constexpr):
+def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, scale, norms, S: tl.constexpr):
     DIM: tl.constexpr = S.dim
     HEADS: tl.constexpr = S.heads
     TOKENS: tl.constexpr = S.tokens
@@ -149,6 +176,12 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
+    half = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    if norms is not None:
+        q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
+        q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
+        k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
+        k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
     if S.pdl:
         PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
         i = tl.arange(0, TOKENS * WIDE // PIECE) * PIECE
@@ -157,9 +190,9 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         _prefetch(cache[1] + i)
         gdc_wait()
     now = tl.load(length).to(tl.int32)
-    t = start + tl.arange(0, TOKENS)
-    keys, values, seen = _tile(cache, mask, first, t, size, batch * strides[2], inside, S)
-    half = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    row_mask = batch * strides[2]
+    if S.stages == 1:
+        keys, values, seen = _tile(cache, mask, first, start + tl.arange(0, TOKENS), size, row_mask, inside, S)
     mine = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + 2) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
@@ -173,32 +206,44 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     cos = tl.load(rotary[0] + batch * strides[0] + d, mask=inside, other=0.0)
     sin = tl.load(rotary[1] + batch * strides[1] + d, mask=inside, other=0.0)
     cos, sin = cos.to(tl.float32), tl.where(d < DIM // 2, -1.0, 1.0) * sin.to(tl.float32)
-    q = (q.to(tl.float32) * cos[None, :] + q_half.to(tl.float32) * sin[None, :]) * scale
+    q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
+    if norms is not None:
+        q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
+        k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
+        q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
+        k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
+    q = (q * cos[None, :] + q_half * sin[None, :]) * scale
     # What is attended to is what the cache will hold.
-    k = (k.to(tl.float32) * cos + k_half.to(tl.float32) * sin).to(keys.dtype)
-    q0, q1 = _pieces(q, keys.dtype)
-    end = tl.minimum(now + 1, size)
+    k = (k * cos + k_half * sin).to(cache[0].dtype.element_ty)
+    q0, q1 = _pieces(q, k.dtype)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, WIDE), tl.float32)
-    for step in range(start, end, TOKENS * S.splits):
-        t = step + tl.arange(0, TOKENS)
-        keys_now = tl.where((t == now)[:, None], k[None, :], keys)
-        # What is not there yet may be anything.
-        values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
-        seen_now = seen & (t <= now)
-        keys, values, seen = _tile(cache, mask, first, t + TOKENS * S.splits, end, batch * strides[2], inside, S)
-        scores = _product(q0, q1, tl.trans(keys_now), tl.zeros((ROWS, TOKENS), tl.float32))
-        scores = tl.where(seen_now[None, :], scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
-        base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
-        weights = tl.exp2(scores - base[:, None])
-        less = tl.exp2(most - base)
-        total = total * less + tl.sum(weights, axis=1)
-        w0, w1 = _pieces(weights, keys.dtype)
-        sums = _product(w0, w1, values_now, sums * less[:, None])
-        most = larger
-    if (now < size) & (now // TOKENS % S.splits == tl.program_id(1)):
+    if S.stages == 1:
+        end = tl.minimum(now + 1, size)
+        for step in range(start, end, TOKENS * S.splits):
+            t = step + tl.arange(0, TOKENS)
+            keys_now = tl.where((t == now)[:, None], k[None, :], keys)
+            # What is not there yet may be anything.
+            values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
+            seen_now = seen & (t <= now)
+            keys, values, seen = _tile(cache, mask, first, t + TOKENS * S.splits, end, row_mask, inside, S)
+            most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
+        mine_too = now // TOKENS % S.splits == tl.program_id(1)
+    else:
+        mine_too = tl.program_id(1) == 0
+        if mine_too & (now < size):
+            sees = now >= 0
+            if mask is not None:
+                sees = tl.load(mask + row_mask + now) != 0
+            if sees:
+                most = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
+                total += 1.0
+                sums += v.to(tl.float32)[None, :]
+        for step in tl.range(start, tl.minimum(now, size), TOKENS * S.splits, num_stages=S.stages):
+            keys, values, seen = _tile(cache, mask, first, step + tl.arange(0, TOKENS), tl.minimum(now, size), row_mask, inside, S)
+            most, total, sums = _add_tile(q0, q1, keys, values, seen, most, total, sums, S)
+    if (now < size) & mine_too:
         entry = first + now * DIM + d
         tl.store(cache[0] + entry, k, mask=inside)
         tl.store(cache[1] + entry, v, mask=inside)
@@ -206,6 +251,22 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
     tl.store(scratch[1] + 2 * part + S.group + g, tl.where(now < size, total, float("nan")), mask=g < S.group)
+
+
+@triton.jit
+def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
+    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen."""
+    ROWS: tl.constexpr = S.rows
+    TOKENS: tl.constexpr = S.tokens
+    scores = _product(q0, q1, tl.trans(keys), tl.zeros((ROWS, TOKENS), tl.float32))
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
+    base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
+    weights = tl.exp2(scores - base[:, None])
+    less = tl.exp2(most - base)
+    total = total * less + tl.sum(weights, axis=1)
+    w0, w1 = _pieces(weights, keys.dtype)
+    return larger, total, _product(w0, w1, values, sums * less[:, None])
 
 
 @triton.jit
@@ -220,9 +281,9 @@ def _prefetch(pointers):
 def _tile(cache, mask, first, t, end, row, inside, S: tl.constexpr):
     """keys, values [tokens, wide], and which of them may be seen, before `end`."""
     there = (t < end)[:, None] & inside[None, :]
-    at = first + t[:, None] * S.dim + tl.arange(0, S.wide)[None, :]
-    keys = tl.load(cache[0] + at, mask=there, other=0.0)
-    values = tl.load(cache[1] + at, mask=there, other=0.0)
+    at = t[:, None] * S.dim + tl.arange(0, S.wide)[None, :]
+    keys = tl.load(cache[0] + first + at, mask=there, other=0.0)
+    values = tl.load(cache[1] + first + at, mask=there, other=0.0)
     if mask is None:
         seen = t < end
     else:
