@@ -19,6 +19,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     StaticCache,
 )
 
@@ -42,6 +44,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=99, initializer_range=0.2)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, vocab_size=99, initializer_range=0.2, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=99, initializer_range=0.2)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=99, initializer_range=0.2, head_dim=32)),
 }
 
 
@@ -229,8 +232,9 @@ def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> No
     assert "is none of" in (decoding.why_not_short(torch.nn.Linear(2, 2)) or "")
 
 
-def test_what_computes_a_token() -> None:
+def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.kernels.gpu import norm
     from halfbyte.machine import GPUS
 
     _, short = pair("llama")
@@ -244,10 +248,16 @@ def test_what_computes_a_token() -> None:
     assert by_name["attention"].kernel == "attend"
     assert by_name[decoding.QKV].kernel == "skinny with the norm"
     # Half of 192 rows are no whole panels of 64: the gates are not in the product.
-    assert "no whole panels" in (by_name[decoding.GATE_UP].reason or "")
-    assert "no whole panels" in str(found)
-    many = decoding.steps(short.model.layers[0], GPUS["sm_90"], rows=9)
-    assert many[0].reason == "norm in torch's operations: it is for 1 to 8 rows of 1 or more outputs, not 9 of 128"
+    assert by_name[decoding.GATE_UP].kernel == "skinny, after a kernel of the norm, before one of silu(gate) * up"
+    for rows in (9, 64, 300):
+        many = decoding.steps(short.model.layers[0], GPUS["sm_90"], rows=rows)
+        assert all(step.reason is None for step in many)
+        assert "after a kernel of the norm" in many[0].kernel
+    monkeypatch.setattr(norm, "MOST", 32)
+    ops.decoding._plan.cache_clear()
+    wide = decoding.steps(short.model.layers[0], GPUS["sm_90"])
+    assert wide[0].reason == "norm in torch's operations: a norm of 64 columns is more than the 32 that a block's registers hold"
+    ops.decoding._plan.cache_clear()
     amd = decoding.steps(short.model.layers[0], GPUS["gfx942"])
     assert "NVIDIA GPUs only" in (amd[1].reason or "")
     here = explain_model(short, "cpu").groups[0]

@@ -2,11 +2,12 @@
 NVIDIA GPU six kernels:
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
-    a   = attend(qkv, …)                                      rotary positions, the cache's new entry, attention; two kernels
+    a   = attend(qkv, …)                                      norms of heads, positions, the cache's new entry, attention; two kernels
     x   = linear(a, o, residual=x)
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
+With several sequences the norms have kernels of their own before the products, and gates may have one after theirs.
 Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
 says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 """
@@ -31,7 +32,7 @@ from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear, has_hooks
 from halfbyte.nn.parallel import linear_added
 from halfbyte.nn.report import REMARK
-from halfbyte.ops.decoding import attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 
 # Their forward is this file's formula; others differ in norms, activations or what is added where.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -99,9 +100,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     hooked = next((name for name, module in layer.named_modules() if name and has_hooks(module)), None)
     if hooked is not None:
         return f"its {hooked} has a hook"
-    if device == "cpu":
-        return decoding_cpu.why_not_one_call(layer)
-    return "its queries and keys have norms of their own" if hasattr(attention, "q_norm") else None
+    return decoding_cpu.why_not_one_call(layer) if device == "cpu" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
         if isinstance(plan, str):
             found.append(Step(name, "the product alone", f"norm{' and gates' if gated else ''} in torch's operations: {plan}"))
         else:
-            found.append(Step(name, f"skinny with the norm{' and silu(gate) * up' if gated else ''}"))
+            found.append(Step(name, _described(plan, gated)))
     heads, kv_heads = (linear.packed.shape[0] // attention.head_dim for linear in (attention.q_proj, attention.k_proj))
     reason = why_not_attend(heads, kv_heads, attention.head_dim, dtype, here)
     seen = Step("attention", "attend" if reason is None else "torch's operations", reason)
@@ -138,6 +137,15 @@ def one_call() -> tuple[Step, ...]:
     added, gated = "with the residual added", "with the norm and silu(gate) * up"
     attention = Step("attention", "attend, with positions and the cache's new entry")
     return Step(QKV, "with the norm"), attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
+
+
+def _described(plan: NormedPlan, gated: bool) -> str:
+    """What computes a product that has a norm before it. A product by another kernel than `skinny` is left out: its name comes first."""
+    if plan.norm_inside:
+        return f"skinny with the norm{' and silu(gate) * up' if gated else ''}"
+    if plan.config is None:
+        return f"after a kernel of the norm{', before one of silu(gate) * up' if gated else ''}"
+    return f"skinny{' with silu(gate) * up' if gated else ''}, after a kernel of the norm"
 
 
 class _OneToken:
@@ -198,13 +206,21 @@ class _OneToken:
         kept, first = layers[attention.layer_idx], attention.layer_idx == 0
         # The first layer's length makes masks and positions. torch.compile reads it for these when it likes, unless it knows of a change.
         length, advance = kept.cumulative_length, 0 if first else 1
-        seen = attend(qkv.view(len(qkv), -1), rotary, kept.keys, kept.values, length, mask, attention.scaling, advance=advance)
+        qkv = qkv.view(len(qkv), -1)
+        seen = attend(qkv, rotary, kept.keys, kept.values, length, mask, attention.scaling, norms=_norms(attention), advance=advance)
         if first:
             length.add_(1)
         hidden_states = linear_added(attention.o_proj, seen.unsqueeze(1), hidden_states)
         norm = self.post_attention_layernorm
         inner = normed_linear(hidden_states, norm.weight, norm.variance_epsilon, self.mlp.gate_proj.together[0], gated=True)
         return linear_added(self.mlp.down_proj, inner, hidden_states)
+
+
+def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
+    """Those of a head's queries and keys, where there are any."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
 _SHORT: dict[type, Any] = {cls: type(f"OneToken{cls.__name__}", (_OneToken, cls), {}) for cls in LAYERS}
@@ -214,7 +230,7 @@ def _in_floats(layer: Any) -> bool:
     """Whether a layer that was shortened, maybe for a CPU, is for these kernels too."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
-    return all(linear.compute != "int8" for linear in linears) and not hasattr(attention, "q_norm")
+    return all(linear.compute != "int8" for linear in linears)
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:

@@ -96,7 +96,7 @@ def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, .
 
 def _with_kernel(step: Step, products: dict[str, Step]) -> Step:
     own = products.get(step.name)
-    return step if own is None or step.kernel.startswith("skinny with") else Step(step.name, f"{own.kernel}, {step.kernel}", step.reason)
+    return step if own is None or step.kernel.startswith("skinny") else Step(step.name, f"{own.kernel}, {step.kernel}", step.reason)
 
 
 def _products(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[Step, ...]:

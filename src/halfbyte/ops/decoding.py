@@ -1,14 +1,15 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
 `halfbyte::normed_linear` and `halfbyte::attend`.
 
-A language model's step for one token is a chain of short kernels. Each of these ops is one or two of them on an NVIDIA GPU, where it fits,
-that start while the one before is still running; and the same formula in torch's operations everywhere else.
+A language model's step for one token is a chain of short kernels. Each of these ops is one to three of them on an NVIDIA GPU, where it
+fits, that start while the one before is still running; and the same formula in torch's operations everywhere else.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import aligned, on
 from halfbyte.ops.library import OPS
 
-_MOST_ROWS = 8
+_START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
 )
 _library.define(
-    "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, float scale, "
-    "int advance) -> Tensor"
+    "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, Tensor? q_norm, "
+    "Tensor? k_norm, float eps, float scale, int advance) -> Tensor"
 )
 
 
@@ -58,6 +59,7 @@ def attend(
     mask: Tensor | None,
     scale: float,
     *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     advance: int = 1,
 ) -> Tensor:
     """One new token of each sequence enters a cache of fixed size and attends to what is in it: y [B, H * D].
@@ -67,10 +69,12 @@ def attend(
     keys, values  [B, Hkv, T, D]: written at `length`
     length        int64, one number: the tokens that are there; `advance` is added, 1 or 0
     mask          bool [B or 1, T]: which of the tokens may be seen; None: all
+    norms         weights [D] of the RMS norms of each head's queries and keys, before their position, and eps; None: there are none
 
     No gradients. Where the cache is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
     """
-    return OPS.attend.default(qkv, *rotary, keys, values, length, mask, scale, advance)  # type: ignore[no-any-return]
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+    return OPS.attend.default(qkv, *rotary, keys, values, length, mask, q_norm, k_norm, eps, scale, advance)  # type: ignore[no-any-return]
 
 
 # normed_linear
@@ -106,119 +110,167 @@ def _normed_cuda(
     plan = normed_plan(format, rows, n, k, x.dtype, here, gated=gated, biased=bias is not None)
     if isinstance(plan, str):
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
+    from halfbyte.kernels.gpu import gates, skinny
     from halfbyte.kernels.gpu import norm as norm_kernel
-    from halfbyte.kernels.gpu import skinny
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
-    problem, config = plan
     out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
-    views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(problem.format, (n, k)))
     with on(x):
-        before, inside = norm.contiguous(), skinny.takes_norm(config)
-        z = x.contiguous().view(rows, k)
-        if not inside:
+        before, z = norm.contiguous(), x.contiguous().view(rows, k)
+        if not plan.norm_inside:
             y = torch.empty_like(z)
             norm_kernel.launch(here, z, before, eps, y)
             z = y
-        epilogue = Epilogue(bias, gated=gated)
-        skinny.launch(problem, config, z, *views, out.view(rows, -1), epilogue, (before, eps) if inside else None)
+        if plan.config is not None:
+            views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(plan.problem.format, (n, k)))
+            epilogue = Epilogue(bias, gated=gated)
+            skinny.launch(plan.problem, plan.config, z, *views, out.view(rows, -1), epilogue, (before, eps) if plan.norm_inside else None)
+        else:
+            infinite = float("inf")
+            y = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
+            if not gated:
+                return y.view(out.shape)
+            gates.launch(here, y, out.view(rows, -1))
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class NormedPlan:
+    """How `normed_linear` is computed: by `kernels/gpu/skinny.py` with `config`, gates and all, where there is one; elsewhere the product
+    by the kernel that is taken for it alone, and gates by one of their own. A norm outside of the product has a kernel before it."""
+
+    problem: Problem
+    config: Any
+    norm_inside: bool
 
 
 def normed_plan(
     format: str, rows: int, n: int, k: int, dtype: torch.dtype, here: Gpu, *, gated: bool = False, biased: bool = False
-) -> tuple[Problem, Any] | str:
-    """The problem that `normed_linear` gives to `kernels/gpu/skinny.py`, and its config; or why torch's operations are taken instead."""
-    if gated and biased:
-        return "gates with a bias are not in the kernel"
+) -> NormedPlan | str:
+    """What computes `normed_linear` on a GPU; or why torch's operations are taken instead of all kernels but the product's."""
     if (trouble := triton_trouble()) is not None:
         return trouble
-    return _plan(format, rows, n, k, dtype, gated, here)
+    return _plan(format, rows, n, k, dtype, gated, biased, here)
 
 
 @lru_cache(maxsize=1024)
-def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, here: Gpu) -> tuple[Problem, Any] | str:
+def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
     from halfbyte.kernels.gpu import norm, skinny
 
     if here.backend != "cuda":
-        return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
-    if not n or not 0 < rows <= _MOST_ROWS:
-        return f"it is for 1 to {_MOST_ROWS} rows of 1 or more outputs, not {rows} of {n}"
+        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
+    if not n or not rows:
+        return f"{rows} rows of {n} outputs are nothing to compute"
     if k > norm.MOST:
         return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold"
     problem = Problem("linear", rows, n, k, as_format(format), dtype)
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
-    if choice.taken.candidate.home != "skinny":
-        return f"{choice.taken.candidate.name} is faster here, and takes no norm"
     if not gated:
-        return problem, choice.taken.config
-    options = (choice.taken, *choice.others)
-    fitting = (skinny.gated(problem, o.config) for o in options if o.candidate.home == "skinny")
-    config = next((config for config in fitting if config is not None), None)
-    return f"the halves of {n} outputs are no whole panels" if config is None else (problem, config)
+        config = choice.taken.config if choice.taken.candidate.home == "skinny" else None
+        return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
+    # What gates take in a kernel of their own: they are read and written once more, and it begins and ends.
+    longest = choice.taken.seconds + _START + 1.5 * rows * n * dtype.itemsize / here.bandwidth
+    fitting = ((o, skinny.gated(problem, o.config)) for o in (choice.taken, *choice.others) if o.candidate.home == "skinny")
+    config = next((config for o, config in fitting if config is not None and o.seconds <= longest), None) if not biased else None
+    return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
 
 
 # attend
 
 
-def _check_attend(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None) -> int:
-    """The number of query heads."""
-    fits = keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 2
-    if fits:
-        batch, kv_heads, size, dim = keys.shape
-        heads = qkv.shape[1] // dim - 2 * kv_heads
-        fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
-        fits &= all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] == dim for t in (cos, sin))
-        fits &= mask is None or (mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
-        fits &= length.numel() == 1 and length.dtype == torch.int64
+class _Token(NamedTuple):
+    """What the op `attend` is called with."""
+
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    mask: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    scale: float
+    advance: int
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Of which the last dimension is to be contiguous."""
+        return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm) if t is not None)
+
+    def heads(self) -> int:
+        """The number of query heads. Raises ArgumentError where shapes or dtypes do not fit."""
+        qkv, keys, mask = self.qkv, self.keys, self.mask
+        fits = keys.dim() == 4 and keys.shape == self.values.shape and keys.dtype == self.values.dtype == qkv.dtype and qkv.dim() == 2
         if fits:
-            return heads
-    got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, cos, sin, keys, values, length, *(() if mask is None else (mask,))))
-    raise ArgumentError(
-        f"attend takes qkv [B, (H + 2 Hkv) * D], cosines and sines [B, D], a cache [B, Hkv, T, D] of qkv's type, one int64 and a mask "
-        f"bool [B, T], got {got}"
-    )
+            batch, kv_heads, size, dim = keys.shape
+            heads = qkv.shape[1] // dim - 2 * kv_heads
+            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
+            fits &= all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] == dim for t in (self.cos, self.sin))
+            fits &= mask is None or (mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
+            fits &= self.length.numel() == 1 and self.length.dtype == torch.int64
+            fits &= (self.q_norm is None) == (self.k_norm is None) and all(
+                t is None or t.shape == (dim,) for t in (self.q_norm, self.k_norm)
+            )
+            if fits:
+                return heads
+        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, self.cos, self.sin, keys, self.values, self.length, *self.rows[2:]))
+        raise ArgumentError(
+            f"attend takes qkv [B, (H + 2 Hkv) * D], cosines and sines [B, D], a cache [B, Hkv, T, D] of qkv's type, one int64, a mask "
+            f"bool [B, T] and norms [D], got {got}"
+        )
 
 
-def _attend(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None, scale: float, advance: int
-) -> Tensor:
+def _attend(*args: Any) -> Tensor:
     """In torch's operations, and in float32 as the kernel."""
-    heads = _check_attend(qkv, cos, sin, keys, values, length, mask)
+    token = _Token(*args)
+    heads = token.heads()
+    qkv, keys, values = token.qkv, token.keys, token.values
     batch, kv_heads, size, dim = keys.shape
     x = qkv.view(batch, heads + 2 * kv_heads, dim).float()
-    turned = x * cos.float()[:, None] + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin.float()[:, None]
-    at = length.view(1)
-    keys.index_copy_(2, at, turned[:, heads : heads + kv_heads, None].to(keys.dtype))
-    values.index_copy_(2, at, x[:, heads + kv_heads :, None].to(values.dtype))
+    q, k, v = x.split((heads, kv_heads, kv_heads), 1)
+    if token.q_norm is not None and token.k_norm is not None:
+        q, k = (
+            t * torch.rsqrt(t.square().mean(-1, keepdim=True) + token.eps) * norm.float()
+            for t, norm in ((q, token.q_norm), (k, token.k_norm))
+        )
+    x = torch.cat((q, k), 1)
+    cos, sin = token.cos.float()[:, None], token.sin.float()[:, None]
+    q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin).split((heads, kv_heads), 1)
+    at = token.length.view(1)
+    keys.index_copy_(2, at, k[:, :, None].to(keys.dtype))
+    values.index_copy_(2, at, v[:, :, None].to(values.dtype))
     seen = torch.arange(size, device=keys.device)[None] <= at
-    if mask is not None:
-        seen = seen & mask
-    length.add_(advance)
-    q = turned[:, :heads].view(batch, kv_heads, -1, dim) * scale
+    if token.mask is not None:
+        seen = seen & token.mask
+    token.length.add_(token.advance)
+    q = q.view(batch, kv_heads, -1, dim) * token.scale
     scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
     # What is not there yet may be anything.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
     return (scores.softmax(-1) @ there).to(qkv.dtype).view(batch, heads * dim)
 
 
-def _attend_cuda(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None, scale: float, advance: int
-) -> Tensor:
-    heads = _check_attend(qkv, cos, sin, keys, values, length, mask)
-    contiguous = all(t.is_contiguous() for t in (qkv, keys, values)) and all(t.stride(-1) == 1 for t in (cos, sin, *_present(mask)))
+def _attend_cuda(*args: Any) -> Tensor:
+    token = _Token(*args)
+    qkv, keys, values = token.qkv, token.keys, token.values
+    heads = token.heads()
+    contiguous = all(t.is_contiguous() for t in (qkv, keys, values)) and all(t.stride(-1) == 1 for t in token.rows)
     here = gpu(qkv.get_device())
     if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here) is not None:
-        return _attend(qkv, cos, sin, keys, values, length, mask, scale, advance)
+        return _attend(*args)
     from halfbyte.kernels.gpu import attend as kernel
 
     out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
+    norms = None if token.q_norm is None or token.k_norm is None else (token.q_norm, token.k_norm, token.eps)
+    rotary, cache = (token.cos, token.sin), (keys, values)
     with on(qkv):
-        kernel.launch(here, qkv, (cos, sin), (keys, values), length, mask, out, scale, advance)
+        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, token.scale, token.advance, norms)
     return out
 
 
@@ -233,15 +285,9 @@ def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here
     return kernel.supports(heads, kv_heads, dim, dtype)
 
 
-def _present(mask: Tensor | None) -> tuple[Tensor, ...]:
-    return () if mask is None else (mask,)
-
-
-def _attend_fake(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None, scale: float, advance: int
-) -> Tensor:
-    heads = _check_attend(qkv, cos, sin, keys, values, length, mask)
-    return qkv.new_empty((qkv.shape[0], heads * keys.shape[3]))
+def _attend_fake(*args: Any) -> Tensor:
+    token = _Token(*args)
+    return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 
 
 def _normed_fake(

@@ -33,6 +33,13 @@ def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up):
+    """silu(gate) * up, float32."""
+    small = tl.exp(-tl.abs(gate))
+    return gate * tl.where(gate < 0, small, 1.0) / (1 + small) * up
+
+
+@triton.jit
 def mean_square(x, rows, K, stride, S: tl.constexpr):
     """float32 [columns]: of the rows of x in [slices * columns] columns, the same in all slices. S: a `skinny_tile.Static`."""
     SLICES: tl.constexpr = S.slices

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
+from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.skinny_tile import BAND, Config, compiled_for, mode, sums
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -30,6 +31,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _AHEAD = 4
+_FEW_COLUMNS = 8
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -170,8 +172,8 @@ def gated(problem: Problem, config: Config) -> Config | None:
 
 
 def takes_norm(config: Config) -> bool:
-    """Whether one block has all of K, and no part of it is a warp's own."""
-    return config.split == config.batch == 1
+    """Whether one block has all of K, no part of it is a warp's own, and rows of x are few: each block finds the mean of their squares."""
+    return config.split == config.batch == 1 and config.columns <= _FEW_COLUMNS
 
 
 def _takes_gates(problem: Problem, config: Config) -> bool:
@@ -251,9 +253,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
-        small = tl.exp(-tl.abs(gate))
-        y = gate * tl.where(gate < 0, small, 1.0) / (1 + small) * up
-        write(y, out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, bounds[0], bounds[1], S.clamp)
+        write(with_gates(gate, up), out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, bounds[0], bounds[1], S.clamp)
     elif S.split:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
