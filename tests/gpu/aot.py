@@ -123,40 +123,53 @@ def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: s
     grouped.launch(problem, grouped.configs(problem, gpu)[0], x, weight, ids, out, torch.empty(experts, n, device="meta"))
 
 
-def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> Job:
-    """The kernels of a layer of Llama for one token and a cache of `size`, in their order."""
-    sizes = {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "size": size}
+def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, size: int, *, rows: int = 1, head_norms: bool = False) -> Job:
+    """The kernels of a layer of Llama (`head_norms`: of Qwen3) for one token of each of `rows` sequences and a cache of `size`, in their
+    order."""
+    sizes = {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "size": size, "rows": rows, "head_norms": head_norms}
     return Job("aot:launch_layer", arch, sizes, "resources")
 
 
-def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int) -> None:
-    from halfbyte.kernels.gpu import attend, skinny
+def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int, rows: int, head_norms: bool) -> None:
+    from halfbyte.kernels.gpu import attend, gates, norm, skinny
     from halfbyte.kernels.problem import Epilogue
+    from halfbyte.ops.decoding import NormedPlan, normed_plan
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def product(n: int, k: int, *, first: bool, gated: bool = False) -> None:
-        problem = Problem("linear", 1, n, k, as_format("int4_g128"), torch.bfloat16)
-        config = skinny.configs(problem, gpu)[0]
-        if gated:
-            fitting = skinny.gated(problem, config)
-            assert fitting is not None
-            config = fitting
-        geo = gpu_tiles.geometry(problem.format, (n, k))
-        views = gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
-        epilogue, before = Epilogue(None, None if first else empty(1, n), gated=gated), (empty(k), 1e-5) if first else None
-        skinny.launch(problem, config, empty(1, k), *views, empty(1, n // 2 if gated else n), epilogue, before)
+    def views(n: int, k: int) -> gpu_tiles.Views:
+        geo = gpu_tiles.geometry(as_format("int4_g128"), (n, k))
+        return gpu_tiles.views(empty(geo.nbytes, dtype=torch.uint8), geo)
+
+    def added(n: int, k: int) -> None:
+        problem = Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16)
+        option = choose_gpu_linear(problem, gpu).taken
+        assert option is not None
+        module, config = option.candidate.module, option.config
+        module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
+
+    def normed(n: int, k: int, *, gated: bool = False) -> None:
+        plan = normed_plan("int4_g128", rows, n, k, torch.bfloat16, gpu, gated=gated)
+        assert isinstance(plan, NormedPlan)
+        if not plan.norm_inside:
+            norm.launch(gpu, empty(rows, k), empty(k), 1e-5, empty(rows, k))
+        before, out = (empty(k), 1e-5) if plan.norm_inside else None, empty(rows, n // 2 if gated else n)
+        if plan.config is not None:
+            skinny.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, Epilogue(gated=gated), before)
+        elif gated:
+            gates.launch(gpu, empty(rows, n), out)
 
     dim = hidden // heads
     width = (heads + 2 * kv_heads) * dim
-    product(width, hidden, first=True)
-    cache = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim))
-    rotary, mask, length = (empty(1, dim), empty(1, dim)), empty(1, size, dtype=torch.bool), empty(1, dtype=torch.int64)
-    attend.launch(gpu, empty(1, width), rotary, cache, length, mask, empty(1, hidden), dim**-0.5)
-    product(hidden, hidden, first=False)
-    product(2 * inner, hidden, first=True, gated=True)
-    product(hidden, inner, first=False)
+    normed(width, hidden)
+    cache = (empty(rows, kv_heads, size, dim), empty(rows, kv_heads, size, dim))
+    rotary, mask, length = (empty(rows, dim), empty(rows, dim)), empty(rows, size, dtype=torch.bool), empty(1, dtype=torch.int64)
+    norms = (empty(dim), empty(dim), 1e-6) if head_norms else None
+    attend.launch(gpu, empty(rows, width), rotary, cache, length, mask, empty(rows, hidden), dim**-0.5, norms=norms)
+    added(hidden, hidden)
+    normed(2 * inner, hidden, gated=True)
+    added(hidden, inner)
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

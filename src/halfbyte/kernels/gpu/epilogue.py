@@ -40,8 +40,9 @@ def gated(gate, up):
 
 
 @triton.jit
-def mean_square(x, rows, K, stride, S: tl.constexpr):
-    """float32 [columns]: of the rows of x in [slices * columns] columns, the same in all slices. S: a `skinny_tile.Static`."""
+def squares_of(x, rows, K, stride, S: tl.constexpr):
+    """float32 [columns, …], to be summed: squares of the rows of x in [slices * columns] columns, the same in all slices; added up as far
+    as a thread has them. S: a `skinny_tile.Static`."""
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     CHUNK: tl.constexpr = 16 * S.threads // S.columns
@@ -51,4 +52,4 @@ def mean_square(x, rows, K, stride, S: tl.constexpr):
     for k in range(0, K, CHUNK):
         v = tl.load(x + row.to(tl.int64)[:, None] * stride + (k + at)[None, :], mask=(k + at < K)[None, :], other=0.0).to(tl.float32)
         squares += v * v
-    return tl.sum(squares, axis=1) / K
+    return tl.sum(tl.reshape(squares, (COLUMNS, CHUNK // 8, 8)), axis=2)

@@ -208,6 +208,8 @@ def launch(
     options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
     if epilogue.gated and config.pdl:
         options["maxnreg"] = min(255, 1024 // config.warps)  # two blocks for each multiprocessor: left alone the compiler takes more
+    elif norm is not None and static.early and config.bands == 1 and config.warps == 8:
+        options["maxnreg"] = 80  # three blocks
     elif config.batch > 1 and config.bands == 1 and config.pdl:
         options["maxnreg"] = 128  # 16 warps for each: with 137 half as many blocks of 8 ran at once, and took 1.4 times as long
     launcher.run(

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.arithmetic import dot
-from halfbyte.kernels.gpu.epilogue import mean_square
+from halfbyte.kernels.gpu.epilogue import squares_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -45,7 +45,8 @@ class Config:
     """bands, columns, slices, batch, split: see this file's text; batch is 1 or `warps`. A thread block has `warps` warps and reads
     `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
     on their way to the L2 cache before the kernel before has ended, and with several stages the scales of more of them: those are read
-    into registers one step ahead, which is less than memory takes."""
+    into registers one step ahead, which is less than memory takes. One row of x takes weights to registers instead, and with `ahead` those
+    of a second step, where steps are short and many."""
 
     bands: int
     columns: int
@@ -84,8 +85,9 @@ class Static:
     whole: bool  # one block along K
     even: bool  # nothing of K is missing in any step
     clamp: bool
-    early: bool
+    early: bool  # weights of the first step are on their way to registers before the kernel before has ended
     once: bool  # one step is all
+    pipe: bool  # and those of the second; each step's while the one before it is multiplied
     gated: bool = False
 
     @property
@@ -124,7 +126,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
     # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
-    early = config.pdl and config.stages == config.columns == 1
+    early, bits = config.pdl and config.stages == config.columns == 1, geo.format.bits
     ahead = min(config.ahead, per) if config.pdl and not early else 0
     return Static(
         bands=config.bands,
@@ -140,7 +142,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         mode=mode(problem),
         ptx=config.ptx,
         pdl=config.pdl,
-        bits=geo.format.bits,
+        bits=bits,
         zero=geo.format.zero,
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
@@ -149,6 +151,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         clamp=clamps,
         early=early,
         once=early and per == config.records,
+        pipe=early and config.ahead > 0 and bits == 4 and config.bands * config.records <= 2 and per >= 3 * config.records,
     ), per
 
 
@@ -213,8 +216,11 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         fp = norm[0] + tl.zeros_like(rows)[None, :]
         if S.early:
             factors = _load_xs(fp, column_record, records, K, S)
-    if S.early:  # weights of the first step are on their way to registers before the kernel before has ended
+    PIPE: tl.constexpr = S.pipe and norm is None
+    if S.early:
         loaded = _load_codes(codes, codes_record, 0, records, S)
+        if PIPE:
+            following = _load_codes(codes, codes_record, RECORDS, records, S)
     if S.pdl:
         gdc_wait()
     if residual is not None:
@@ -224,14 +230,24 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     if S.early:
         xs = _load_xs(xp, column_record, records, K, S)
     if norm is not None:
-        root = tl.rsqrt(mean_square(x, rows, K, stride, S) + norm[1])
+        squares = squares_of(x, rows, K, stride, S)
     if S.early:
         if norm is not None:
             xs = _times(xs, factors, S)
+        if PIPE:
+            xs_next = _load_xs(xp, column_record + RECORDS, records, K, S)
         total = _records(loaded, xs, scales, zeros, total, S)
         start += RECORDS
         scales, zeros = _tails(weight, row_record + RECORDS, row_n, n_padded, records, S)
-    if not S.once:
+    if PIPE:
+        for t in tl.range(start, per, RECORDS, num_stages=1):
+            loaded, xs, scales_now, zeros_now = following, xs_next, scales, zeros
+            then = tl.minimum(t + RECORDS, per - RECORDS)
+            following = _load_codes(codes, codes_record, then, records, S)
+            xs_next = _load_xs(xp, column_record + then, records, K, S)
+            scales, zeros = _tails(weight, row_record + then, row_n, n_padded, records, S)
+            total = _records(loaded, xs, scales_now, zeros_now, total, S)
+    elif not S.once:
         for t in tl.range(start, per, RECORDS, num_stages=S.stages):
             scales_now, zeros_now = scales, zeros
             loaded = _load_codes(codes, codes_record, t, records, S)
@@ -247,7 +263,7 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     if S.slices > 1:
         total = _same_slices(total, S)
     if norm is not None:
-        total *= root[None, :]
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / K + norm[1])[None, :]  # threads meet for this as late as for the sums
     if residual is not None:
         total += added.to(tl.float32)
     return total
