@@ -4,7 +4,8 @@
     python benchmarks/llm.py --device cuda --size 8b
 
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
-after it. On a GPU "step" is one decoding step after the prompt alone, as a CUDA graph: what is left when Python is out of the way.
+after it. On a GPU "step" is one decoding step of `--batch` sequences after the prompt alone, as a CUDA graph: what is left when Python is
+out of the way.
 "reading" is the time that a bare read of the weights of a step takes (all but the embedding, of which a step reads one row), and
 "of roofline" is that time over the step's.
 """
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens to write (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step on a GPU (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
@@ -94,7 +96,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
-    forwarded += ["--new", args.new, "--folder", args.folder]
+    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
@@ -213,10 +215,10 @@ class Torch:
 
         with torch.inference_mode():
             cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
-            ids = torch.full((1, 1), 300, device="cuda")
+            ids = torch.full((self.args.batch, 1), 300, device="cuda")
             position = torch.full((1, 1), self.args.prompt, device="cuda")
             step = torch.compile(forward, fullgraph=True, dynamic=False)
-            model(input_ids=ids.expand(1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
+            model(input_ids=ids.expand(-1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
 
             def run() -> Any:
                 return step(input_ids=ids, position_ids=position, past_key_values=cache)

@@ -11,8 +11,8 @@ the first, which block is the last.
 
 Where a block has a tile or two, what takes time is one memory access that waits for another. So which tile it has first does not depend
 on the length: it is on its way to the L2 cache before the kernel before has ended, and is read together with everything else. Where many
-sequences or long ones give it more tiles (`stages` > 1), what takes time is memory itself: the new token comes first and from registers,
-and tiles of the others are copied to shared memory while those before them are multiplied.
+sequences or long ones give it more tiles (`stages` > 1), what takes time is memory itself: tiles are copied to shared memory while those
+before them are multiplied, and the new token comes last, from registers.
 
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
 in float32; keys are rounded to the cache's type as they enter it. Where the cache is full already the result is NaN, and nothing is
@@ -167,6 +167,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     TOKENS: tl.constexpr = S.tokens
     ROWS: tl.constexpr = S.rows
     WIDE: tl.constexpr = S.wide
+    STAGES: tl.constexpr = S.stages
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -183,16 +184,18 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
         k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
     if S.pdl:
-        PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
-        i = tl.arange(0, TOKENS * WIDE // PIECE) * PIECE
-        i = first + start * DIM + tl.minimum(i, (size - start) * DIM - 1)
-        _prefetch(cache[0] + i)
-        _prefetch(cache[1] + i)
+        if S.stages == 1:
+            _prefetch(cache, first, start, size, S)
+        else:  # how many tokens are there may have changed since: this only says what to fetch
+            there = tl.minimum(tl.load(length, volatile=True).to(tl.int32), size)
+            for i in tl.static_range(STAGES):
+                _prefetch(cache, first, start + i * TOKENS * S.splits, there, S)
         gdc_wait()
     now = tl.load(length).to(tl.int32)
     row_mask = batch * strides[2]
     if S.stages == 1:
-        keys, values, seen = _tile(cache, mask, first, start + tl.arange(0, TOKENS), size, row_mask, inside, S)
+        keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, inside, S)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size)
     mine = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + 2) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
@@ -227,22 +230,28 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             # What is not there yet may be anything.
             values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
             seen_now = seen & (t <= now)
-            keys, values, seen = _tile(cache, mask, first, t + TOKENS * S.splits, end, row_mask, inside, S)
+            keys, values = _tile(cache, first, t + TOKENS * S.splits, end, inside, S)
+            seen = _seen(mask, row_mask, t + TOKENS * S.splits, end)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
         mine_too = now // TOKENS % S.splits == tl.program_id(1)
     else:
         mine_too = tl.program_id(1) == 0
-        if mine_too & (now < size):
-            sees = now >= 0
-            if mask is not None:
-                sees = tl.load(mask + row_mask + now) != 0
-            if sees:
-                most = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
-                total += 1.0
-                sums += v.to(tl.float32)[None, :]
-        for step in tl.range(start, tl.minimum(now, size), TOKENS * S.splits, num_stages=S.stages):
-            keys, values, seen = _tile(cache, mask, first, step + tl.arange(0, TOKENS), tl.minimum(now, size), row_mask, inside, S)
-            most, total, sums = _add_tile(q0, q1, keys, values, seen, most, total, sums, S)
+        score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
+        end = tl.minimum(now, size)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end)
+        for step in tl.range(start, end, TOKENS * S.splits, num_stages=S.stages):
+            t = step + tl.arange(0, TOKENS)
+            keys, values = _tile(cache, first, t, end, inside, S)
+            seen_now = seen
+            seen = _seen(mask, row_mask, t + TOKENS * S.splits, end)
+            most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
+        sees = now < size
+        if mask is not None:
+            sees &= tl.load(mask + row_mask + tl.minimum(now, size - 1)) != 0
+        if mine_too & sees:
+            larger = tl.maximum(most, score)
+            weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
+            most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if (now < size) & mine_too:
         entry = first + now * DIM + d
         tl.store(cache[0] + entry, k, mask=inside)
@@ -270,25 +279,38 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointers):
-    """To the L2 cache. Nothing is read, so that it does not matter if it is still being written."""
+def _prefetch(cache, first, start, end, S: tl.constexpr):
+    """A tile's keys and values before `end` to the L2 cache, or, where there are none, any. Nothing is read, so that it does not matter if
+    it is still being written."""
+    PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
+    i = start * S.dim + tl.arange(0, S.tokens * S.wide // PIECE) * PIECE
+    i = tl.maximum(tl.minimum(i, end * S.dim - 1), 0)
+    _to_l2(cache[0] + first + i)
+    _to_l2(cache[1] + first + i)
+
+
+@triton.jit
+def _to_l2(pointers):
     tl.inline_asm_elementwise(
         "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _tile(cache, mask, first, t, end, row, inside, S: tl.constexpr):
-    """keys, values [tokens, wide], and which of them may be seen, before `end`."""
+def _tile(cache, first, t, end, inside, S: tl.constexpr):
+    """keys, values [tokens, wide] before `end`."""
     there = (t < end)[:, None] & inside[None, :]
     at = t[:, None] * S.dim + tl.arange(0, S.wide)[None, :]
-    keys = tl.load(cache[0] + first + at, mask=there, other=0.0)
-    values = tl.load(cache[1] + first + at, mask=there, other=0.0)
+    return tl.load(cache[0] + first + at, mask=there, other=0.0), tl.load(cache[1] + first + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _seen(mask, row, t, end):
+    """Which tokens may be seen."""
     if mask is None:
-        seen = t < end
+        return t < end
     else:
-        seen = tl.load(mask + row + t, mask=t < end, other=0) != 0
-    return keys, values, seen
+        return tl.load(mask + row + t, mask=t < end, other=0) != 0
 
 
 @triton.jit
