@@ -27,6 +27,7 @@ from halfbyte.ops.cuda import aligned, on
 from halfbyte.ops.library import OPS
 
 _START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
+_BANDWIDTH = 1e12  # bytes a second, of a GPU that does not tell
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
@@ -129,10 +130,10 @@ def _normed_cuda(
             skinny.launch(plan.problem, plan.config, z, *views, out.view(rows, -1), epilogue, (before, eps) if plan.norm_inside else None)
         else:
             infinite = float("inf")
-            y = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
+            product: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
             if not gated:
-                return y.view(out.shape)
-            gates.launch(here, y, out.view(rows, -1))
+                return product.view(out.shape)
+            gates.launch(here, product, out.view(rows, -1))
     return out
 
 
@@ -173,7 +174,7 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
         config = choice.taken.config if choice.taken.candidate.home == "skinny" else None
         return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
     # What gates take in a kernel of their own: they are read and written once more, and it begins and ends.
-    longest = choice.taken.seconds + _START + 1.5 * rows * n * dtype.itemsize / here.bandwidth
+    longest = choice.taken.seconds + _START + 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     fitting = ((o, skinny.gated(problem, o.config)) for o in (choice.taken, *choice.others) if o.candidate.home == "skinny")
     config = next((config for o, config in fitting if config is not None and o.seconds <= longest), None) if not biased else None
     return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
@@ -253,7 +254,8 @@ def _attend(*args: Any) -> Tensor:
     scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
     # What is not there yet may be anything.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
-    return (scores.softmax(-1) @ there).to(qkv.dtype).view(batch, heads * dim)
+    y: Tensor = scores.softmax(-1) @ there
+    return y.to(qkv.dtype).view(batch, heads * dim)
 
 
 def _attend_cuda(*args: Any) -> Tensor:

@@ -96,6 +96,11 @@ class Static:
         return self.stages == 1
 
     @property
+    def late(self) -> bool:
+        """Threads meet for the mean of squares as late as for the sums: where there are registers to keep them in so long."""
+        return self.once or self.bands == 1
+
+    @property
     def groups(self) -> int:
         """Blocks in a record."""
         return max(1, 128 // self.padded)
@@ -231,6 +236,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         xs = _load_xs(xp, column_record, records, K, S)
     if norm is not None:
         squares = squares_of(x, rows, K, stride, S)
+        if not S.late:
+            squares = tl.sum(squares, axis=1)[:, None]
     if S.early:
         if norm is not None:
             xs = _times(xs, factors, S)
@@ -263,7 +270,7 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     if S.slices > 1:
         total = _same_slices(total, S)
     if norm is not None:
-        total *= tl.rsqrt(tl.sum(squares, axis=1) / K + norm[1])[None, :]  # threads meet for this as late as for the sums
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / K + norm[1])[None, :]
     if residual is not None:
         total += added.to(tl.float32)
     return total
