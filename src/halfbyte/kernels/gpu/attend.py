@@ -37,8 +37,8 @@ _LOG2E = 1.4426950408889634
 _MOST = 4096  # numbers of a key head's result, by 128 threads
 _MOST_SPLITS = 64
 _FEW_TILES = 2  # of a block, which are read to registers
-_STREAMED = (32, 4, 3)  # tokens, warps and stages where there are more
-_BLOCKS = 5  # of those, that a multiprocessor has room for
+_STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
+_BLOCKS = 2  # of those, that a multiprocessor has room for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -107,7 +107,7 @@ def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
     or as long as a block waits for its tiles one after the other; and the beginning and end of each round of blocks."""
     rounds = -(-programs * splits // (_BLOCKS * sms))
     longest = -(-tiles // splits)
-    return max(0.7 * -(-programs * splits // sms) * longest, 1.5 * rounds * longest) + 2.0 * rounds
+    return max(1.4 * -(-programs * splits // sms) * longest, 2.0 * rounds * longest) + 2.0 * rounds
 
 
 def launch(

@@ -31,7 +31,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _AHEAD = 4
-_FEW_COLUMNS = 8
+_FEW_COLUMNS = 1
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
