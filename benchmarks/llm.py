@@ -186,14 +186,14 @@ class Torch:
         import torch
 
         if not hasattr(self, "graph"):
-            self.graph, self.lengths = self.captured()
+            self.graph, *self.kept = self.captured()
             read = weight_bytes(self.model) - weight_bytes(self.model.get_input_embeddings())
             self.reading = reading_seconds(read) * 1e3
         times = []
         for _ in range(20):
             with torch.inference_mode():
-                for length in self.lengths:
-                    length.fill_(self.args.prompt)
+                for layer in self.kept[-1].layers:
+                    layer.cumulative_length.fill_(self.args.prompt)
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(5):
@@ -203,8 +203,8 @@ class Torch:
         step = statistics.median(times)
         return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
 
-    def captured(self) -> tuple[Any, list[Any]]:
-        """The graph of a step, and the counters of the cache that it moves on."""
+    def captured(self) -> tuple[Any, ...]:
+        """The graph of a step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
         import torch
         from transformers import StaticCache
 
@@ -231,7 +231,7 @@ class Torch:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
-        return graph, [layer.cumulative_length for layer in cache.layers]
+        return graph, ids, position, cache
 
 
 def greedy(logits: Any) -> Any:

@@ -31,7 +31,6 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _AHEAD = 4
-_FEW_COLUMNS = 1
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -172,8 +171,9 @@ def gated(problem: Problem, config: Config) -> Config | None:
 
 
 def takes_norm(config: Config) -> bool:
-    """Whether one block has all of K, no part of it is a warp's own, and rows of x are few: each block finds the mean of their squares."""
-    return config.split == config.batch == 1 and config.columns <= _FEW_COLUMNS
+    """Whether there is one row of x, and one block has all of K: each block finds the mean of its squares. From two rows on that takes
+    longer than a kernel of its own."""
+    return config.split == config.batch == config.columns == 1
 
 
 def _takes_gates(problem: Problem, config: Config) -> bool:

@@ -16,9 +16,9 @@ Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to
     exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
               pieces that hold all of their bits, and the six products of pieces that matter are summed
 
-A norm of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and each row's sums are divided by
-the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight and
-half from the lower, so that a gate and what it gates meet in one block.
+A norm of one row of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and the sums are divided
+by the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight
+and half from the lower, so that a gate and what it gates meet in one block.
 """
 
 from __future__ import annotations
