@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte.formats import Codes, as_format
 from halfbyte.nn import calibrate_experts
 from halfbyte.nn.calibrate import Calibration, calibrate
-from halfbyte.nn.experts import expanded
+from halfbyte.nn.expanded import expanded
 from halfbyte.nn.runs import Moments, Runs, decoder_layers
 from halfbyte.quantizers.gptq import GPTQ, gptq
 
@@ -88,10 +88,11 @@ def test_what_awq_scales_is_the_same_model(name: str) -> None:
         results = {r.name: r.value for r in calibrate(model, stacks, "awq", Calibration(TOKENS))}
         changed = {key for key, value in results.items() if isinstance(value, Tensor)}
         # The shared expert of qwen2 reads the norm's output too, and is not quantized here.
-        norm = {"model.layers.0.post_attention_layernorm.weight", "model.layers.0.mlp.gate.weight"}
+        router = "router" if name == "gpt-oss" else "gate"
+        norm = {"model.layers.0.post_attention_layernorm.weight", f"model.layers.0.mlp.{router}.weight"}
         assert changed == (set() if name == "qwen2" else norm)
         layer, seen = decoder_layers(model)[1][0], list[Tensor]()
-        handle = layer.mlp.register_forward_hook(lambda *args: seen.append(args[2]))
+        handle = layer.mlp.register_forward_hook(lambda *args: seen.append(args[2][0] if isinstance(args[2], tuple) else args[2]))
         for _ in range(2):
             with torch.no_grad():
                 model(TOKENS)

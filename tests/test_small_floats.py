@@ -14,11 +14,12 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from halfbyte.checkpoint import convert, describe, export, load, load_tensors
+from halfbyte.checkpoint import convert, describe, export, load, load_tensors, save
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import bitsandbytes, float4, float8
-from halfbyte.nn.convert import Config
+from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.quantizers import absmax
 
@@ -426,6 +427,50 @@ def test_gpt_oss(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     model.save_pretrained(tmp_path / "float")
     expected = GptOssForCausalLM.from_pretrained(tmp_path / "float", dtype=torch.bfloat16).eval()
-    assert torch.equal(logits(load(tmp_path)), logits(expected))
-    notes = describe(tmp_path).notes
-    assert any("MXFP4" in note for note in notes)
+    loaded = load(tmp_path)
+    experts = {name: module for name, module in loaded.named_modules() if isinstance(module, QuantExperts)}
+    assert len(experts) == 2
+    for name, module in experts.items():  # codes of 8.5 bits that stand for the very numbers
+        assert module.packed.format == float4.MX
+        assert torch.equal(module.codes().dequantize(torch.bfloat16), expected.get_parameter(name).mT)
+        module.compute = "float"
+    # The kernel sums in float32 and rounds to bfloat16 once; transformers rounds sums, biases and products on the way.
+    assert (logits(loaded) - logits(expected)).abs().max() < 2.0**-6 * logits(expected).abs().max()
+    assert {row.name: str(row.format) for row in describe(tmp_path).quantized} == dict.fromkeys(experts, "int8_g32_bf16")
+    # They may be quantized to something else as they are read, as the floats would be.
+    requantized, state = load(tmp_path, format=Config("q4_0", skip=["lm_head"])), expected.state_dict()
+    convert(tmp_path, tmp_path / "q4_0", Config("q4_0", skip=["lm_head"]))
+    for one in (requantized, load(tmp_path / "q4_0")):
+        for name in experts:
+            codes = one.get_submodule(name).codes()  # type: ignore[operator]
+            assert torch.equal(codes.data, absmax(state[name].mT.float(), as_format("q4_0")).data)
+    # What it becomes elsewhere: the same codes, or floats as transformers has them.
+    export(tmp_path, tmp_path / "own", "halfbyte")
+    assert torch.equal(logits(load(tmp_path / "own")), logits(load(tmp_path)))
+    export(tmp_path / "q4_0", tmp_path / "gptq", "gptq")
+    floats = load_file(tmp_path / "gptq" / "model.safetensors")
+    for name in experts:
+        assert torch.equal(floats[name], requantized.get_submodule(name).codes().dequantize(torch.bfloat16).mT)  # type: ignore[operator]
+
+
+def test_one_stack_of_gpt_oss_stays(tmp_path: Path) -> None:
+    """Whichever way round it is in memory and in a halfbyte checkpoint: as square as these are, no shape would tell."""
+    sizes = {**SMALL, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "vocab_size": 64}
+    model = GptOssForCausalLM(GptOssConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "float")
+    down = model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    assert down.shape[1] == down.shape[2]
+    config = Config("q8_0", skip=["*down_proj"], compute="float")
+    expected = logits(quantize_(model, config))
+    save(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "pretrained")
+    convert(tmp_path / "float", tmp_path / "converted", config)
+    for folder in ("saved", "pretrained", "converted"):
+        assert torch.equal(logits(load(tmp_path / folder)), expected)
+        assert torch.equal(logits(GptOssForCausalLM.from_pretrained(tmp_path / folder)), expected)
+    export(tmp_path / "saved", tmp_path / "gptq", "gptq")
+    assert torch.equal(load_file(tmp_path / "gptq" / "model.safetensors")["model.layers.0.mlp.experts.down_proj"], down)
+    floats = model.dequantize()
+    assert torch.equal(floats.model.layers[0].mlp.experts.down_proj, down)
+    # transformers multiplies by weights the other way round, in another order of sums.
+    assert torch.allclose(logits(floats), expected, atol=1e-5)

@@ -27,6 +27,8 @@ class Quantized:
 
     form    how the files hold it, in their project's words
     order   gives the order of its columns, int32 [K], where they are not in the order of the inputs
+    transposed   the float tensor is [..., K, N], the codes are [..., N, K]
+    floats  these are floats of fewer bits, which may as well be quantized to something else
     """
 
     format: Format
@@ -34,6 +36,8 @@ class Quantized:
     order: Order | None = None
     compute: str = "auto"
     activation: str = "block"
+    transposed: bool = False
+    floats: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Entries:
                 return form
         return None
 
+    def outputs_first(self, name: str) -> bool:
+        """Whether `read` gives a matrix [N, K] even of a module that has it the other way round: so it is where codes are for Linears."""
+        quantized = self.entries[name].quantized
+        return quantized is not None and not quantized.transposed
+
     def codes(self, name: str) -> Codes:
         """A quantized weight, checked."""
         try:
@@ -99,7 +108,8 @@ class Entries:
             plain = entry.read(dtype)
             assert isinstance(plain, Tensor)
             return plain
-        return floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
+        made = floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
+        return made.mT if entry.quantized.transposed else made
 
     def same(self, name: str, other: str) -> bool:
         mine, theirs = self.entries[name], self.entries[other]

@@ -95,7 +95,7 @@ def _pieces(model: Opened, kind: Target | None) -> list[Piece]:
         else:
             pieces.append(dequantized(model, name, kind.reasons[name]))
     orders = set() if kind is None else {order_name(name) for name in model.weights}
-    return pieces + [plain(model, name) for name in model.plain if name not in orders]
+    return pieces + [plain(model, name, as_float=kind is not None) for name in model.plain if name not in orders]
 
 
 def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats, plain_entries
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
 from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts
 from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes
 from halfbyte.io import bitsandbytes, float4, float8
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import Spec
@@ -119,18 +120,14 @@ def mxfp4(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
             what = f"{blocks} is {list(shape)} and {scales} {list(its)}"
             raise CheckpointError(f"{what}, no blocks of 32 weights with a scale each: the checkpoint is damaged")
 
-        def read(wanted: torch.dtype | None, blocks: str = blocks, scales: str = scales, name: str = name) -> Tensor:
-            data, exponents = reader.read(blocks).flatten(2), reader.read(scales)
-            out = torch.empty(data.shape[0], 2 * data.shape[2], data.shape[1], dtype=wanted or dtype)
-            for expert, matrix, its_scales in zip(out, data, exponents, strict=True):
-                expert.copy_(floats(float4.read_mx(matrix, its_scales, name), out.dtype).T)
-            return out
+        def read(wanted: torch.dtype | None, blocks: str = blocks, scales: str = scales, name: str = name) -> Codes:
+            return float4.read_mx(reader.read(blocks).flatten(2), reader.read(scales), name)
 
         size = reader.spec(blocks).nbytes + reader.spec(scales).nbytes
-        entries[name] = Entry(Spec(dtype, (shape[0], 32 * shape[2], shape[1])), size, read, form="MXFP4")
+        quantized = Quantized(float4.MX, "MXFP4", transposed=True, floats=True)
+        entries[name] = Entry(Spec(dtype, (shape[0], 32 * shape[2], shape[1])), size, read, quantized)
         del rest[blocks], rest[scales]
-    found = notes({"stacks of experts in MXFP4": len(entries)} if entries else {}, 0)
-    return Entries(entries | plain_entries(reader, rest), found)
+    return Entries(entries | plain_entries(reader, rest))
 
 
 def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:

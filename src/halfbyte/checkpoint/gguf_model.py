@@ -129,9 +129,15 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     if len(fitting) < len(parts) or len({part.shape for part in parts}) > 1:
         raise CheckpointError(f"{file.path}: {' and '.join(names)} have no biases that fit, or not the same shape: the file is damaged")
     (experts, n, k), count = parts[0].shape, len(parts)
+    first, alike = tensors[0].quantized, len({tensor.quantized for tensor in tensors}) == 1
+    quantized = replace(first, transposed=True, floats=first.form == _MXFP4) if first is not None and alike else None
 
-    def read(wanted: torch.dtype | None) -> Tensor:
+    def read(wanted: torch.dtype | None) -> Codes | Tensor:
         values = [tensor.read() for tensor in tensors]
+        if quantized is not None:
+            codes = [value.tensors() for value in values if isinstance(value, Codes)]
+            turns = {name: torch.stack([each[name] for each in codes], dim=2).flatten(1, 2) for name in codes[0]}
+            return Codes.from_tensors(quantized.format, (experts, n * count, k), turns)
         out = torch.empty(experts, k, n * count, dtype=wanted or dtype)
         for i in range(experts):
             for j, value in enumerate(values):
@@ -142,10 +148,10 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
         rows = [gguf.read(bias) for bias in fitting]
         return torch.stack([row for row in rows if isinstance(row, Tensor)], dim=-1).flatten(1).to(wanted or dtype)
 
-    form = None if parts[0].blocks is None else f"GGUF {parts[0].blocks.name}"
+    form = next((tensor.quantized.form for tensor in tensors if tensor.quantized is not None), None)
     nbytes, bias_bytes = (sum(each.place.spec.nbytes for each in found) for found in (parts, fitting))
     return {
-        target: Entry(Spec(dtype, (experts, k, n * count)), nbytes, read, form=form),
+        target: Entry(Spec(dtype, (experts, k, n * count)), nbytes, read, quantized, None if quantized else form),
         f"{target}_bias": Entry(Spec(dtype, (experts, n * count)), bias_bytes, read_bias),
     }
 
@@ -154,6 +160,7 @@ def _expert(codes: Codes, i: int) -> Codes:
     return Codes.from_tensors(codes.format, codes.shape[1:], {name: tensor[i] for name, tensor in codes.tensors().items()})
 
 
+_MXFP4 = "GGUF mxfp4"
 _HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -24,7 +24,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
 from halfbyte.nn.convert import Config, as_config, candidates, finished, own_tensors
-from halfbyte.nn.experts import expanded
+from halfbyte.nn.expanded import expanded
 from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_

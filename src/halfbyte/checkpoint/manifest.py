@@ -43,6 +43,7 @@ class Weight:
     error   relative error when it was quantized, if known
     crc32   of each of its tensors: data, scale and perhaps zero
     kernel  of a convolution: (Kh, Kw) or (Kw,); empty where the checkpoint does not say
+    transposed  whether the float module keeps its weight inputs first, [K, N] or [E, K, N]
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Weight:
     activation: str = "block"
     crc32: Mapping[str, int] = field(default_factory=dict)
     kernel: tuple[int, ...] = ()
+    transposed: bool = False
 
     def stored(self, name: str) -> dict[str, Spec]:
         """The tensors of the weight called `name`, by their names in the files."""
@@ -61,7 +63,9 @@ class Weight:
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Of the float weight: [N, K], or [Co, Ci/groups, *kernel]."""
+        """Of the float weight: [N, K], the other way round where it is so, or [Co, Ci/groups, *kernel]."""
+        if self.transposed:
+            return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         if not self.kernel:
             return self.shape
         return (self.shape[0], math.prod(self.shape[1:]) // math.prod(self.kernel), *self.kernel)
@@ -87,6 +91,8 @@ class Weight:
         }
         if self.kernel:
             entry["kernel"] = list(self.kernel)
+        if self.transposed:
+            entry["transposed"] = True
         return entry if self.error is None else entry | {"error": self.error}
 
 
@@ -197,7 +203,12 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if not is_shape(kernel) or (kernel and (len(kernel) != CONVOLUTIONS.get(kind) or not _divides(math.prod(kernel), shape, fmt))):
         raise ValueError(f"the kernel of {short(name)} is the sizes of a {kind}'s, got {short(kernel)}")
     check_compute(compute, activation)
-    weight = Weight(kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel))
+    transposed = entry.get("transposed", False)
+    if not isinstance(transposed, bool) or (transposed and kind not in ("Linear", "Experts")):
+        raise ValueError(f"a Linear or experts may be transposed, true or false, got {short(transposed)} for {short(name)}")
+    weight = Weight(
+        kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel), transposed
+    )
     if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight

@@ -97,10 +97,10 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
     orders = {}
     for name, weight in plan.weights.items():
         quantized = entries.entries[steps[name][0].sources[0]].quantized
-        if quantized is None:  # as it is read
-            assert quantize is not None
+        if quantize is not None:  # as it is read
             plan.weights[name] = replace(weight, compute=quantize.compute, activation=quantize.activation)
             continue
+        assert quantized is not None
         plan.weights[name] = replace(weight, compute=quantized.compute, activation=quantized.activation)
         if quantized.order is not None:
             orders[order_name(name)] = quantized.order
@@ -119,8 +119,7 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
 
     def codes(name: str) -> Codes:
         step, target = steps[name]
-        if entries.entries[step.sources[0]].quantized is None:
-            assert quantize is not None
+        if quantize is not None:
             weight = plan.weights[name]
             return quantize_weight(weight.kind, floats(name, weight.dtype), weight.format, quantize.method, name)
         if not step.stacks:

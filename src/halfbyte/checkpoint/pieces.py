@@ -46,7 +46,8 @@ def dequantized(
     specs: Mapping[str, Spec] | None = None,
     cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Piece:
-    """A weight that is written in floating point: as it is, or as what `cut` makes of it, whose dtypes are alike."""
+    """A weight that is written in floating point: as the float model has it, or as what `cut` makes of it, outputs first, whose dtypes are
+    alike."""
     weight = model.weights[name]
     convolves = weight.kind in CONVOLUTIONS
     if convolves and not weight.kernel:
@@ -59,17 +60,30 @@ def dequantized(
         tensor = floats(model.codes(name), dtype, order_of(model, name))
         if convolves:
             tensor = channels_first(tensor, weight.kernel).contiguous()
+        elif weight.transposed and cut is None:
+            tensor = tensor.mT.contiguous()
         return cut(tensor) if cut else dict.fromkeys(specs, tensor)
 
     why, after = f"{weight.format}, dequantized: {reason}", sum(spec.nbytes for spec in specs.values())
     return Piece(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], after))
 
 
-def plain(model: Opened, name: str) -> Piece:
-    """A tensor that is not quantized, as it is."""
+def plain(model: Opened, name: str, *, as_float: bool) -> Piece:
+    """A tensor that is not quantized, as it is; `as_float`: a stack of experts as the float model has it."""
     spec = model.plain[name]
     row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), spec.nbytes)
-    return Piece({name: spec}, lambda: {name: model.tensor(name)}, row)
+    if not as_float or not _stands_in(model, name):
+        return Piece({name: spec}, lambda: {name: model.tensor(name)}, row)
+    own = name.removesuffix(".weight")
+    turned = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    return Piece({own: turned}, lambda: {own: model.tensor(name).mT.contiguous()}, row)
+
+
+def _stands_in(model: Opened, name: str) -> bool:
+    """Whether it is a stack of experts, outputs first, that the float model has inputs first: it is so beside one that is quantized."""
+    mixture, _, own = name.removesuffix(".weight").rpartition(".")
+    others = (weight for other, weight in model.weights.items() if other.startswith(f"{mixture}.") and weight.kind == "Experts")
+    return name.endswith(f"{own}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
 
 
 def order_of(model: Opened, name: str) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
-from halfbyte.nn.experts import collapse_, expand_
+from halfbyte.nn.expanded import collapse_, expand_, originals
 from halfbyte.nn.forms import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
+from halfbyte.nn.transposed import is_transposed
 
 # For modules that hold a weight, and the tensors of the files that it comes from unchanged (experts: many, stacked), the format of each or
 # why it has none.
@@ -31,6 +32,7 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, Spec]: ...
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
     def same(self, name: str, other: str) -> bool: ...
+    def outputs_first(self, name: str) -> bool: ...
 
 
 @dataclass
@@ -85,17 +87,22 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
         raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
     unchanged = {plan.renamed[target]: step.sources[0] for step in steps if not step.converts for target in step.targets}
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
-    experts = expand_(model)
+    expanded = expand_(model)
     found = candidates(model, without_data=True)
     # Stacks of experts that are whole in the files have the name of the parameter.
     sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
     sources |= {target: step.sources for step in steps if step.stacks for target in step.targets}
     decisions = choose(found, sources)
-    collapse_(model, experts, lambda name: isinstance(decisions.get(name), Format))
-    names = {id(tensor): name for name, _, tensor in _places(model)}
-    if moved := {old: names[id(tensor)] for old, _, tensor in places if id(tensor) in names and names[id(tensor)] == f"{old}.weight"}:
-        plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
-        places, given = list(_places(model)), plan.given()
+    views = originals(expanded)
+    collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
+    names = {(name, id(tensor)) for name, _, tensor in _places(model)}
+    moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
+    # Of weights that the float model has inputs first: whether they are outputs first now, for they are to be quantized.
+    turned = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
+    plan.steps = [_turned(step, plan, source, turned) for step in plan.steps]
+    plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
+    plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
+    places, given = list(_places(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
         prefix, _, own = name.rpartition(".")
@@ -115,12 +122,31 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
         if isinstance(decision, Format) and own == "weight":
             kind = kind_of(module)
             kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()
-            plan.weights[name] = Weight(kind, decision, codes_shape(kind, spec.shape, decision), spec.dtype, kernel=kernel)
+            shape = codes_shape(kind, spec.shape, decision)
+            plan.weights[name] = Weight(kind, decision, shape, spec.dtype, kernel=kernel, transposed=is_transposed(module))
             if id(tensor) in linears:
                 plan.linears.add(name)
         else:
             plan.plain[name] = spec
     return plan
+
+
+def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
+    """The step with the last two dimensions exchanged of those of its targets that the files have the other way than the model."""
+    others = {}
+    for target, spec in step.targets.items():
+        if (now := turned.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
+            # Of a module that stood in for experts when it was saved.
+            of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
+            if now != (of_module or source.outputs_first(step.sources[0])):
+                others[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    if not others:
+        return step
+
+    def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        return {target: tensor.mT if target in others else tensor for target, tensor in step.run(read).items()}
+
+    return replace(step, targets={**step.targets, **others}, run=run)
 
 
 def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:

@@ -87,7 +87,8 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
     packed = module.packed
     kernel = packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(packed, PackedConv) else ()
-    return Weight(module.kind, packed.format, module.codes_shape, module.dtype, module.error, compute, activation, kernel=kernel)
+    settings = (packed.format, module.codes_shape, module.dtype, module.error, compute, activation)
+    return Weight(module.kind, *settings, kernel=kernel, transposed=module.transposed)
 
 
 def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:

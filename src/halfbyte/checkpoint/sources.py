@@ -37,14 +37,14 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
 
 
 def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
-    """`open_source` of a model that can be quantized, none of whose weights is held as codes."""
+    """`open_source` of a model that can be quantized, none of whose weights is held as codes but those of small floats."""
     opened = open_source(source, dtype)
     if opened is None:
         raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
     entries = opened[1].entries.values()
-    forms = [entry.quantized.form for entry in entries if entry.quantized is not None]
+    forms = [entry.quantized.form for entry in entries if entry.quantized is not None and not entry.quantized.floats]
     said = isfile(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
-    if forms or (said and not any(entry.form for entry in entries)):
+    if forms or (said and not any(entry.form or entry.quantized for entry in entries)):
         where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
         raise CheckpointError(f"{source} is quantized already ({where}): convert the float model")
     return opened

@@ -20,6 +20,7 @@ from halfbyte.io import awq, compressed_tensors, gptq
 from halfbyte.io.tensors import Spec
 
 _HEAD = "lm_head.weight"
+_CONV1D = "its readers know Linear, and take a Conv1D for something else"
 
 
 class Target(ABC):
@@ -112,6 +113,8 @@ class Awq(Target):
             return "its columns are in activation order, which AWQ does not have"
         if name == _HEAD:
             return "readers of AWQ expect the head in floating point"
+        if weight.transposed:
+            return _CONV1D
         return awq.why_not(weight.format, weight.shape)
 
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
@@ -169,7 +172,7 @@ class CompressedTensors(Target):
             self.schemes.setdefault(str(self._groups.index(group)), []).append(name.removesuffix(".weight"))
 
     def why_not(self, name: str, weight: Weight) -> str | None:
-        return compressed_tensors.why_not(weight.format, weight.shape)
+        return _CONV1D if weight.transposed else compressed_tensors.why_not(weight.format, weight.shape)
 
     def setting(self, fmt: Format) -> Hashable:
         return None

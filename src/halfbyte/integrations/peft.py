@@ -34,6 +34,10 @@ class QuantLoraLinear(Linear):
 
     _before_merge: AnyPacked | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fan_in_fan_out = False  # as it is for a Conv1D, whose weight is quantized the other way round
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, which is quantized again, in its format: that rounds what they added. `unmerge` undoes it all."""
         base: Any = self.get_base_layer()

@@ -46,12 +46,14 @@ from halfbyte.nn.convert import (
     relative_error,
     take_calibration,
 )
-from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts, collapse_, expand_, expanded
+from halfbyte.nn.expanded import collapse_, expand_, expanded
+from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
+from halfbyte.nn.transposed import conv1d, is_transposed
 
 OLDEST = (5, 4)  # before, tensors of a wrong type were cast silently, and static caches counted their tokens otherwise
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -225,9 +227,10 @@ class HalfbyteQuantizer(HfQuantizer):
     # While they are read
 
     def quantize(self, name: str, module: nn.Module, weight: Tensor) -> None:
-        """Quantizes and packs the weight of a module; an error waits for the end, where transformers lets it through."""
+        """Quantizes and packs the weight of a module, as this has it; an error waits for the end, where transformers lets it through."""
         config = self.quantization_config.config
         assert config is not None
+        weight = weight.mT if is_transposed(module) else weight
         try:
             codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
             packed = pack_weight(module, codes, weight.device)
@@ -271,14 +274,17 @@ class HalfbyteQuantizer(HfQuantizer):
             self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
 
     def _take_packed(self, model: Any) -> None:
-        collapse_(model, expand_(model, self._stacks.__contains__), self._stacks.__contains__)
         for name in self._decisions:
             owner = self._tied.get(name, name)
             if name not in self._packed and owner not in self._packed:
                 # A weight that came with others out of one tensor of the files, or was in none.
-                self.quantize(name, module := model.get_submodule(name), module.weight)
+                if name in self._stacks:
+                    self.quantize(name, _experts(model, name), model.get_parameter(name))
+                else:
+                    self.quantize(name, module := model.get_submodule(name), module.weight)
                 if self._failure is not None:
                     raise self._failure
+        collapse_(model, expand_(model, self._stacks.__contains__), self._stacks.__contains__)
         for name in self._decisions:
             if name in self._packed:
                 self._put(model, name, *self._packed[name])
@@ -381,12 +387,17 @@ class _Quantize(ConversionOps):
                 left[target] = value
                 continue
             name = target.removesuffix(".weight")
-            module = StackedExperts(model.get_parameter(name)) if target == name else model.get_submodule(name)
+            module = _experts(model, name) if target == name else model.get_submodule(name)
             self._quantizer.quantize(name, module, value[0] if isinstance(value, list) else value)
             model.get_parameter(target)._is_hf_initialized = True  # nothing is left to initialise
             if missing_keys is not None:
                 missing_keys.discard(target)
         return left
+
+
+def _experts(model: Any, name: str) -> StackedExperts:
+    """What stands for a stack of experts, by the name of its parameter: it says which way round that is."""
+    return StackedExperts(model.get_parameter(name), model.get_submodule(name.rpartition(".")[0]).is_transposed)
 
 
 def _adopt(model: nn.Module) -> None:
@@ -428,7 +439,9 @@ def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
     """The module that `module` stands for, with this weight."""
     made: Any
     if isinstance(module, QuantExperts):
-        return StackedExperts(weight)
+        return StackedExperts(weight, module.transposed)
+    if module.transposed:
+        return conv1d(weight, module.bias).train(module.training)  # type: ignore[arg-type]
     if isinstance(module, QuantLinear):
         made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     elif isinstance(module, QuantEmbedding):

@@ -20,7 +20,8 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import PackedConv, channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, Result, as_calibration, calibrate, check_given, unreached
-from halfbyte.nn.experts import StackedExperts, expanded, stacks
+from halfbyte.nn.expanded import expanded
+from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
 from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
@@ -350,6 +351,8 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             convolution = isinstance(module, nn.modules.conv._ConvNd)
             stacked = not convolution and any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module))
             reason = why_not_experts(module) if stacks(module) else STACKED if stacked else NOT_A_KIND
+            if isinstance(module, MixtureOfExperts):
+                reason = "the biases of experts"
             found.append(Candidate(name, type(module).__name__, id(module), reason))
     return found
 

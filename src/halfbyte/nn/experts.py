@@ -3,13 +3,14 @@
     gate_up_proj [experts, 2 * inner, hidden]     (without a gate: up_proj [experts, inner, hidden])
     down_proj    [experts, hidden, inner]
 
-`expanded` makes modules of these parameters, so that they are quantized, saved and loaded as other modules with a `weight` are.
+gpt-oss has them inputs first, [experts, hidden, 2 * inner] and [experts, inner, hidden], and biases, gate_up_proj_bias and down_proj_bias.
+
+`expanded` (expanded.py) makes modules of the weights, so that they are quantized, saved and loaded as other modules with a `weight` are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,23 +19,28 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantModule, check_compute
+from halfbyte.nn.transposed import turned
 
 _DOWN = "down_proj"
 
 
 class StackedExperts(nn.Module):
-    """Linear layers of experts in floating point: weight [E, N, K]."""
+    """Linear layers of experts in floating point: weight [E, N, K].
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    transposed   it is a view of one that is inputs first
+    """
+
+    def __init__(self, weight: nn.Parameter, transposed: bool = False) -> None:
         super().__init__()
         self.weight = weight
+        self.transposed = transposed
 
-    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_ids: Tensor, bias: Tensor | None = None) -> Tensor:
         """As `halfbyte.grouped_linear`, expert by expert."""
         rows = x if x.dim() > expert_ids.dim() else x.unsqueeze(1).expand(*expert_ids.shape, -1)
         y = rows.new_empty((*expert_ids.shape, self.weight.shape[1]))
         for e in expert_ids.unique().tolist():
-            y[expert_ids == e] = nn.functional.linear(rows[expert_ids == e], self.weight[e])
+            y[expert_ids == e] = nn.functional.linear(rows[expert_ids == e], self.weight[e], None if bias is None else bias[e])
         return y
 
     def extra_repr(self) -> str:
@@ -70,9 +76,9 @@ class QuantExperts(QuantModule):
         assert isinstance(self._packed, Packed)
         return self._packed
 
-    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
-        """x [M, K] or [M, T, K], expert_ids [M, T] -> [M, T, N]; see `halfbyte.grouped_linear`."""
-        return ops.grouped_linear(x, self.packed, expert_ids, compute=self.compute, activation=self.activation)
+    def forward(self, x: Tensor, expert_ids: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] or [M, T, K], expert_ids [M, T], bias [E, N] -> [M, T, N]; see `halfbyte.grouped_linear`."""
+        return ops.grouped_linear(x, self.packed, expert_ids, bias, compute=self.compute, activation=self.activation)
 
     def extra_repr(self) -> str:
         experts, n, k = self.packed.shape
@@ -80,7 +86,8 @@ class QuantExperts(QuantModule):
 
 
 class MixtureOfExperts(nn.Module):
-    """What takes the place of a module of experts of transformers: its weights are modules of the parameters' names.
+    """What takes the place of a module of experts of transformers: its weights are modules of the parameters' names, its biases stay
+    parameters.
 
     What it computes between them is the float module's own affair, which stays beside it, out of sight of torch.
     """
@@ -89,32 +96,44 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self._float = (module,)  # in a tuple, so that it is no child
         self._up, _ = stacks(module)
+        self.transposed: bool = module.is_transposed
+        self.biased: bool = module.has_bias
         for name, child in module.named_children():
             self.add_module(name, child)
         for name, parameter in module.named_parameters(recurse=False):
-            self.add_module(name, StackedExperts(parameter))
+            if name in stacks(module):
+                self.add_module(name, StackedExperts(turned(parameter) if self.transposed else parameter, self.transposed))
+            else:
+                self.register_parameter(name, parameter)
         self.train(module.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [M, H], the experts of each token and their weights [M, T] -> [M, H]."""
         module: Any = self._float[0]
-        inner = self.get_submodule(self._up)(hidden_states, top_k_index).flatten(0, 1)
+        inner = self.get_submodule(self._up)(hidden_states, top_k_index, self._bias(self._up)).flatten(0, 1)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        y = self.get_submodule(_DOWN)(inner.unflatten(0, top_k_index.shape), top_k_index)
+        y = self.get_submodule(_DOWN)(inner.unflatten(0, top_k_index.shape), top_k_index, self._bias(_DOWN))
         out: Tensor = (y * top_k_weights.unsqueeze(-1)).sum(1)
         return out.to(hidden_states.dtype)
 
+    def _bias(self, stack: str) -> Tensor | None:
+        return self.get_parameter(f"{stack}_bias") if self.biased else None
+
     def release(self) -> None:
-        """Lets go of the float module's weights."""
-        for name in stacks(self._float[0]):
+        """Lets go of the float module's parameters."""
+        for name in _own(self._float[0]):
             self._float[0].register_parameter(name, None)
 
     def collapsed(self) -> nn.Module:
-        """The float module again, with the weights that are here."""
+        """The float module again, with the weights and biases that are here."""
         module: nn.Module = self._float[0]
         for name, child in self.named_children():
-            if isinstance(child, StackedExperts):
+            if isinstance(child, StackedExperts) and not self.transposed:
                 module.register_parameter(name, child.weight)
+            elif isinstance(child, StackedExperts) and module._parameters[name] is None:  # otherwise the child's is a view of it
+                module.register_parameter(name, nn.Parameter(child.weight.detach().mT.contiguous(), child.weight.requires_grad))
+        for name, bias in self.named_parameters(recurse=False):
+            module.register_parameter(name, bias)
         return module
 
 
@@ -131,49 +150,18 @@ def stack_before(name: str, names: Iterable[str]) -> str | None:
     return next((n for n in names if own == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 
 
+def _own(module: Any) -> tuple[str, ...]:
+    """The names of the parameters of a module of experts: its `stacks`, and their biases, if they have some."""
+    weights = stacks(module)
+    return (*weights, *(f"{name}_bias" for name in weights)) if module.has_bias else weights
+
+
 def why_not(module: Any) -> str | None:
     """Why the experts of a module that has `stacks` cannot be multiplied by `grouped_linear`, or None."""
     reasons = {
-        "its weights are [experts, inputs, outputs]": module.is_transposed,
-        "its experts have biases": module.has_bias,
         "its experts have norms": getattr(module, "has_post_expert_norm", False),
         "its experts lie on several devices": getattr(module, "_is_expert_parallel", False),
     }
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
-    reasons |= {"it has other tensors than two stacks of weights": own != set(stacks(module))}
+    reasons |= {"it has other tensors than two stacks of weights and their biases": own != set(_own(module))}
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def expand_(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, MixtureOfExperts]:
-    """Makes modules of the weights of experts, where one of them, by its name "….experts.down_proj", is wanted; what was made, by name."""
-    made: dict[int, MixtureOfExperts] = {}
-    places = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if name and stacks(module) and why_not(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks(module)):
-            if id(module) not in made:
-                made[id(module)] = MixtureOfExperts(module)
-            places[name] = made[id(module)]
-    for name, mixture in places.items():
-        model.set_submodule(name, mixture)
-    return places
-
-
-def collapse_(model: nn.Module, places: dict[str, MixtureOfExperts], keep: Callable[[str], bool] = lambda name: False) -> None:
-    """The inverse of `expand_`, but for experts of which one of the weights is to be kept a module."""
-    for name, mixture in places.items():
-        if any(keep(f"{name}.{stack}") for stack in stacks(mixture._float[0])):
-            mixture.release()
-        else:
-            model.set_submodule(name, mixture.collapsed())
-
-
-@contextmanager
-def expanded(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Inside, weights of experts are modules. Afterwards those are still of which something has been quantized; none after an error."""
-    places = expand_(model, wanted)
-    try:
-        yield
-    except BaseException:
-        collapse_(model, places)
-        raise
-    collapse_(model, places, lambda name: isinstance(model.get_submodule(name), QuantModule))

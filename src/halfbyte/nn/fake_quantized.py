@@ -15,6 +15,7 @@ from halfbyte.kernels.conv_reference import patches
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.forms import kind_of, quantize_weight
 from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
+from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import module_moves
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
 from halfbyte.ops.images import depthwise
@@ -72,7 +73,8 @@ class FakeQuantized(nn.Module):
         """What the weight would be stored as."""
         name = f"{self.target.name}.weight"
         if self.weight_scale is None:
-            return quantize_weight(kind_of(self), self.weight, self.target.format, self.target.method, name)
+            weight = self.weight.T if is_transposed(self) else self.weight
+            return quantize_weight(kind_of(self), weight, self.target.format, self.target.method, name)
         return given(self.ordered(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
 
     def extra_repr(self) -> str:
@@ -87,7 +89,19 @@ class FakeQuantLinear(FakeQuantized, nn.Linear):
         fmt, activation = self.target.format, self.target.activation
         if self.target.compute == "int8":
             x = fake_quantize_activation(x, fmt.block_size(self.in_features), "row" if activation == "image" else activation)  # type: ignore[arg-type]
-        return functional.linear(x, self.rounded(), self.bias)
+        return functional.linear(x, self.rounded_rows(), self.bias)
+
+
+class FakeQuantConv1D(FakeQuantLinear):
+    """transformers' Conv1D, weight [K, N], that computes as QuantLinear will."""
+
+    transposed = True
+
+    def ordered(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+    def reordered(self, rows: Tensor) -> Tensor:
+        return rows.T
 
 
 class FakeQuantEmbedding(FakeQuantized, ScaledEmbedding):
@@ -153,6 +167,21 @@ def check_not_in_training(model: nn.Module, remedy: str = "call this before prep
     """Raises ArgumentError for a model with a module that trains for its codes: what changes weights or modules would spoil it."""
     if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
         raise ArgumentError(f"{name} is in training for its quantized form: {remedy}")
+
+
+def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:
+    """Makes a float module one in training: the same object, so that whatever holds it or its weight (parents, an optimizer, hooks) holds
+    it still."""
+    if is_conv1d(module):
+        module.__class__ = FakeQuantConv1D
+        assert isinstance(module, FakeQuantConv1D)
+        module.in_features, module.out_features = module.weight.shape
+    else:
+        module.__class__ = FORMS[kind_of(module)]
+    assert isinstance(module, FakeQuantized)
+    module.target = target
+    module.register_parameter("weight_scale", scale)
+    module.register_buffer("weight_zero", zero)
 
 
 FORMS: dict[str, type[FakeQuantized]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
 from halfbyte.nn.scaled import factor_of
+from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
@@ -27,6 +29,8 @@ def kind_of(module: nn.Module) -> str:
     """The kind of a module that is quantized or can be, such as "Linear"; else the name of its class."""
     if isinstance(module, QuantModule):
         return module.kind
+    if is_conv1d(module):
+        return "Linear"
     found = next((kind for kind, base in zip(KINDS, FLOAT_MODULES, strict=True) if isinstance(module, base)), None)
     return found or type(module).__name__
 
@@ -74,6 +78,8 @@ def quantized_form(
     elif isinstance(module, StackedExperts | QuantExperts):
         made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:
-        assert isinstance(module, nn.Linear | QuantLinear)
-        made = QuantLinear(packed, module.bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
+        assert isinstance(module, nn.Linear | QuantLinear) or is_conv1d(module)
+        bias: Any = module.bias
+        made = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
+    made.transposed = is_transposed(module)
     return made.train(module.training)

@@ -112,10 +112,12 @@ class QuantModule(nn.Module):
     error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
     kind    the module that it stands for, such as "Linear"
     dimensions   of the weight, where it is no convolution's
+    transposed   whether the float module that it stands for keeps its weight inputs first; see transposed.py
     """
 
     kind: ClassVar[str]
     dimensions: ClassVar[int] = 2
+    transposed: bool = False
     packed_data: Tensor
     dtype_mark: Tensor
 

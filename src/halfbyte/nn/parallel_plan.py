@@ -175,8 +175,10 @@ class _Planner:
     def plan(self) -> Plan:
         families: dict[str, list[Holder]] = defaultdict(list)
         for name, holder in self.found.items():
-            style = self.styles.get(name, "")
-            if style in ("colwise", "packed_colwise", "rowwise"):
+            style, parent = self.styles.get(name, ""), self.modules.get(name.rpartition(".")[0])
+            if isinstance(parent, MixtureOfExperts) and parent.biased:
+                self.made.kept[name] = "its experts have biases"
+            elif style in ("colwise", "packed_colwise", "rowwise"):
                 families[name.rpartition(".")[0]].append(holder)
             elif style in (*_GATHERED, *_EMBEDDING):
                 self._rows(holder)
@@ -184,8 +186,8 @@ class _Planner:
                 self._split(holder)
             else:
                 self.made.kept[name] = "the plan keeps it whole" if style else _NOT_NAMED
-        for parent, family in families.items():
-            self._family(parent, family)
+        for whole, family in families.items():
+            self._family(whole, family)
         self._tie()
         return self.made
 

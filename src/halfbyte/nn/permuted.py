@@ -44,6 +44,7 @@ class PermutedLinear(QuantLinear):
         """`linear` with its columns understood as those of inputs `input_order`."""
         settings = {"dtype": linear.dtype, "error": linear.error}
         made = cls(linear.packed, input_order, linear.bias, linear.compute, linear.activation, **settings)  # type: ignore[arg-type]
+        made.transposed = linear.transposed
         return made.train(linear.training)
 
     @property

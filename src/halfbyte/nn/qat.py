@@ -21,9 +21,10 @@ from halfbyte.nn.convert import (
     put_quantized_,
     relative_error,
 )
-from halfbyte.nn.experts import expanded
-from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target
+from halfbyte.nn.expanded import expanded
+from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target, prepare_
 from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers import CALIBRATED, METHODS
 
 SCALES = ("dynamic", "learned")
@@ -50,22 +51,18 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
         found = candidates(model)
         check_patterns(config, [candidate.name for candidate in found])
         formats = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
-        trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and kind_of(module) in FORMS]
         others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
+    trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats]
     grids: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
     if scales == "learned":
         for name, module, fmt in trained:
             weight = module.get_parameter("weight")
             if id(weight) not in grids:
-                grids[id(weight)] = _first_grid(quantize_weight(kind_of(module), weight, fmt, config.method, f"{name}.weight"))
+                rows = weight.T if is_transposed(module) else weight
+                grids[id(weight)] = _first_grid(quantize_weight(kind_of(module), rows, fmt, config.method, f"{name}.weight"))
     for name, module, fmt in trained:
         scale, zero = grids.get(id(module.get_parameter("weight")), (None, None))
-        # The same object, so that whatever holds it or its weight (parents, an optimizer, hooks) holds it still.
-        module.__class__ = FORMS[kind_of(module)]
-        assert isinstance(module, FakeQuantized)
-        module.target = Target(name, fmt, config.method, config.compute, config.activation)
-        module.register_parameter("weight_scale", scale)
-        module.register_buffer("weight_zero", zero)
+        prepare_(module, Target(name, fmt, config.method, config.compute, config.activation), scale, zero)
     setattr(model, CONFIG_ATTRIBUTE, config)
     add_notes(model, [f"{name} is not trained for {formats[name]}: quantize_ does the rest after convert_qat_" for name in others])
     return model
@@ -87,7 +84,7 @@ def convert_qat_(model: nn.Module) -> nn.Module:
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float]:
         assert isinstance(module, FakeQuantized)
         codes = module.codes()
-        return codes, relative_error(module.weight, codes, kind_of(module))
+        return codes, relative_error(module.weight.T if is_transposed(module) else module.weight, codes, kind_of(module))
 
     put_quantized_(model, formats, config, codes_of)
     for tell in finished:

@@ -155,8 +155,8 @@ class Runs:
         weight = block.get_submodule(name).get_parameter("weight")
         moments = [Moments(weight.shape[-1], self.device) for _ in experts]
 
-        def hook(module: nn.Module, args: tuple[Tensor, Tensor]) -> None:
-            x, ids = args
+        def hook(module: nn.Module, args: tuple[Tensor, Tensor, Tensor | None]) -> None:
+            x, ids, _ = args
             for e, found in zip(experts, moments, strict=True):
                 chosen = ids == e
                 if bool(chosen.any()):

@@ -14,8 +14,10 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, check_given
 from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
+from halfbyte.nn.expanded import expanded
 from halfbyte.nn.forms import FLOAT_MODULES
 from halfbyte.nn.runs import Runs, decoder_layers
+from halfbyte.nn.transposed import is_conv1d
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
 
 _ROWS = as_format("int8_channel")  # a format whose codes are the rows of the matrix that a convolution multiplies by
@@ -48,6 +50,18 @@ def prune_(
     learning = [name for name in SPARSE_METHODS if name != "magnitude"]
     check_given(method, calibration is not None, need=learning, use=learning, other=("magnitude",))
     check_in_place(model)
+    with expanded(model, {name for name, module in model.named_modules() if is_conv1d(module)}.__contains__):
+        return _prune_expanded_(model, wanted, method, calibration, skip, progress)
+
+
+def _prune_expanded_(
+    model: nn.Module,
+    wanted: Sparsity,
+    method: str,
+    calibration: Calibration | Tensor | None,
+    skip: Sequence[str],
+    progress: Progress | None,
+) -> nn.Module:
     config = Config("int8_channel", skip=skip)  # of quantization, for its choice of modules
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
