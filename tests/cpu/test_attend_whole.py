@@ -4,40 +4,16 @@ import math
 
 import pytest
 import torch
+from encoder_parts import attention as reference
+from encoder_parts import heads
 from support import RUNNABLE, poisoned
-from torch import Tensor
 from torch.nn import functional
 
 from halfbyte.kernels.cpu import attend_whole, linear, runtime
-from halfbyte.kernels.cpu.exponential import BOUND
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.ops import attention
 
 isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
-EPS = 2.0**-24
-
-
-def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
-    """Queries, keys and values as a fused product leaves them: [B, H, T, D] whose tokens lie far apart, with NaN between them."""
-    memory = torch.full((batch, tokens, 3, count * dim + 3), torch.nan)
-    memory[..., : count * dim] = torch.randn(batch, tokens, 3, count * dim)
-    return [memory[:, :, i, : count * dim].unflatten(2, (count, dim)).transpose(1, 2) for i in range(3)]
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """y in float64 and a bound of the kernel's error."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores, sizes = scale * q @ k.mT, abs(scale) * q.abs() @ k.abs().mT
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    p = scores.softmax(-1).nan_to_num(0)
-    dim, tokens = q.shape[-1], q.shape[-2]
-    # A score: dim roundings, one of the scale, one of the difference to the largest score (at most twice the largest); of its exponential
-    # as much relatively, and `exp`'s own. The sums of exponentials and of outputs: a rounding for each token; a quotient and a product.
-    largest = sizes.amax(-1, keepdim=True)
-    relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND) * 1.01
-    total = (p * relative).sum(-1, keepdim=True) + (2 * tokens + 4) * EPS
-    return (p @ v).transpose(1, 2), ((p * relative) @ v.abs() + total * (p @ v.abs())).transpose(1, 2) + 1e-30
 
 
 @isas

@@ -26,10 +26,11 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from halfbyte.integrations import decoding_cpu
+from halfbyte.integrations import decoding_cpu, encoding
+from halfbyte.integrations.ahead import watched
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import QuantLinear, has_hooks
+from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
@@ -43,14 +44,17 @@ QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> nn.Module:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), in
-    place; returns `model`.
+    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), and
+    encoder layers whole sequences in one call (on a CPU), in place; returns `model`.
 
     What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
     float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are;
     `report(model)` tells which, and why.
     """
     for module in model.modules():
+        if encoding.parts_of(module) is not None:
+            encoding.shorten(module)
+            continue
         if isinstance(module, _OneToken) or not is_decoder_layer(module):
             continue
         tensor = next(chain(module.parameters(), module.buffers()), None)
@@ -97,7 +101,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         return f"its activation is {attention.config.hidden_act}, not silu"
     if mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
-    hooked = next((name for name, module in layer.named_modules() if name and has_hooks(module)), None)
+    hooked = next((name for name, module in layer.named_modules() if name and watched(module)), None)
     if hooked is not None:
         return f"its {hooked} has a hook"
     return decoding_cpu.why_not_one_call(layer) if device == "cpu" else None

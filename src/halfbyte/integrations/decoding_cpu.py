@@ -2,28 +2,25 @@
 
 A cache that grows is kept in memory with room behind it, so that a token is written and nothing is copied: the layer of the cache holds
 views of that memory. Whoever puts other tensors there (cropping, beams, a copied cache) is seen, as the views are no longer those that were
-left.
-
-Layers that follow each other are computed by the call of the first, as far as they followed each other before: what the next one returns is
-there already if it is called with what the one before it returned, and nothing else has changed. Only then do its tokens enter its cache.
-Layers with hooks on them are called one by one.
+left. Where layers are computed ahead (`ahead.py`), the tokens of each enter its cache when it is called.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, Weight, run_layers, why_not
+from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, run_layers, why_not
+from halfbyte.ops.layers import Weight
 
 _ROOM = "_halfbyte_room"
 _LEAST_ROOM = 64  # tokens
@@ -85,33 +82,6 @@ class _Entry:
             cache.keys, cache.values = room.keys, room.values = self.keys, self.values
 
 
-_Same = tuple[Tensor | None, Tensor, Tensor]  # mask, cosines and sines
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Ahead:
-    """What a layer gives for x."""
-
-    layer: ref[nn.Module]
-    x: Tensor
-    version: int | None
-    y: Tensor
-    entry: _Entry
-    same: _Same
-
-    def is_of(self, layer: nn.Module, x: Tensor, cache: Any, same: _Same) -> bool:
-        called = self.layer() is layer and self.x is x and all(a is b for a, b in zip(self.same, same, strict=True))
-        return called and (self.version is None or x._version == self.version) and self.entry.is_into(cache)
-
-
-class _Thread(threading.local):
-    """What was returned last, and what is there for the layers to come, the next one last."""
-
-    def __init__(self) -> None:
-        self.last: _Ahead | None = None
-        self.ahead: list[_Ahead] = []
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _Made:
     """A layer as it was when it was made: where its tensors lay."""
@@ -121,8 +91,6 @@ class _Made:
 
 
 _made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
-_follower: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-_thread = _Thread()
 
 
 def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads]:
@@ -150,45 +118,34 @@ def token(
     index = layer.self_attn.layer_idx
     if index >= len(caches) or not _fits(layer, x, mask, caches[index], rotary, settings):
         return None
-    same, last = (mask, *rotary), _thread.last
-    if last is not None and last.y is x and (before := last.layer()) is not None:
-        _follower[before] = ref(layer)
-    if not _thread.ahead or not _thread.ahead[-1].is_of(layer, x, caches[index], same):
-        _thread.ahead = _ahead(layer, x, caches, same, settings)
-        if not _thread.ahead:
-            return None
-    found = _thread.last = _thread.ahead.pop()
+    same: Same = (mask, *rotary)
+    found = given(layer, x, same, lambda: _ahead(layer, x, caches, same, settings), lambda entry: entry.is_into(caches[index]))
+    if found is None:
+        return None
     found.entry.enter(caches[index], x.shape[1])
     return found.y
 
 
-def _ahead(layer: Any, x: Tensor, caches: list[Any], same: _Same, settings: dict[str, Any]) -> list[_Ahead]:
-    """What this layer gives, and those that followed it before; the last one first. None of it where the layer is not for that."""
-    mask, *rotary = same
-    layers = list[Any]()
-    computed, entries = list[DecoderLayer](), list[_Entry]()
-    following: Any = layer
-    while following is not None and following not in layers:
-        index = following.self_attn.layer_idx
-        if index >= len(caches) or not _fits(following, x, mask, caches[index], (rotary[0], rotary[1]), settings):
+def _ahead(layer: Any, x: Tensor, caches: list[Any], same: Same, settings: dict[str, Any]) -> list[Ahead]:
+    """What this layer gives, and those that followed it before. None of it where the layer is not for that."""
+    mask, rotary = same[0], cast(tuple[Tensor, Tensor], same[1:])
+    layers, computed, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
+    one: Any
+    for one in following(layer):
+        index = one.self_attn.layer_idx
+        if index >= len(caches) or not _fits(one, x, mask, caches[index], rotary, settings):
             break
-        one, entry = _computed(following), _Entry.into(caches[index], x.shape[1])
-        if one is None or entry is None:
+        made, entry = _computed(one), _Entry.into(caches[index], x.shape[1])
+        if made is None or entry is None:
             break
-        layers.append(following)
-        computed.append(one)
+        layers.append(one)
+        computed.append(made)
         entries.append(entry)
-        link = _follower.get(following)
-        following = None if link is None else link()
-        if following is not None and any(module._forward_hooks or module._forward_pre_hooks for module in (layers[-1], following)):
-            break
     if not layers:
         return []
-    outputs = run_layers(computed, x, (rotary[0], rotary[1]), [(e.keys, e.values, e.length) for e in entries], mask)
-    inputs = (x, *outputs[:-1])
-    versions = [None if t.is_inference() else t._version for t in inputs]
-    parts = zip(map(ref, layers), inputs, versions, outputs, entries, strict=True)
-    return [_Ahead(*part, same) for part in parts][::-1]
+    outputs = run_layers(computed, x, rotary, [(e.keys, e.values, e.length) for e in entries], mask)
+    parts = zip(layers, (x, *outputs[:-1]), outputs, entries, strict=True)
+    return [Ahead.of(one, before, y, same, entry) for one, before, y, entry in parts]
 
 
 def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
@@ -235,7 +192,7 @@ def _addresses(layer: Any) -> tuple[object, ...] | None:
     attention, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
     linears = attention["q_proj"], attention["o_proj"], mlp["gate_proj"], mlp["down_proj"]
     inside = *attention.values(), *mlp.values(), *parts.values()
-    if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
+    if any(map(watched, inside)):
         return None
     weights = (linear._buffers.get("packed_data") for linear in linears)
     norms = *_of_heads(attention), parts["input_layernorm"], parts["post_attention_layernorm"]

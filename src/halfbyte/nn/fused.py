@@ -25,10 +25,16 @@ from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls one after the other with one and the same tensor.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("gate_proj", "up_proj"))
 
 # A linear layer and the activation that its parent calls with its output and nothing else.
-ACTIVATED = (("dense", "intermediate_act_fn"), ("dense", "transform_act_fn"), ("fc1", "activation_fn"), ("fc1", "act"))
+ACTIVATED = (
+    ("dense", "intermediate_act_fn"),
+    ("dense", "transform_act_fn"),
+    ("fc1", "activation_fn"),
+    ("fc1", "act"),
+    ("lin1", "activation"),
+)
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:

@@ -8,23 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.rules import choose_linear
 from halfbyte.errors import ArgumentError
-from halfbyte.layouts import cpu_tiles
-from halfbyte.layouts.base import Packed
+from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 
 MOST_ROWS = 64
-_CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Weight(NamedTuple):
-    """A linear layer: its weight [N, K], its bias [N] or None, and how it computes, as in `ops.linear`."""
-
-    packed: Packed
-    bias: Tensor | None
-    compute: str
-    activation: str
 
 
 class Heads(NamedTuple):
@@ -64,28 +52,12 @@ class DecoderLayer:
         if (reason := why_not(weights, heads)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self._heads, self._k = heads, weights[0].packed.shape[1]
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._kept = [weight.packed.data for weight in weights]
-        qkv, o, gate_up, down = (
-            decoder.Product(_kernel(weight), weight.packed.data.data_ptr(), 0 if weight.bias is None else self._address(weight.bias))
-            for weight in weights
-        )
-        before, between = (self._address(norm) for norm in norms)
-        of_heads = (0, 0) if heads.norms is None else (self._address(heads.norms[0]), self._address(heads.norms[1]))
+        self._tensors = tensors = Addresses()
+        qkv, o, gate_up, down = map(tensors.product, weights)
+        before, between = map(tensors.of, norms)
+        of_heads = (0, 0) if heads.norms is None else (tensors.of(heads.norms[0]), tensors.of(heads.norms[1]))
         numbers = heads.query, heads.key, heads.dim, heads.scale
         self._layer = decoder.Layer(qkv, o, gate_up, down, (before, between), of_heads, eps, *numbers)
-
-    def _address(self, tensor: Tensor) -> int:
-        """Of its elements as float32: its own, or those of a copy that each call makes anew."""
-        tensor = tensor.detach()
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            with torch.inference_mode(False):  # it is written again, and not always in that mode
-                copy = torch.empty(tensor.shape, dtype=torch.float32)
-            copy.copy_(tensor)
-            self._copies.append((copy, tensor))
-            tensor = copy
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
@@ -99,8 +71,7 @@ class DecoderLayer:
         return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
 
     def _refreshed(self) -> Any:
-        for copy, source in self._copies:
-            copy.copy_(source)
+        self._tensors.refresh()
         return self._layer
 
     def _check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
@@ -148,20 +119,9 @@ def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str
     """Why `DecoderLayer` does not take these; None where it does."""
     from halfbyte.kernels.cpu import decoder
 
-    if any(weight.packed.layout != cpu_tiles.NAME for weight in weights):
-        return "its weights are not packed for CPUs"
-    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in weights):
-        return "its packed weights do not begin at multiples of 64 bytes"
+    if (reason := why_not_packed(weights)) is not None:
+        return reason
     return decoder.supports(weights[2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
-
-
-def _kernel(weight: Weight) -> Any:
-    from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.linear import linear_kernel
-
-    fmt, (n, k) = weight.packed.format, weight.packed.shape
-    inner = choose_linear(fmt, torch.float32, weight.compute, current()).taken.inner
-    return linear_kernel(fmt, n, k, torch.float32, inner, weight.activation)
 
 
 def _check_weights(weights: tuple[Weight, Weight, Weight, Weight], norms: tuple[Tensor, Tensor], heads: Heads) -> None:

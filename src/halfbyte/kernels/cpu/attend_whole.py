@@ -195,29 +195,47 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
 
 
+def sizes(tokens: int, dim: int, isa: ISA) -> tuple[int, int]:
+    """Up to how many tokens keys and scores have places, and the bytes of memory that each thread takes."""
+    step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
+    padded = -(-tokens // step) * step
+    return padded, 4 * padded * (2 * dim + _ROWS)
+
+
+def readable(mask: Tensor, padded: int) -> Tensor:
+    """The mask with whole vectors to read: `padded` bytes for each query."""
+    more = padded - mask.shape[3]
+    return torch.nn.functional.pad(mask, (0, more)) if more else mask
+
+
+def mask_fields(mask: Tensor | None) -> tuple[int, int, int]:
+    """`mask`, `mask_batch` and `mask_token`."""
+    if mask is None:
+        return 0, 0, 0
+    of_batch, of_token = (mask.stride(i) * (mask.shape[i] > 1) for i in (0, 2))
+    return mask.data_ptr(), of_batch, of_token
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, H, T, D] each, mask bool, True where a token is seen -> [B, T, H, D]. The caller has asked `supports`."""
     batch, heads, tokens, dim = query.shape
     isa = current()
     out = torch.empty(batch, tokens, heads, dim)
-    step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
-    padded = -(-tokens // step) * step
-    thread_bytes = 4 * padded * (2 * dim + _ROWS)
+    padded, thread_bytes = sizes(tokens, dim, isa)
     work = 2 * batch * heads * tokens * tokens * dim
     threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))
-    if mask is not None and tokens % step:  # whole vectors of it are read
-        mask = torch.nn.functional.pad(mask, (0, padded - tokens))
+    mask = None if mask is None else readable(mask, padded)
     strides = [n for x in (query, key, value) for n in (x.data_ptr(), *(4 * s for s in x.stride()[:3]))]
-    seen = (0, 0, 0) if mask is None else (mask.data_ptr(), *(mask.stride(i) * (mask.shape[i] > 1) for i in (0, 2)))
     _memory, address = thread_memory.memory(threads * thread_bytes)
-    phase = _phase(WholeSpec(dim, mask is not None), isa)
-    sizes = batch, heads, tokens, padded, address, thread_bytes
-    block = _pack(phase, 0, runtime.openmp_address(), 0, *strides, *seen, out.data_ptr(), *sizes, scale, 0.0)
+    numbers = batch, heads, tokens, padded, address, thread_bytes
+    function = phase(WholeSpec(dim, mask is not None), isa)
+    block = _pack(function, 0, runtime.openmp_address(), 0, *strides, *mask_fields(mask), out.data_ptr(), *numbers, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out
 
 
 @functools.cache
-def _phase(spec: WholeSpec, isa: ISA) -> int:
+def phase(spec: WholeSpec, isa: ISA) -> int:
+    """Its address."""
     return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]

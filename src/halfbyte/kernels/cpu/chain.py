@@ -1,9 +1,13 @@
 """Steps that follow each other in one call: threads are woken once, and meet between the steps.
 
     chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
+    norm(args)          y = norm(x)
     product(args)       y = epilogue(norm(x) · dequantize(W)ᵀ): `linear.LinearKernel`'s tiles, with what comes before and after them
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
+
+Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or, centred, layer norms, (x - mean(x)) /
+sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450), the mean taken before the squares.
 
 A product of one row: every thread prepares the row for itself, so that nobody waits. Of more rows: threads share them in a step before.
 Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,16 +29,19 @@ from halfbyte.kernels.cpu.exponential import silu
 from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _HEADER = LINEAR.fields[:4]
 CHAIN = Block((*_HEADER, "steps", "count"))
+NORM = Block((*_HEADER, "x", "x_stride", "out", "out_stride", "rows", "k", "weight", "shift", "eps"), frozenset({"eps"}))
 PRODUCT = Block(
     (
         *_HEADER,
         "linear",  # a block of LINEAR
-        # RMS norm of x before it is laid out: its weight (0: none), float32, memory for a row of each thread, and epsilon
-        *("norm", "normed", "normed_stride", "eps"),
+        # norm of x before it is laid out: its weight (0: none) and its shift, float32; where normed rows go, and bytes between those of the
+        # threads and of the rows; and epsilon
+        *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
         "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
         *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
         "gate",  # panels of gates; those behind them are multiplied by silu of them, in their place
@@ -45,10 +52,12 @@ PRODUCT = Block(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """name: "chain", or of a product "rows" (prepare them), "panels" (multiply) or "product" (both, each thread for itself)."""
+    """name: "chain", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    (both, each thread for itself); centred: norms are layer norms."""
 
     name: str
     gated: bool = False
+    centred: bool = False
 
 
 def build(step: Step, isa: ISA) -> Module:
@@ -59,13 +68,16 @@ def build(step: Step, isa: ISA) -> Module:
         _chain(f)
         return module
     args, thread, threads = f.parameters
+    if step.name == "norm":
+        _norms(f, isa, centred=step.centred)
+        return module
     linear = PRODUCT.load(args, "linear", "ptr")
+    m = LINEAR.load(linear, "m")
     if step.name == "rows":
-        m = LINEAR.load(linear, "m")
-        _prepare(f, isa, linear, thread * m // threads, (thread + 1) * m // threads)
+        _prepare(f, isa, step, linear, (thread * m // threads, (thread + 1) * m // threads))
     else:
         if step.name == "product":
-            _prepare(f, isa, linear, f.value("i64", 0), LINEAR.load(linear, "m"))
+            _prepare(f, isa, step, linear, (f.value("i64", 0), m))
         _multiply(f, isa, linear, step.gated)
     return module
 
@@ -77,7 +89,8 @@ def phase(step: Step) -> int:
 
 @functools.cache
 def _phase(step: Step, isa: ISA) -> int:
-    return jit.load(f"{step.name}{'_gated' if step.gated else ''}", functools.partial(build, step), isa)[step.name]
+    name = f"{step.name}{'_gated' if step.gated else ''}{'_centred' if step.centred else ''}"
+    return jit.load(name, functools.partial(build, step), isa)[step.name]
 
 
 def _chain(f: Function) -> None:
@@ -93,49 +106,84 @@ def _chain(f: Function) -> None:
             f.call_pointer(LINEAR.load(args, "openmp", "ptr").load("ptr", 8 * 3))
 
 
-def _prepare(f: Function, isa: ISA, linear: Value, start: Value, stop: Value) -> None:
-    """Rows start … stop - 1 of x, normed, into the order that tiles read; as `driver.py` does it."""
+def _prepare(f: Function, isa: ISA, step: Step, linear: Value, rows: tuple[Value, Value]) -> None:
+    """Rows first … stop - 1 of x, normed, into the order that tiles read; as `driver.py` does it."""
     args, thread, _ = f.parameters
-    function, x = LINEAR.load(linear, "row_function", "ptr"), LINEAR.load(linear, "x", "ptr")
+    x, stride, k = LINEAR.load(linear, "x", "ptr"), LINEAR.load(linear, "x_stride"), LINEAR.load(linear, "k")
+    normed = PRODUCT.load(args, "normed", "ptr") + thread * PRODUCT.load(args, "normed_thread")
+    function = LINEAR.load(linear, "row_function", "ptr")
     scratch = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
-    stride, row_bytes, k = (LINEAR.load(linear, field) for field in ("x_stride", "row_bytes", "k"))
-    big, count = LINEAR.load(linear, "tile_rows"), LINEAR.load(linear, "tiles")
+    row_bytes, big, count = (LINEAR.load(linear, field) for field in ("row_bytes", "tile_rows", "tiles"))
     split = big * count
-    weight = PRODUCT.load(args, "norm", "ptr")
-    normed = PRODUCT.load(args, "normed", "ptr") + thread * PRODUCT.load(args, "normed_stride")
-    plain = f.emit("i1", f"icmp eq ptr {weight.name}, null")
-    for r in f.loop(stop, start):
-        row = x + r * stride
+    norm = _Norm(
+        f, isa, k, (PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")), args + PRODUCT.offset("eps"), step.centred
+    )
+    plain = f.emit("i1", f"icmp eq ptr {norm.weight.name}, null")
+    for r in f.loop(rows[1], rows[0]):
+        row, to = x + r * stride, normed + r * PRODUCT.load(args, "normed_row")
         with f.when(plain.equals(0)):
-            _norm(f, isa, row, weight, normed, k)
+            norm.emit(row, to)
         first_kind = f.emit("i1", f"icmp ult i64 {r.name}, {split.name}")
-        rows = first_kind.select(big, big - 1)
-        inside = first_kind.select(r, r - split) % rows
-        f.call_pointer(function, linear, plain.select(row, normed), scratch + (r - inside) * row_bytes, rows, inside)
+        in_tile = first_kind.select(big, big - 1)
+        inside = first_kind.select(r, r - split) % in_tile
+        f.call_pointer(function, linear, plain.select(row, to), scratch + (r - inside) * row_bytes, in_tile, inside)
 
 
-def _norm(f: Function, isa: ISA, x: Value, weight: Value, to: Value, k: Value) -> None:
-    """to = x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019): four sums of fused multiply-adds side by side."""
-    size, step = 4 * isa.lanes, 4 * isa.lanes
-    sums = [f.variable(f.value(isa.floats, 0.0)) for _ in range(4)]
-    whole = k // step * step
-    for i in f.loop(whole, step=step):
-        for v, total in enumerate(sums):
-            part = (x + i * 4).load(isa.floats, v * size, 4)
-            total.value = f.fma(part, part, total.value)
-    total = f.variable(((sums[0].value + sums[1].value) + (sums[2].value + sums[3].value)).fold(lambda a, b: a + b))
-    for i in f.loop(k, start=whole):
-        part = x.load("float", i * 4, 4)
-        total.value = f.fma(part, part, total.value)
-    eps = (f.parameters[0] + PRODUCT.offset("eps")).load("float", 0, 4)
-    root = inverse_root(f, total.value / k.to("float") + eps)
-    roots = root.splat(isa.lanes)
-    for i in f.loop(whole, step=step):
-        for v in range(4):
-            part = (x + i * 4).load(isa.floats, v * size, 4) * roots
-            (to + i * 4).store(part * (weight + i * 4).load(isa.floats, v * size, 4), v * size, 4)
-    for i in f.loop(k, start=whole):
-        to.store(x.load("float", i * 4, 4) * root * weight.load("float", i * 4, 4), i * 4, 4)
+def _norms(f: Function, isa: ISA, *, centred: bool) -> None:
+    """Threads share the rows."""
+    args, thread, threads = f.parameters
+    x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
+    rows, k, x_stride, out_stride = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride"))
+    norm = _Norm(f, isa, k, (NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")), args + NORM.offset("eps"), centred)
+    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        norm.emit(x + r * x_stride, out + r * out_stride)
+
+
+class _Norm:
+    """Of rows of k elements. Sums are four side by side, those of squares by fused multiply-adds."""
+
+    def __init__(self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, centred: bool) -> None:
+        self.f, self.isa, self.k, (self.weight, self.shift), self.eps, self.centred = f, isa, k, vectors, eps, centred
+        self.size, self.step = 4 * isa.lanes, 4 * isa.lanes
+        self.whole = k // self.step * self.step
+
+    def emit(self, x: Value, to: Value) -> None:
+        f, lanes = self.f, self.isa.lanes
+        count = self.k.to("float")
+        mean = self._sum(x, lambda total, part: total + part) / count if self.centred else None
+
+        def centred(part: Value) -> Value:
+            return part if mean is None else part - (mean if part.type == "float" else mean.splat(lanes))
+
+        def squared(total: Value, part: Value) -> Value:
+            difference = centred(part)
+            return f.fma(difference, difference, total)
+
+        root = inverse_root(f, self._sum(x, squared) / count + self.eps.load("float", 0, 4))
+        roots = root.splat(lanes)
+
+        def write(at: Value, type_: str, by: Value, more: int = 0) -> None:
+            part, weight = centred((x + at).load(type_, more, 4)) * by, (self.weight + at).load(type_, more, 4)
+            y = f.fma(part, weight, (self.shift + at).load(type_, more, 4)) if self.centred else part * weight
+            (to + at).store(y, more, 4)
+
+        for i in f.loop(self.whole, step=self.step):
+            for v in range(4):
+                write(i * 4, self.isa.floats, roots, v * self.size)
+        for i in f.loop(self.k, start=self.whole):
+            write(i * 4, "float", root)
+
+    def _sum(self, x: Value, add: Callable[[Value, Value], Value]) -> Value:
+        """add(… add(add(0, x[0]), x[1]) …)"""
+        f, floats = self.f, self.isa.floats
+        sums = [f.variable(f.value(floats, 0.0)) for _ in range(4)]
+        for i in f.loop(self.whole, step=self.step):
+            for v, total in enumerate(sums):
+                total.value = add(total.value, (x + i * 4).load(floats, v * self.size, 4))
+        total = f.variable(((sums[0].value + sums[1].value) + (sums[2].value + sums[3].value)).fold(lambda a, b: a + b))
+        for i in f.loop(self.k, start=self.whole):
+            total.value = add(total.value, x.load("float", i * 4, 4))
+        return total.value
 
 
 def _multiply(f: Function, isa: ISA, linear: Value, gated: bool) -> None:
@@ -166,6 +214,23 @@ def _gates(f: Function, isa: ISA, linear: Value, out: Value, first: Value, count
         for i in f.loop(count, step=isa.lanes):
             at = gates + i * 4
             at.store(silu(f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Product:
+    """A weight [N, K]: its kernel for float32 activations, the address of its packed bytes and that of its bias, float32 [N], or 0."""
+
+    kernel: LinearKernel
+    weight: int
+    bias: int
+
+    @property
+    def n(self) -> int:
+        return self.kernel.geometry.n
+
+    @property
+    def k(self) -> int:
+        return self.kernel.geometry.k
 
 
 def shares(panels: int, threads: int, least: int = 1) -> list[int]:

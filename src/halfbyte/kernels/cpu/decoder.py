@@ -26,11 +26,11 @@ from torch import Tensor
 from halfbyte.kernels.cpu import attend, jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
-from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Step, phase, shares
+from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, phase, shares
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
@@ -38,23 +38,6 @@ _X, _OUT, _RESIDUAL = (LINEAR.offset(field) for field in ("x", "out", "residual"
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 _pack_cache = ATTEND.struct("cos", "length").pack_into
 _CACHE = ATTEND.offset("cos")
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Product:
-    """A weight [N, K]: its kernel for float32 activations, the address of its packed bytes and that of its bias, float32 [N], or 0."""
-
-    kernel: LinearKernel
-    weight: int
-    bias: int
-
-    @property
-    def n(self) -> int:
-        return self.kernel.geometry.n
-
-    @property
-    def k(self) -> int:
-        return self.kernel.geometry.k
 
 
 class _Size(NamedTuple):
@@ -118,7 +101,7 @@ class _Plan:
         self._linears = [buffer for buffer, _ in linears]
         self._attend = _attention(layer, memory, size)
         self._tables: list[ctypes.Array[ctypes.c_int64]] = []
-        common = {"normed": memory.normed, "normed_stride": 4 * most_k, "private": private if alone else 0}
+        common = {"normed": memory.normed, "normed_thread": 4 * most_k, "private": private if alone else 0}
         blocks: list[ctypes.Array[ctypes.c_char]] = []
         places = (0, memory.qkv), (memory.attended, memory.hidden), (memory.hidden, memory.gates), (memory.gates, 0)
         for i, (product, buffer, (x, out)) in enumerate(zip(products, self._linears, places, strict=True)):

@@ -43,14 +43,15 @@ class OwnWeights(Protocol):
 class Kept(threading.local, Generic[T]):
     """Each Python thread has its own plans, since calls may run side by side."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST) -> None:
         self.plans: dict[Hashable, T] = {}
+        self._most = most
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The plan for `key`, made where there is none yet."""
         plan = self.plans.get(key)
         if plan is None:
-            if len(self.plans) >= _MOST:
+            if len(self.plans) >= self._most:
                 self.plans.clear()
             plan = self.plans[key] = make()
         return plan

@@ -1,0 +1,91 @@
+"""Layers that follow each other are computed by the call of the first, as far as they followed each other before: what the next one
+returns is there already if it is called with what the one before it returned, and nothing else has changed. Layers with hooks on them are
+called one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from halfbyte.nn.modules import has_hooks
+
+Same = tuple[Tensor | None, ...]  # what all layers are called with beside x
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ahead:
+    """What a layer gives for x. `entry`: whatever else belongs to that."""
+
+    layer: ref[nn.Module]
+    x: Tensor
+    version: int | None
+    y: Tensor
+    same: Same
+    entry: Any
+
+    @classmethod
+    def of(cls, layer: nn.Module, x: Tensor, y: Tensor, same: Same, entry: Any = None) -> Ahead:
+        return cls(ref(layer), x, None if x.is_inference() else x._version, y, same, entry)
+
+    def is_of(self, layer: nn.Module, x: Tensor, same: Same) -> bool:
+        called = self.layer() is layer and self.x is x and all(a is b for a, b in zip(self.same, same, strict=True))
+        return called and (self.version is None or x._version == self.version)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether calling it runs a hook. Those that transformers leaves behind once hidden states or attentions have been asked for do nothing
+    but when they are asked for again."""
+    if not has_hooks(module):
+        return False
+    collector = getattr(output_capturing, "_active_collector", None)
+    if module._forward_pre_hooks or collector is None or collector.get():
+        return True
+    return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in module._forward_hooks.values())
+
+
+class _Thread(threading.local):
+    """Which layer returned what last, and what is there for the layers to come, the next one last."""
+
+    def __init__(self) -> None:
+        self.last: tuple[ref[nn.Module], ref[Tensor]] | None = None
+        self.ahead: list[Ahead] = []
+
+
+_follower: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+_thread = _Thread()
+
+
+def following(layer: nn.Module) -> Iterator[nn.Module]:
+    """The layer, and those that followed it before."""
+    seen = [layer]
+    yield layer
+    while (link := _follower.get(layer)) is not None and (after := link()) is not None and after not in seen:
+        if watched(layer) or watched(after):
+            return
+        layer = after
+        seen.append(layer)
+        yield layer
+
+
+def given(layer: nn.Module, x: Tensor, same: Same, compute: Callable[[], list[Ahead]], still: Callable[[Any], bool]) -> Ahead | None:
+    """What the layer gives for x: it is there, if `still` says so of its entry, or is computed.
+
+    compute  what this layer gives and as many of those that follow as may be, in order; none where this one is not for that
+    """
+    here = _thread
+    if here.last is not None and here.last[1]() is x and (before := here.last[0]()) is not None:
+        _follower[before] = ref(layer)
+    if not here.ahead or not here.ahead[-1].is_of(layer, x, same) or not still(here.ahead[-1].entry):
+        here.ahead = compute()[::-1]
+        if not here.ahead:
+            return None
+    found = here.ahead.pop()
+    here.last = found.layer, ref(found.y)
+    return found

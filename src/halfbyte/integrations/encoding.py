@@ -1,0 +1,274 @@
+"""Encoder layers of BERT and its like that `shorten_` has changed: on a CPU whole sequences take one call of `ops.encoder` for all layers.
+
+    h = norm(x + o(attention(query(x), key(x), value(x))));  y = norm(h + down(gelu(up(h))))        or with the norms before (ViT)
+
+Gradients, outputs of inner parts that are asked for (attentions, hidden states), hooks, torch.compile, caches, longer sequences, and
+everything else go the way of transformers' own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.integrations.ahead import Ahead, following, given, watched
+from halfbyte.nn.fused import FusedLinear, GeluLinear
+from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.parallel import part_of
+from halfbyte.nn.report import REMARK
+from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, LayerNorm, fits, run_layers, why_not
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.library import plain
+
+LONG = "whole sequences take the steps of transformers"
+ONE_CALL = f"whole sequences of up to {MOST_TOKENS} tokens take one call, without gradients and torch.compile"
+_MOST_AHEAD = 1 << 28  # bytes of what layers give that is computed before they are called
+_ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where the layers of a kind have their parts, and in which attribute of `attention` the number of heads."""
+
+    attention: str
+    qkv: tuple[str, str, str]  # of attention
+    o: str
+    up: str
+    activation: str
+    down: str
+    norms: tuple[str, str]
+    heads: str = "num_attention_heads"
+    before: bool = False  # norms come before the products
+
+
+_BERT = Parts(
+    attention="attention.self",
+    qkv=("query", "key", "value"),
+    o="attention.output.dense",
+    up="intermediate.dense",
+    activation="intermediate.intermediate_act_fn",
+    down="output.dense",
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+)
+_DISTILBERT = Parts(
+    attention="attention",
+    qkv=("q_lin", "k_lin", "v_lin"),
+    o="attention.out_lin",
+    up="ffn.lin1",
+    activation="ffn.activation",
+    down="ffn.lin2",
+    norms=("sa_layer_norm", "output_layer_norm"),
+    heads="n_heads",
+)
+_VIT = Parts(
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    o="attention.o_proj",
+    up="mlp.fc1",
+    activation="mlp.activation_fn",
+    down="mlp.fc2",
+    norms=("layernorm_before", "layernorm_after"),
+    before=True,
+)
+# Layers of transformers whose forward is this file's formula, by their names: nothing is imported for them.
+LAYERS = {
+    "bert.modeling_bert.BertLayer": _BERT,
+    "camembert.modeling_camembert.CamembertLayer": _BERT,
+    "electra.modeling_electra.ElectraLayer": _BERT,
+    "roberta.modeling_roberta.RobertaLayer": _BERT,
+    "xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _BERT,
+    "distilbert.modeling_distilbert.TransformerBlock": _DISTILBERT,
+    "deit.modeling_deit.DeiTLayer": _VIT,
+    "vit.modeling_vit.ViTLayer": _VIT,
+}
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """Where a layer that `shorten_` may change has its parts; None for any other module."""
+    cls = type(layer)
+    if isinstance(layer, _WholeSequences):
+        cls = cls.__mro__[2]
+    return LAYERS.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
+
+
+def shorten(layer: nn.Module) -> None:
+    """Lets a layer that has `parts_of` take whole sequences in one call, in place, or says why it does not."""
+    if isinstance(layer, _WholeSequences):
+        return
+    if (reason := _why_not_parts(layer)) is None:
+        layer.__dict__.pop(REMARK, None)
+        layer.__class__ = _shortened(type(layer))
+    else:
+        setattr(layer, REMARK, f"{LONG}: {reason}")
+
+
+def why_not_whole(layer: nn.Module) -> str | None:
+    """Why a layer that has `parts_of` does not take whole sequences in one call; None where it does."""
+    reason = _why_not_parts(layer)
+    return why_not(_weights(layer), _heads(layer)) if reason is None else reason
+
+
+class _WholeSequences:
+    """Comes before the class of a layer."""
+
+    @property
+    def halfbyte_remark(self: Any) -> str:
+        """What `halfbyte.report` says of the layer."""
+        reason = why_not_whole(self)
+        return ONE_CALL if reason is None else f"{LONG}: {reason}"
+
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **settings: Any) -> Any:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and _unset(args, settings):
+            same = (attention_mask,)
+            found = given(self, hidden_states, same, lambda: _ahead(self, hidden_states, attention_mask), lambda _: True)
+            if found is not None:
+                return found.y
+        # super() in a class that is made at run time: torch.compile follows the plain call.
+        return super().forward(hidden_states, attention_mask, *args, **settings)  # type: ignore[misc]
+
+
+_short: dict[type, Any] = {}
+
+
+def _shortened(cls: type) -> Any:
+    return _short.setdefault(cls, _short.get(cls) or type(f"WholeSequences{cls.__name__}", (_WholeSequences, cls), {}))
+
+
+def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:
+    """Whether nothing is asked for beside what every call has. Positions count in the embeddings and in masks alone."""
+    others = (value for name, value in settings.items() if name != "position_ids")
+    return all(value is None or value is False for value in (*args, *others))
+
+
+def _ahead(layer: Any, x: Tensor, mask: Tensor | None) -> list[Ahead]:
+    """What this layer gives, and those that followed it before. None of it where the layer is not for that."""
+    layers, computed = list[nn.Module](), list[EncoderLayer]()
+    if not plain(x) or (mask is not None and not plain(mask)):
+        return []
+    most = max(1, _MOST_AHEAD // max(1, x.nbytes))
+    for one in following(layer):
+        made = _computed(one) if len(layers) < most and not one.training else None
+        if made is None or not fits(made.k, x, mask) or made.size != (computed or [made])[0].size:
+            break
+        layers.append(one)
+        computed.append(made)
+    if not layers:
+        return []
+    outputs = run_layers(computed, x, mask)
+    return [Ahead.of(*part, (mask,)) for part in zip(layers, (x, *outputs[:-1]), outputs, strict=True)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Made:
+    """A layer as it was when it was made: its modules and the addresses of its tensors, with the dictionaries and names to find each by."""
+
+    computed: EncoderLayer
+    modules: tuple[tuple[dict[str, Any], str, Any], ...]
+    tensors: tuple[tuple[dict[str, Any], str, int], ...]
+    linears: tuple[tuple[QuantLinear, str, str], ...]
+    config: Any
+
+    def is_still(self) -> bool:
+        return (
+            all(place.get(name) is module for place, name, module in self.modules)
+            and not any(watched(module) for _, _, module in self.modules)
+            and all(_address(place.get(name)) == address for place, name, address in self.tensors)
+            and all(linear.compute == compute and linear.activation == activation for linear, compute, activation in self.linears)
+            and self.config._attn_implementation in _ATTENTION
+        )
+
+
+_made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _computed(layer: Any) -> EncoderLayer | None:
+    """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
+    made = _made.get(layer)
+    if made is None or not made.is_still():
+        if why_not_whole(layer) is not None:
+            return None
+        parts = _parts(layer)
+        norms = [layer.get_submodule(name) for name in parts.norms]
+        first, second = (LayerNorm(norm.weight, norm.bias, norm.eps) for norm in norms)
+        attention = layer.get_submodule(parts.attention)
+        computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), attention.scaling, before=parts.before)
+        linears = [module for _, module in _linears(layer)]
+        made = _made[layer] = _Made(
+            computed,
+            tuple((parent._modules, name, child) for parent in layer.modules() for name, child in parent._modules.items()),
+            tuple(
+                (place, name, _address(tensor))
+                for module in (*linears, *norms)
+                for place in (module._parameters, module._buffers)
+                for name, tensor in place.items()
+            ),
+            tuple((linear, linear.compute, linear.activation) for linear in linears),
+            attention.config,
+        )
+    return made.computed
+
+
+def _parts(layer: nn.Module) -> Parts:
+    parts = parts_of(layer)
+    assert parts is not None
+    return parts
+
+
+def _linears(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    parts = _parts(layer)
+    for name in (*(f"{parts.attention}.{name}" for name in parts.qkv), parts.o, parts.up, parts.down):
+        yield name, layer.get_submodule(name)
+
+
+def _weights(layer: nn.Module) -> tuple[Weight, Weight, Weight, Weight]:
+    query, _, _, o, up, down = (module for _, module in _linears(layer))
+    parts: list[tuple[Any, Any]] = [query.together, *((linear.packed, linear.bias) for linear in (o, up, down))]
+    qkv, o, up, down = (Weight(*part, x.compute, x.activation) for part, x in zip(parts, (query, o, up, down), strict=True))
+    return qkv, o, up, down
+
+
+def _heads(layer: nn.Module) -> int:
+    parts = _parts(layer)
+    return int(getattr(layer.get_submodule(parts.attention), parts.heads))
+
+
+def _why_not_parts(layer: nn.Module) -> str | None:
+    """Why the parts of a layer are not those of this file's formula; None where they are."""
+    parts = _parts(layer)
+    try:
+        linears = dict(_linears(layer))
+        attention, activation, *norms = (layer.get_submodule(name) for name in (parts.attention, parts.activation, *parts.norms))
+    except AttributeError as e:  # another version of transformers
+        return f"it has other parts: {e}"
+    for name, linear in linears.items():
+        if not isinstance(linear, QuantLinear):
+            return f"its {name} is a {type(linear).__name__}, which is not quantized"
+        if part_of(linear) is not None:
+            return "its weights are spread over processes"
+    qkv = list(linears.values())[:3]
+    together = all(type(linear) is FusedLinear and linear.index == i for i, linear in enumerate(qkv))
+    if not together or len({id(linear.together[0]) for linear in qkv}) > 1:
+        return f"{'+'.join(parts.qkv)} are not computed together, which fuse_ does where their formats are the same"
+    if type(linears[parts.up]) is not GeluLinear or type(activation) is not nn.Identity:
+        return f"its {parts.up} has no GELU, which fuse_ puts there where it follows"
+    for name in (parts.o, parts.down):
+        if type(linears[name]) is not QuantLinear:
+            return f"its {name} is a {type(linears[name]).__name__}"
+    if not all(type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.bias is not None for norm in norms):
+        return f"its {' or '.join(parts.norms)} is no LayerNorm with weight and bias"
+    if getattr(attention, "is_causal", False) or getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
+        return "it is a decoder"
+    implementation = cast(Any, attention).config._attn_implementation
+    if implementation not in _ATTENTION:
+        return f'its attn_implementation is "{implementation}", not {" or ".join(map(repr, _ATTENTION))}'
+    hooked = next((name for name, module in layer.named_modules() if name and watched(module)), None)
+    return None if hooked is None else f"its {hooked} has a hook"

@@ -1,0 +1,71 @@
+"""What whole layers in one call are made of: products by packed weights, and small tensors, by their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.dispatch.rules import choose_linear
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.chain import Product
+
+
+class Weight(NamedTuple):
+    """A linear layer: its weight [N, K], its bias [N] or None, and how it computes, as in `ops.linear`."""
+
+    packed: Packed
+    bias: Tensor | None
+    compute: str
+    activation: str
+
+
+class Addresses:
+    """The tensors whose addresses a layer has; they live as long as this."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []
+
+    def of(self, tensor: Tensor) -> int:
+        """Of its elements as float32: its own, or those of a copy that `refresh` makes anew."""
+        tensor = tensor.detach()
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            with torch.inference_mode(False):  # it is written again, and not always in that mode
+                copy = torch.empty(tensor.shape, dtype=torch.float32)
+            copy.copy_(tensor)
+            self._copies.append((copy, tensor))
+            tensor = copy
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def product(self, weight: Weight, *, gelu: bool = False) -> Product:
+        """Of float32 activations by this weight; its outputs go through GELU if asked."""
+        from halfbyte.kernels.cpu.chain import Product
+        from halfbyte.kernels.cpu.isas import current
+        from halfbyte.kernels.cpu.linear import linear_kernel
+
+        fmt, (n, k) = weight.packed.format, weight.packed.shape
+        inner = choose_linear(fmt, torch.float32, weight.compute, current()).taken.inner
+        kernel = linear_kernel(fmt, n, k, torch.float32, inner, weight.activation, gelu=gelu)
+        self._kept.append(weight.packed.data)
+        return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
+
+    def refresh(self) -> None:
+        """Copies again what is not read in its own place."""
+        for copy, source in self._copies:
+            copy.copy_(source)
+
+
+def why_not_packed(weights: Sequence[Weight]) -> str | None:
+    """Why products of a layer are not computed by these; None where they are."""
+    if any(weight.packed.layout != cpu_tiles.NAME for weight in weights):
+        return "its weights are not packed for CPUs"
+    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in weights):
+        return "its packed weights do not begin at multiples of 64 bytes"
+    return None

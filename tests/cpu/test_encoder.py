@@ -1,0 +1,185 @@
+"""Encoder layers in one call: against float64, and number by number what their parts give one after the other."""
+
+import math
+
+import pytest
+import torch
+from encoder_parts import attention as attended
+from encoder_parts import check_norm, layer_norm, native
+from samples import random_codes
+from support import RUNNABLE, pairwise
+from torch import Tensor
+from torch.nn import functional
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.formats import Codes, as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.cpu import encoder, gelu, runtime
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.ops import attention
+from halfbyte.ops.encoder import EncoderLayer, LayerNorm, run_layers
+from halfbyte.ops.layers import Weight
+
+U = 2.0**-24
+HEADS, SCALE = 3, 0.3
+SIZES = {"k": 33, "width": 24, "inner": 50}
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_norms(isa: ISA) -> None:
+    for k in (1, 7, 32, 64, 77, 384):
+        check_norm(k, 7, native(isa, 1 + k % 2))
+
+
+def codes_of(name: str, seed: int = 0) -> list[Codes]:
+    k, width, inner = SIZES.values()
+    shapes = (3 * width, k), (k, width), (inner, k), (k, inner)
+    return [random_codes(as_format(name), shape, seed + i) for i, shape in enumerate(shapes)]
+
+
+def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[LayerNorm]]:
+    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]) if biased else None, compute, "block") for c in codes]
+    k = SIZES["k"]
+    norms = [LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5) for _ in range(2)]
+    return EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before), weights, norms  # type: ignore[arg-type]
+
+
+def normed(x: Tensor, norm: LayerNorm) -> Tensor:
+    """As the kernel does it."""
+    out = torch.empty_like(x)
+    fields = {"x": x.data_ptr(), "out": out.data_ptr(), "weight": norm.weight.data_ptr(), "shift": norm.bias.data_ptr()}
+    k = x.shape[-1]
+    sizes = {"x_stride": 4 * k, "out_stride": 4 * k, "rows": x.numel() // k, "k": k}
+    native(RUNNABLE[0], 1)(fields | sizes | {"eps": (norm.eps, 0.0)}, {})
+    return out
+
+
+def by_parts(x: Tensor, mask: Tensor | None, weights: list[Weight], norms: list[LayerNorm], *, before: bool) -> Tensor:
+    def linear(x: Tensor, i: int, residual: Tensor | None = None) -> Tensor:
+        w = weights[i]
+        if i == 2:
+            return ops.linear_gelu(x, w.packed, w.bias, compute=w.compute)
+        return ops.linear(x, w.packed, w.bias, compute=w.compute, residual=residual)
+
+    first = normed(x, norms[0]) if before else x
+    q, k, v = linear(first, 0).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    h = linear(attention.attend(q, k, v, mask, SCALE).flatten(2), 1, x)
+    if before:
+        return linear(linear(normed(h, norms[1]), 2), 3, h)
+    h = normed(h, norms[0])
+    return normed(linear(linear(h, 2), 3, h), norms[1])
+
+
+CASES = pairwise(
+    ("q8_0", "int4_g20_zp"), ("int8", "float"), (False, True), ("none", "keys", "all"), ((3, 1), (5, 3), (1, 40)), (True, False)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, compute, before, seen, (batch, tokens), biased = CASES[number]
+    torch.manual_seed(number)
+    monkeypatch.setattr(runtime, "threads", lambda: 1 + number % 2)
+    monkeypatch.setattr(encoder, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(encoder, "_BYTES", 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
+    made = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
+    x, mask = torch.randn(batch, tokens, SIZES["k"]), None
+    if seen != "none":
+        mask = torch.rand(batch if number % 2 else 1, 1, tokens if seen == "all" else 1, tokens) < 0.6
+    for _ in range(2):  # made, and made before
+        wanted, x = x, x.clone()
+        found = run_layers([layer for layer, _, _ in made], x, mask)
+        for y, (layer, weights, norms) in zip(found, made, strict=True):
+            alone = layer(wanted, mask)
+            wanted = by_parts(wanted, mask, weights, norms, before=before)
+            assert torch.equal(y, wanted)
+            assert torch.equal(alone, wanted)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_against_float64(before: bool, masked: bool) -> None:
+    codes = [ops.quantize(torch.randn(c.shape) / 20, "q8_0") for c in codes_of("q8_0")]  # errors that do not multiply
+    layer, weights, norms = layer_of(codes, "float", before=before)
+    x = torch.randn(3, 17, SIZES["k"])
+    mask = (torch.arange(17) < torch.tensor([17, 9, 1])[:, None])[:, None, None] if masked else None
+
+    def linear(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        w, bias = codes[i].dequantize(torch.float64), weights[i].bias
+        assert bias is not None
+        # What it would be off by for x itself; x that is off by e is at most 1.01 times as large wherever that counts.
+        own = reference.error_bound(x.float(), codes[i], bias, "float")
+        return x @ w.T + bias.double(), (own + e @ w.abs().T) * 1.01
+
+    def norm(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        return layer_norm(x, norms[i].weight, norms[i].bias, norms[i].eps, e)
+
+    def plus(x: Tensor, e: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x + y[0], (e + y[1] + U * (x + y[0]).abs()) * 1.01
+
+    z, e = x.double(), x.double() * 0
+    qkv, off = (t.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4) for t in linear(*(norm(z, e, 0) if before else (z, e)), 0))
+    a, off = (t.flatten(2) for t in attended(*qkv, mask, SCALE, tuple(off)))
+    h, e = plus(z, e, linear(a, off, 1))
+    if not before:
+        h, e = norm(h, e, 0)
+    g, off = linear(*(norm(h, e, 1) if before else (h, e)), 2)
+    g, off = functional.gelu(g), 1.13 * off + (gelu.BOUND + U) * (g.abs() + off)  # its slope is less than 1.13
+    y, e = plus(h, e, linear(g, off, 3))
+    if not before:
+        y, e = norm(y, e, 1)
+    found = layer(x, mask).double()
+    assert bool(((found - y).abs() <= e).all())
+    assert float(e.max()) < 0.02 * float(y.abs().max()), "a bound that says nothing"
+    assert not torch.equal(found, layer(x * 1.001, mask).double())
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    layer, _, _ = layer_of(codes_of("q8_0"), "int8", before=False)
+    x = torch.randn(2, 5, SIZES["k"])
+    wanted = layer(x)
+    x[1, 3, 2] = math.nan
+    y = layer(x)
+    assert torch.equal(y[0], wanted[0])
+    assert bool(y[1].isnan().all())
+
+
+def test_small_floats_are_converted() -> None:
+    codes, k = codes_of("q8_0"), SIZES["k"]
+    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]).bfloat16(), "float", "block") for c in codes]
+    norms = [LayerNorm(torch.rand(k).bfloat16(), torch.randn(k).bfloat16(), 1e-5) for _ in range(2)]
+    layer = EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=False)  # type: ignore[arg-type]
+    wide = EncoderLayer(
+        tuple(w._replace(bias=w.bias.float()) for w in weights),  # type: ignore[arg-type]
+        tuple(LayerNorm(n.weight.float(), n.bias.float(), n.eps) for n in norms),  # type: ignore[arg-type]
+        HEADS, SCALE, before=False,
+    )  # fmt: skip
+    x = torch.randn(2, 5, k).bfloat16()
+    assert torch.equal(layer(x), wide(x.float()).bfloat16())
+    norms[0].weight.add_(1)  # what is copied is copied again
+    assert torch.equal(layer(x)[0].isnan(), layer(x)[0].isnan())
+    assert not torch.equal(layer(x), wide(x.float()).bfloat16())
+
+
+def test_arguments() -> None:
+    layer, weights, norms = layer_of(codes_of("q8_0"), "int8", before=False)
+    k = SIZES["k"]
+    x, mask = torch.randn(2, 5, k), torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    assert layer(x, mask).shape == x.shape
+    assert layer(x, mask.expand(2, 1, 5, 5).mT).shape == x.shape
+    for wrong in (
+        (x[..., :32], None), (x[0], None), (x[:0], None), (x.double(), None), (torch.randn(1, 513, k), None), (x, mask.float()),
+        (x, mask[..., :4]), (x, mask.expand(2, 3, 1, 5)), (x, mask[:, 0]), (x, mask.expand(2, 1, 5, 5)[:, :, :3]),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match="layers of one size take on the CPU x"):
+            layer(*wrong)
+    other, _, _ = layer_of(codes_of("q8_0"), "int8", before=True)
+    with pytest.raises(ArgumentError, match="got 2 sizes"):
+        run_layers([layer, other], x, None)
+    with pytest.raises(ArgumentError, match="an encoder layer takes weights"):
+        EncoderLayer(tuple(weights[::-1]), tuple(norms), HEADS, SCALE, before=False)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="a divisor of 24 heads"):
+        EncoderLayer(tuple(weights), tuple(norms), 5, SCALE, before=False)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="heads of 2 are no multiple of 4"):
+        EncoderLayer(tuple(weights), tuple(norms), 12, SCALE, before=False)  # type: ignore[arg-type]

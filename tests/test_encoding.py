@@ -1,0 +1,234 @@
+"""Whole sequences through encoder layers in one call say what transformers' own layers say."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers as tf
+
+from halfbyte.integrations import encoding
+from halfbyte.integrations.decoding import shorten_
+from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.fused import fuse_
+from halfbyte.nn.report import remarks
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": 60,
+    "initializer_range": 0.2,
+}
+OF_IMAGES = SIZES | {"image_size": 24, "patch_size": 8}
+OF_DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 40, "vocab_size": 60, "initializer_range": 0.2}
+KINDS: dict[str, Callable[..., Any]] = {
+    "bert": lambda **more: tf.BertModel(tf.BertConfig(**SIZES | more)),
+    "camembert": lambda **more: tf.CamembertModel(tf.CamembertConfig(**SIZES | more)),
+    "electra": lambda **more: tf.ElectraModel(tf.ElectraConfig(embedding_size=16, **SIZES | more)),
+    "roberta": lambda **more: tf.RobertaModel(tf.RobertaConfig(**SIZES | more)),
+    "xlm-roberta": lambda **more: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SIZES | more)),
+    "distilbert": lambda **more: tf.DistilBertModel(tf.DistilBertConfig(**OF_DISTILBERT | more)),
+    "vit": lambda **more: tf.ViTModel(tf.ViTConfig(**OF_IMAGES | more)),
+    "deit": lambda **more: tf.DeiTModel(tf.DeiTConfig(**OF_IMAGES | more)),
+}
+
+
+def pair(kind: str = "bert", *, shortened: bool = True, fused: bool = True, **more: Any) -> tuple[Any, Any]:
+    """(as transformers computes it, in one call)"""
+    torch.manual_seed(7)
+    model = KINDS[kind](**more).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name.lower() or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    model.set_attn_implementation("sdpa")
+    quantize_(model, Config("q8_0", compute="float", skip=["*embeddings*"]))
+    if fused:
+        fuse_(model)
+    short = copy.deepcopy(model)
+    return model, shorten_(short) if shortened else short
+
+
+def inputs(model: Any, *lengths: int) -> dict[str, Tensor]:
+    """Sequences of these lengths, padded; or as many images."""
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(len(lengths), 3, 24, 24, generator=torch.Generator().manual_seed(1))}
+    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 60, there.shape, generator=torch.Generator().manual_seed(1)).where(there, 1)
+    return {"input_ids": ids, "attention_mask": there.long()}
+
+
+def states(model: Any, given: dict[str, Tensor], **settings: Any) -> Tensor:
+    """Of the tokens that are there."""
+    with torch.inference_mode():
+        found: Tensor = model(**given, **settings).last_hidden_state
+    return found if "attention_mask" not in given else found[given["attention_mask"].bool()]
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of sums in float32 in three layers of some hundred products each, which the norms between them may enlarge."""
+    return found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call computed."""
+    found: list[int] = []
+    run = encoding.run_layers
+
+    def counting(layers: Any, *args: Any) -> Any:
+        found.append(len(layers))
+        return run(layers, *args)
+
+    monkeypatch.setattr(encoding, "run_layers", counting)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_states(kind: str, calls: list[int]) -> None:
+    plain, short = pair(kind)
+    for lengths in ((1,), (9, 4, 1), (5, 5)):
+        given = inputs(plain, *lengths)
+        assert close(states(short, given), states(plain, given))
+    assert calls == [1, 1, 1, 3, 3]
+    (text,) = [text for text in remarks(short) if "one call" in text]
+    assert text.endswith(("layer.0 and 2 more: " + encoding.ONE_CALL, "layers.0 and 2 more: " + encoding.ONE_CALL))
+
+
+def test_masks_of_every_kind(calls: list[int]) -> None:
+    plain, short = pair()
+    given = inputs(plain, 9, 4)
+    states(short, given)
+    mask = torch.rand(2, 1, 9, 9) < 0.5
+    mask[:, :, :, 0] = True
+    for other in (mask, mask[:1], mask.expand(2, 4, 9, 9), None):
+        settings = {"input_ids": given["input_ids"], "attention_mask": other}
+        with torch.inference_mode():
+            assert close(short(**settings).last_hidden_state, plain(**settings).last_hidden_state)
+    assert calls == [1, 1, 1, 3, 3, 3], "heads that see differently are left to transformers"
+
+
+def test_bfloat16(calls: list[int]) -> None:
+    plain, short = pair()
+    given = inputs(plain, 7, 3)
+    wanted = states(plain, given)
+    short.bfloat16()
+    for _ in range(2):
+        found = states(short, given)
+    assert found.dtype == torch.bfloat16
+    assert calls[-1] == 3
+    # Norms, biases, embeddings and the result are rounded to 2^-9 of them: twice that for each of three layers, as norms enlarge it.
+    assert float((found.float() - wanted).norm() / wanted.norm()) < 3 * 2 * 2.0**-8
+
+
+def test_inner_outputs_that_are_asked_for(calls: list[int]) -> None:
+    plain, short = pair()
+    given = inputs(plain, 9, 4)
+    wanted = states(plain, given)
+    for _ in range(2):
+        states(short, given)
+    assert calls == [1, 1, 1, 3]
+    for setting in ("output_hidden_states", "output_attentions"):
+        for model in (plain, short):
+            model.set_attn_implementation("eager" if setting == "output_attentions" else "sdpa")
+        with torch.inference_mode():
+            found, expected = (model(**given, **{setting: True}) for model in (short, plain))
+        name = setting.removeprefix("output_")
+        assert len(found[name]) == len(expected[name]) >= 3
+        assert all(torch.equal(a, b) for a, b in zip(found[name], expected[name], strict=True))
+    assert len(calls) == 4
+    short.set_attn_implementation("sdpa")
+    for _ in range(2):  # the hooks that transformers has left behind do nothing now
+        assert close(states(short, given), wanted)
+    assert calls[4:] == [3, 3]
+
+
+def test_what_is_left_to_transformers(calls: list[int]) -> None:
+    plain, short = pair()
+    given = inputs(plain, 9, 4)
+    wanted = states(plain, given)
+    y = short(**given).last_hidden_state
+    y.sum().backward()
+    assert short.encoder.layer[0].output.LayerNorm.weight.grad is not None
+    short.train()
+    states(short, given)
+    short.eval()
+    long = inputs(plain, 513)
+    for model in (plain, short):
+        model.embeddings.position_embeddings = torch.nn.Embedding.from_pretrained(torch.ones(600, 32))
+        model.embeddings.position_ids, model.embeddings.token_type_ids = torch.arange(600)[None], torch.zeros(1, 600, dtype=torch.long)
+    assert torch.equal(states(short, long), states(plain, long))
+    assert calls == []
+    wanted = states(plain, given)
+    seen: list[str] = []
+    handle = short.encoder.layer[1].attention.self.key.register_forward_hook(lambda *_: seen.append("key"))
+    for _ in range(2):
+        assert close(states(short, given), wanted)
+    assert seen == ["key"] * 2
+    assert calls == [1, 1] * 2, "two of three layers, one by one"
+    assert any(
+        "layer.1: whole sequences take the steps of transformers: its attention.self.key has a hook" in text for text in remarks(short)
+    )
+    handle.remove()
+    outputs: list[Tensor] = []
+    handle = short.encoder.layer[1].register_forward_hook(lambda _, __, y: outputs.append(y) or y + 0)
+    calls.clear()
+    for _ in range(2):
+        assert close(states(short, given), wanted)
+    assert calls == [1, 1, 1] * 2
+    assert len(outputs) == 2
+    handle.remove()
+    calls.clear()
+    states(short, given)
+    assert close(states(short, given), wanted)
+    assert calls[-1] == 3
+
+
+def test_weights_that_change(calls: list[int]) -> None:
+    plain, short = pair()
+    given = inputs(plain, 9, 4)
+    for _ in range(2):
+        states(short, given)
+    for model in (plain, short):
+        layers = model.encoder.layer
+        layers[0].output.dense.load_state_dict(layers[1].output.dense.state_dict())
+        layers[1].output.LayerNorm.weight.data = torch.arange(32.0)
+        layers[1].intermediate.dense.bias.data.add_(1)
+    assert close(states(short, given), states(plain, given))
+    for model in (plain, short):
+        torch.manual_seed(3)
+        model.encoder.layer[1].output.dense = torch.nn.Linear(40, 32)
+    calls.clear()
+    assert close(states(short, given), states(plain, given))
+    assert calls == [1, 1], "the one in the middle is transformers'"
+    weight = weakref.ref(short.encoder.layer[2].output.dense.packed.data)
+    del short, model, layers
+    gc.collect()
+    assert weight() is None
+
+
+def test_what_stays_as_it_is() -> None:
+    def reason(model: Any) -> str:
+        (text,) = {text.partition(f"{encoding.LONG}: ")[2] for text in remarks(shorten_(model)) if encoding.LONG in text}
+        return text
+
+    assert reason(pair(shortened=False, fused=False)[1]).startswith("query+key+value are not computed together")
+    assert reason(pair(shortened=False, hidden_act="relu")[1]).startswith("its intermediate.dense has no GELU")
+    assert reason(pair(shortened=False, is_decoder=True)[1]) == "it is a decoder"
+    eager = pair(shortened=False)[1]
+    eager.set_attn_implementation("eager")
+    assert reason(eager) == "its attn_implementation is \"eager\", not 'sdpa' or 'halfbyte'"
+    assert "is a Linear, which is not quantized" in reason(KINDS["bert"]())
+    odd = pair(shortened=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
+    assert reason(odd) == "heads of 6 are no multiple of 4"
+    assert states(odd, inputs(odd, 3)).shape == (3, 24)
