@@ -6,13 +6,17 @@ python guarded.py PROGRESS 1  reads one byte too far, and should not come back
 
 import ctypes
 import faulthandler
+import functools
 import itertools
 import mmap
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import attention
+import encoder_parts
 import torch
 from emulated.amx import EmulatedTiles
 from samples import random_codes
@@ -21,7 +25,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu import dequantize, linear, quantize, runtime
+from halfbyte.kernels.cpu import attend_whole, dequantize, linear, quantize, runtime
+from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
@@ -140,9 +145,11 @@ def products(tell: Callable[[str], None]) -> None:
                     same(kernel(rows, data.data_ptr(), None, -9.0, 9.0), wanted[1])
 
 
-def products_of_many_rows(tell: Callable[[str], None]) -> None:
-    """From some rows on codes are expanded first."""
-    for name, m, n, k in (("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130)):
+def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
+    """From some rows on codes are expanded first. Of many outputs, tiles take several panels at once."""
+    many = ("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130)
+    wide = ("q4_0", 1, 545, 95), ("int4_g64_zp_bf16", 2, 546, 130), ("int8_channel", 1, 547, 70)
+    for name, m, n, k in (*many, *wide):
         fmt, x, bias = as_format(name), torch.randn(m, k), torch.randn(n)
         kernel, packed = LinearKernel(fmt, n, k, torch.float32, "int8", "block"), pack(random_codes(fmt, (n, k)))
         wanted = kernel(x, packed.data.data_ptr(), bias, -9.0, 9.0)
@@ -254,6 +261,63 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
                 same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
 
 
+def attentions(tell: Callable[[str], None]) -> None:
+    launch = attention.native(current(), 1)
+    for dim, kind, masked, length, t in (
+        (8, "f32", True, 31, 2),
+        (24, "bf16", False, 0, 1),
+        (64, "f16", True, 5, 3),
+        (40, "f32", False, 33, 1),
+    ):
+        spec, b, kv_heads, size = AttendSpec(dim, 2, kind, normed=masked, masked=masked), 2, 2, length + t
+        qkv, turn, norms = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, dim), torch.rand(2, dim)
+        cache, mask = torch.randn(2, b, kv_heads, size, dim).to(attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
+
+        def run(
+            place: Callable[[Tensor], Tensor],
+            kept: Tensor,
+            spec: AttendSpec = spec,
+            rest: tuple[Any, ...] = (qkv, turn, mask, norms, length),
+        ) -> Tensor:
+            qkv, turn, mask, norms, length = rest
+            cos = place(turn.flatten()).view(turn.shape)
+            seen = place(mask.flatten()).view(mask.shape) if spec.masked else None
+            of_heads = (place(norms[0]), place(norms[1])) if spec.normed else None
+            return attention.attended(
+                launch, spec, place(qkv.flatten()).view(qkv.shape), (cos, cos), (kept[0], kept[1]), length, seen, of_heads
+            )
+
+        wanted = run(lambda t: t, cache.clone())
+        for flush in ENDS:
+            tell(f"attention to a cache {spec} length={length} t={t} flush with {flush}")
+            kept = guarded(cache.shape, cache.dtype, flush).copy_(cache)
+            with guarded_allocations(flush):
+                same(run(functools.partial(placed, flush=flush), kept), wanted)
+
+
+def encoders_parts(tell: Callable[[str], None]) -> None:
+    for tokens, dim, masked in ((1, 4, False), (7, 20, True), (16, 8, True), (33, 32, True), (18, 32, False)):
+        qkv, mask = torch.randn(2, tokens, 3, 2, dim), torch.rand(2, 1, tokens, tokens) < 0.7
+
+        def run(qkv: Tensor, mask: Tensor | None) -> Tensor:
+            return attend_whole.attend(*qkv.permute(2, 0, 3, 1, 4), mask, 0.3)
+
+        wanted = run(qkv, mask if masked else None)
+        for flush in ENDS:
+            tell(f"attention of {tokens} tokens, {dim} elements flush with {flush}")
+            scratch(flush)
+            given = placed(qkv.flatten(), flush).view(qkv.shape), placed(mask.flatten(), flush).view(mask.shape) if masked else None
+            with guarded_allocations(flush):
+                same(run(*given), wanted)
+    for k, flush in itertools.product(KS, ENDS):
+        tell(f"norm of {k} elements flush with {flush}")
+        x, weight, shift = torch.randn(3, k + 1), torch.randn(k), torch.randn(k)
+        launch, out, wanted = encoder_parts.native(current(), 1), guarded((3, k), torch.float32, flush), torch.empty(3, k)
+        encoder_parts.normed(launch, x, wanted, weight, shift, 1e-5)
+        encoder_parts.normed(launch, placed(x[:, :k], flush, gap=2), out, placed(weight, flush), placed(shift, flush), 1e-5)
+        same(out, wanted)
+
+
 def weights(tell: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
     names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
@@ -294,11 +358,13 @@ def main(progress: str, one_too_far: bool) -> None:
             ctypes.string_at(t.data_ptr() - 1, 1)
         scratch("end")
         products(tell)
-        products_of_many_rows(tell)
+        products_of_many_rows_or_outputs(tell)
         integer_products(tell)
         convolutions(tell)
         minimal_filtering(tell)
         matrix_convolutions(tell)
+        attentions(tell)
+        encoders_parts(tell)
         weights(tell)
 
 

@@ -237,6 +237,21 @@ def test_groups_of_panels_are_shared_by_any_number_of_threads(case: Case, thread
         assert torch.equal(run_linear(case.kernel(n, k, monkeypatch), x, packed), wanted)
 
 
+@few
+def test_panels_at_once_are_as_one_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k = 32 * 17 + 5, 150
+    monkeypatch.setattr(runtime, "threads", lambda: 1)
+    packed, bias = pack(random_codes(case.format, (n, k))), torch.randn(n)
+    for m in (1, 2, 5):
+        x, residual = activations(m, k, case.dtype, m), torch.randn(m, n).to(case.dtype)
+        results = []
+        for streams in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
+            monkeypatch.setattr(type(RUNNABLE[case.isa]), "streams", streams)
+            kernel = case.kernel(n, k, monkeypatch)
+            results.append([run_linear(kernel, x, packed, b, (-9.0, 9.0), r) for b in (None, bias) for r in (None, residual)])
+        assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(results[0], one, strict=True))
+
+
 @pytest.mark.parametrize("isa", range(len(RUNNABLE)), ids=lambda i: RUNNABLE[i].name)
 @pytest.mark.parametrize(("bits", "zero"), KINDS)
 @pytest.mark.parametrize("way", ["block", "row_offset"])

@@ -81,6 +81,7 @@ LINEAR = Block(
         "n",
         "panel_bytes",
         "group",
+        "at_once",  # panels that a tile takes, 0 for one
         "zeros",
         "out_stride",
         "out_bytes",

@@ -62,26 +62,29 @@ def multiply(
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
     panel_bytes, zeros = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "zeros", "ptr")
     has_bias = f.emit("i1", f"icmp ne ptr {bias.name}, null")
+    several = LINEAR.load(args, "at_once")
+    at_once = several.equals(0).select(f.value("i64", 1), several)
     out_bytes, n = LINEAR.load(args, "out_bytes"), LINEAR.load(args, "n")
     function, lesser = LINEAR.load(args, "tile_function", "ptr"), LINEAR.load(args, "lesser_tile_function", "ptr")
 
-    def of_panel(p: Value) -> tuple[Value, Value, Value, Value]:
-        """Its weights, offset among outputs, bias and columns."""
+    def of_panel(p: Value, stop: Value) -> tuple[Value, Value, Value, Value]:
+        """Its weights, offset among outputs, bias and columns, also those of the panels behind it up to `stop`."""
         panel_bias = has_bias.select(bias + p * (4 * PANEL), zeros)
-        return weights + p * panel_bytes, p * out_bytes * PANEL, panel_bias, f.umin(n - p * PANEL, f.value("i64", PANEL))
+        return weights + p * panel_bytes, p * out_bytes * PANEL, panel_bias, f.umin(n, stop * PANEL) - p * PANEL
 
     plain = LINEAR.load(args, "panel_function").equals(0)
     with f.when(plain.equals(0)):
         for p in f.loop(panels[1], panels[0]):
-            panel, at_out, panel_bias, columns = of_panel(p)
+            panel, at_out, panel_bias, columns = of_panel(p, p + 1)
             f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, columns, *tiles)
     row = f.variable(f.value("i64", 0))
     for t in f.loop(plain.select(tiles[1], tiles[0]), tiles[0]):
         first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
         tile = first_kind.select(function, lesser)
         prefetch = t.equals(tiles[0]).select(f.value("i64", 1), 0)
-        for p in f.loop(panels[1], panels[0]):
-            panel, at_out, panel_bias, columns = of_panel(p)
+        for step in f.loop((panels[1] - panels[0] + (at_once - 1)) // at_once):
+            p = panels[0] + step * at_once
+            panel, at_out, panel_bias, columns = of_panel(p, f.umin(p + at_once, panels[1]))
             at = a + row.value * row_bytes, out + row.value * out_stride + at_out
             f.call_pointer(tile, args, panel, *at, panel_bias, columns, prefetch)
         row.value = row.value + first_kind.select(big, big - 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.tile import FIELDS, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 RECORD_BYTES = 24 << 10  # of expanded records at a time
@@ -59,7 +59,8 @@ class ExpandedTile(Tile):
         f = self.f
         with f.when((self.stage & _FIRST).equals(_FIRST)):
             self._begin(first)
-        behind = self._blocks(first, self.count_blocks, self.last_units)
+        part = Part(first, first, first, first)
+        behind = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
         with f.when((self.stage & _LAST).equals(_LAST)):
             self._end(first, behind)
 

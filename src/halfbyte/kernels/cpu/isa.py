@@ -59,6 +59,7 @@ class ISA:
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     expanded_tile: ClassVar[tuple[int, int] | None] = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
     expanded_rows = 0  # from so many rows on
+    streams: ClassVar[int] = 1  # panels that a tile takes at once where it is the only one, so that weights are read from as many places
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property

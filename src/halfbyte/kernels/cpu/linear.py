@@ -30,6 +30,7 @@ from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
@@ -42,7 +43,7 @@ _KEPT_SCRATCH = 1 << 24
 
 pack_call = LINEAR.struct("counter", "clamp").pack_into
 CALL = LINEAR.offset("counter")
-_ZEROS = torch.zeros(PANEL)
+_ZEROS = torch.zeros(PANEL * 8)  # for as many panels as tiles take at once
 
 
 class _Call(NamedTuple):
@@ -194,15 +195,19 @@ class LinearKernel:
     def arguments(self, m: int, threads: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
         """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""
         geo, taken = self.geometry, self.taking(m)
-        fields = taken.fields(m)
-        group = max(1, min(_GROUP_BYTES // geo.panel_bytes, geo.panels // (threads * _GROUPS_A_THREAD)))
+        share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
+        fields = taken.fields(m, min(taken.isa.streams, share))
+        group = round_up(max(1, min(_GROUP_BYTES // geo.panel_bytes, share)), fields["at_once"])
         phases = jit.load("driver", driver.build, self.isa)
         chunks = max(1, min(m * taken.row_bytes // taken.isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
         return LINEAR.buffer(fields), m * taken.row_bytes
 
-    def fields(self, m: int) -> dict[str, int]:
-        """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need."""
+    def fields(self, m: int, at_once: int = 1) -> dict[str, int]:
+        """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
+
+        at_once   panels that a tile takes if no other one reads them too
+        """
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
         most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
         if self.paired and m >= most:
@@ -212,6 +217,9 @@ class LinearKernel:
             most, vectors = expands
         count = -(-m // most)
         rows, more = divmod(m, count)
+        if count > 1 or (spec.bits == 8 and m > 2):  # these do not wait for memory
+            at_once = 1
+        spec = replace(spec, panels=self.isa.streams if at_once > 1 else 1)
         function = _tile_function(self.isa, spec, rows + (more > 0), vectors, expands is not None)
         lesser = _tile_function(self.isa, spec, rows, vectors, expands is not None) if more else function
         return {
@@ -232,6 +240,7 @@ class LinearKernel:
             "tile_function": function,
             "lesser_tile_function": lesser,
             "n": geo.n,
+            "at_once": at_once,
             "panel_bytes": geo.panel_bytes,
             "zeros": _ZEROS.data_ptr(),
             "out_stride": geo.n * element,

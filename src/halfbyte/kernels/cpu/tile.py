@@ -20,7 +20,7 @@ through GELU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,7 @@ class TileSpec:
     out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
     gelu     outputs go through `gelu.gelu`
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
+    panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     """
 
     inner: Inner
@@ -67,6 +68,7 @@ class TileSpec:
     out: str
     gelu: bool = False
     folded: bool = False
+    panels: int = 1
 
     @property
     def signed(self) -> bool:
@@ -77,7 +79,8 @@ class TileSpec:
         scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
         scheme += ("_pairs" if self.pairs else "") + ("_folded" if self.folded else "")
         shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
-        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{'_gelu' if self.gelu else ''}"
+        end = ("_gelu" if self.gelu else "") + (f"_p{self.panels}" if self.panels > 1 else "")
+        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{end}"
 
 
 def build(spec: TileSpec, isa: ISA) -> Module:
@@ -85,13 +88,31 @@ def build(spec: TileSpec, isa: ISA) -> Module:
     module = Module(isa.attributes)
     f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
-    passes = PANEL // (isa.lanes * spec.vectors)
-    if passes == 1:
-        tile.emit(f.value("i64", 0))
+    sides = PANEL // (isa.lanes * spec.vectors)
+    if spec.panels > 1 or (sides > 1 and not tile.in_registers):
+        tile.emit_parts(sides)
+    elif sides > 1:
+        for side in f.loop(sides):
+            tile.emit(side * (isa.lanes * spec.vectors))
     else:
-        for part in f.loop(passes):
-            tile.emit(part * (isa.lanes * spec.vectors))
+        tile.emit(f.value("i64", 0))
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a tile computes at a time.
+
+    number    how many parts are before it
+    weights   bytes to its panel
+    first     its first row of the panel
+    column    its first output
+    """
+
+    number: Value
+    weights: Value
+    first: Value
+    column: Value
 
 
 class Tile:
@@ -107,6 +128,8 @@ class Tile:
         self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired)
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals
+        self.apart = spec.inner == "int8" and isa.apart(spec.bits)
+        self.accumulators: Value | None = None
         size = isa.lanes * 4
         self.scratch = f.alloca(isa.floats, self.count, size)
         self.totals: list[Variable] = []
@@ -127,17 +150,85 @@ class Tile:
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
         self._begin(first)
-        self._end(first, self._blocks(first, LINEAR.load(self.args, "blocks"), LINEAR.load(self.args, "last_units")))
+        none = self.f.value("i64", 0)
+        part = Part(none, none, first, first)
+        behind = self._blocks(lambda: iter([part]), LINEAR.load(self.args, "blocks"), LINEAR.load(self.args, "last_units"))
+        self._end(first, behind)
 
-    def _blocks(self, first: Value, blocks: Value, last: Value) -> Value:
-        """Adds the products of so many blocks to the totals, where the last has `last` units; the end of their activations."""
+    def emit_parts(self, sides: int) -> None:
+        """All outputs of each panel, which takes so many tiles, in turn: so that weights are read once, and all the time."""
+        f, isa, prefetching = self.f, self.isa, self.prefetching
+        width, size = isa.lanes * self.spec.vectors, 4 * isa.lanes * self.count
+        parts = sides * self.spec.panels
+        totals = f.alloca(isa.floats, self.count * parts, 4 * isa.lanes)
+        if self.spec.panels > 1:
+            self.accumulators = f.alloca(isa.ints, (self.count + self.spec.vectors * self.spec.shifted) * parts, 4 * isa.lanes)
+        panels = (self.columns + (PANEL - 1)) // PANEL if self.spec.panels > 1 else f.value("i64", 1)
+        self.in_registers = False
+
+        def each() -> Iterator[Part]:
+            for n in f.loop(panels * sides):
+                side, panel = n & (sides - 1), n // sides
+                self.scratch = totals + n * size
+                # Where several places are read from, the CPU itself asks for what comes next.
+                self.prefetching = f.value("i64", 0) if self.spec.panels > 1 else side.equals(0).select(prefetching, 0)
+                yield Part(n, panel * LINEAR.load(self.args, "panel_bytes"), side * width, n * width)
+
+        for part in each():
+            self._begin(part.column)
+        behind = self._blocks(each, LINEAR.load(self.args, "blocks"), LINEAR.load(self.args, "last_units"))
+        for part in each():
+            self._end(part.column, behind)
+
+    def _blocks(self, parts: Callable[[], Iterator[Part]], blocks: Value, last: Value) -> Value:
+        """Adds the products of so many blocks to the totals, where the last has `last` units; the end of their activations.
+
+        `parts()` are what each block is multiplied with.
+        """
         spec, f = self.spec, self.f
         units = LINEAR.load(self.args, "units")
         w, a = f.variable(self.weights), f.variable(self.activations)
+        unit_activations = spec.rows * self.row_unit_bytes
         for b in f.loop(blocks):
             n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
-            self._block(w, a, n, first)
+            weights, activations = w.value, a.value
+            tail = weights + (self.unit_bytes if spec.single else n * self.unit_bytes)
+            fields = activations + (unit_activations if spec.single else n * unit_activations)
+            if spec.single or self.accumulators is None:
+                for part in parts():
+                    self._block(weights + part.weights, activations, tail + part.weights, fields, n, part.first)
+            else:
+                self._block_by_units(parts, weights, activations, tail, fields, n, self.accumulators)
+            w.value = tail + self.tail_bytes
+            a.value = fields + 4 * FIELDS * spec.rows
         return a.value
+
+    def _block_by_units(
+        self, parts: Callable[[], Iterator[Part]], w: Value, a: Value, tail: Value, fields: Value, units: Value, sums: Value
+    ) -> None:
+        """As `_block` for each of the parts, which take turns after each unit. `sums`: memory for their accumulators."""
+        spec, f, size = self.spec, self.f, 4 * self.isa.lanes
+        count = self.count + spec.vectors * spec.shifted
+        kind = self.isa.ints if spec.inner == "int8" else self.isa.floats
+
+        def kept(part: Part) -> Value:
+            return sums + part.number * (count * size)
+
+        def keep(part: Part, values: list[Value]) -> None:
+            for n, value in enumerate(values):
+                kept(part).store(value, n * size, size)
+
+        def values(part: Part) -> list[Value]:
+            return [kept(part).load(kind, n * size, size) for n in range(count)]
+
+        for part in parts():
+            keep(part, self._block_start(tail + part.weights, fields, part.first))
+        for u in f.loop(units):
+            at, activations = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
+            for part in parts():
+                keep(part, self._unit(at + part.weights, activations, part.first, values(part)))
+        for part in parts():
+            self._block_end(values(part), tail + part.weights, fields, units, part.first)
 
     def _begin(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
@@ -160,35 +251,36 @@ class Tile:
 
     # One block along K
 
-    def _block(self, w: Variable, a: Variable, units: Value, first: Value) -> None:
+    def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
+        """`tail` and `fields`: what is behind the block's weights and activations."""
+        spec, f = self.spec, self.f
+        start = self._block_start(tail, fields, first)
+        if spec.single:
+            sums = self._unit(w, a, first, start)
+        else:
+            kept = [f.variable(v) for v in start]
+            for u in f.loop(units):
+                at = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
+                for k, v in zip(kept, self._unit(*at, first, [k.value for k in kept]), strict=True):
+                    k.value = v
+            sums = [k.value for k in kept]
+        self._block_end(sums, tail, fields, units, first)
+
+    def _block_start(self, tail: Value, fields: Value, first: Value) -> list[Value]:
+        """What a block's accumulators, and the sums of weights behind them, begin at."""
         spec, isa, f = self.spec, self.isa, self.f
-        unit_activations = spec.rows * self.row_unit_bytes
-        tail = w.value + (self.unit_bytes if spec.single else units * self.unit_bytes)
-        fields = a.value + (unit_activations if spec.single else units * unit_activations)
-        apart = spec.inner == "int8" and isa.apart(spec.bits)
-        start = [f.value(isa.ints, 0)] * self.count if apart else self._start(fields, tail, first)
+        start = [f.value(isa.ints, 0)] * self.count if self.apart else self._start(fields, tail, first)
         if spec.inner == "int8":
             start = isa.turned(self.int8, start)
-        sums = f.value(isa.ints, 0) if spec.shifted else None
-        weight_sums = [sums] * spec.vectors if sums is not None else []
-        if spec.single:
-            totals, weight_sums = self._unit(w.value, a.value, first, start, weight_sums)
-        else:
-            kept = [f.variable(v) for v in (*start, *weight_sums)]
-            for u in f.loop(units):
-                values = [k.value for k in kept]
-                at = w.value + u * self.unit_bytes, a.value + u * unit_activations
-                new, new_sums = self._unit(*at, first, values[: self.count], values[self.count :])
-                for k, v in zip(kept, (*new, *new_sums), strict=True):
-                    k.value = v
-            totals, weight_sums = [k.value for k in kept[: self.count]], [k.value for k in kept[self.count :]]
-        if spec.inner == "int8":
-            totals = isa.turned(self.int8, totals)
-        if apart and not spec.folded:  # now, so that it takes no registers meanwhile; for the same reason scales and zeros come late
+        return [*start, *[f.value(isa.ints, 0)] * (spec.vectors * spec.shifted)]
+
+    def _block_end(self, sums: list[Value], tail: Value, fields: Value, units: Value, first: Value) -> None:
+        totals, weight_sums = sums[: self.count], sums[self.count :]
+        if self.spec.inner == "int8":
+            totals = self.isa.turned(self.int8, totals)
+        if self.apart and not self.spec.folded:  # now, so that it takes no registers meanwhile; for the same reason scales come late
             totals = [total + s for total, s in zip(totals, self._start(fields, tail, first), strict=True)]
         self._scale(totals.__getitem__, fields, tail, first, weight_sums, units)
-        w.value = tail + self.tail_bytes
-        a.value = fields + 4 * FIELDS * spec.rows
 
     def _lanes(self, tail: Value, first: Value, v: int, at: int = 0) -> Value:
         """Scales (or offsets, `at` bytes further) of one vector of rows, as they are stored."""
@@ -225,7 +317,7 @@ class Tile:
         zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         return [f.value(self.isa.floats, -0.0) - zero * s for s in sums for zero in zeros if zero is not None]
 
-    def _unit(self, w: Value, a: Value, first: Value, totals: list[Value], weight_sums: list[Value]) -> tuple[list[Value], list[Value]]:
+    def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
         """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
         spec, f = self.spec, self.f
         with f.when(self.prefetching.equals(1)):
@@ -233,13 +325,15 @@ class Tile:
                 f.prefetch(w + (PREFETCH_BYTES + line))
         rows = w + first * 4
         if spec.inner == "int8":
-            return self.isa.int8_unit(f, self.int8, rows, [a + i * self.row_unit_bytes for i in range(spec.rows)], totals, weight_sums)
+            activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]
+            new, new_sums = self.isa.int8_unit(f, self.int8, rows, activations, sums[: self.count], sums[self.count :])
+            return [*new, *new_sums]
         step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
         row_k = 32 // spec.bits
         for t in range(spec.unit // row_k):
-            totals = step(rows + t * PANEL * 4, a + t * row_k * self.row_unit_bytes // spec.unit, totals)
+            sums = step(rows + t * PANEL * 4, a + t * row_k * self.row_unit_bytes // spec.unit, sums)
             f.fence()
-        return totals, weight_sums
+        return sums
 
     def _float_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
