@@ -1,10 +1,10 @@
 """Damaged files by the thousand: `python tests/fuzzing.py --count 100000`. tests/test_fuzz.py runs some of it.
 
 Each case changes a sound file somewhere and reads it whole: GGUF files by themselves and as models with their tokenizer, one of them a
-mixture of experts, one in two parts; folders of AWQ, GPTQ, compressed-tensors, bitsandbytes and halfbyte, of 8- and 4-bit floats, and
-float ones in several files; tokenizer.json. It passes if the file is read or refused with one line; if that takes no more than a few
-seconds of the processor; and if no more than four times its size is allocated, besides room to work: 256 MB of address space in every
-case, and one megabyte in every fiftieth, where each allocation is seen.
+mixture of experts, one in two parts; folders of AWQ, GPTQ, compressed-tensors, bitsandbytes, HQQ, torchao and halfbyte, of 8- and 4-bit
+floats, and float ones in several files; tokenizer.json. It passes if the file is read or refused with one line; if that takes no more
+than a few seconds of the processor; and if no more than four times its size is allocated, besides room to work: 256 MB of address space
+in every case, and one megabyte in every fiftieth, where each allocation is seen.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 from language_model import make_tokenizer
+from safetensors.torch import save_file
 from samples import random_codes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -205,6 +206,35 @@ def make_bitsandbytes(folder: Path) -> None:
     _folder(folder, tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True})
 
 
+def make_hqq(folder: Path) -> None:
+    """Of 8, 4 and 3 bits, with groups along the inputs and along the outputs."""
+    tensors = {"norm": torch.ones(4)}
+    for name, bits, axis in (("a", 8, 1), ("b", 4, 1), ("c", 4, 0), ("d", 3, 1)):
+        rows, columns = (24, 8) if axis == 1 else (8, 24)
+        words = torch.randint(0, 1 << 30, (-(-rows // 10), columns), dtype=torch.int32)
+        packed = words if bits == 3 else torch.randint(0, 256, (rows * bits // 8, columns), dtype=torch.uint8)
+        scales = (rows, 1) if axis == 1 else (1, columns)
+        settings = {"nbits": bits, "axis": axis, "group_size": 8, "channel_wise": 1, "quant_scale": 0}
+        parts = {"W_q": packed, "scale": torch.rand(scales).half(), "zero": torch.rand(scales).half(), "shape": torch.tensor([6, 32])}
+        parts |= {key: torch.tensor(value, dtype=torch.int32) for key, value in settings.items()}
+        tensors |= {f"{name}.{key}": value for key, value in parts.items()}
+    _folder(folder, tensors, {"quant_method": "hqq"})
+
+
+def make_torchao(folder: Path) -> None:
+    codes, points = torch.randint(-8, 8, (6, 32), dtype=torch.int8), torch.randint(-8, 8, (6, 2), dtype=torch.int8)
+    parts = {
+        "a": ("Int8Tensor", {}, {"qdata": codes, "scale": torch.rand(6, 1), "zero_point": torch.zeros(6, 1, dtype=torch.int8)}),
+        "b": ("IntxUnpackedToInt8Tensor", {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}},
+              {"qdata": codes, "scale": torch.rand(6, 2).bfloat16(), "zero_point": points}),
+        "c": ("Float8Tensor", {}, {"qdata": torch.rand(6, 32).to(torch.float8_e4m3fn), "scale": torch.rand(6, 1)}),
+    }  # fmt: skip
+    _folder(folder, {}, {"quant_method": "torchao"})
+    tensors = {f"{name}._weight_{part}": tensor.clone() for name, (_, _, found) in parts.items() for part, tensor in found.items()}
+    metadata = {f"{name}.weight": json.dumps({"_type": kind, "_data": about}) for name, (kind, about, _) in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", **metadata})
+
+
 def make_gguf_parts(folder: Path) -> None:
     for i, name in enumerate(_PARTS):
         counts = {"split.count": 2, "split.no": i, "split.tensors.count": 2}
@@ -305,6 +335,8 @@ KINDS = (
     Kind("small floats", _FOLDER, make_small_floats, read_quantized),
     Kind("mxfp4", _FOLDER, make_mxfp4, read_quantized),
     Kind("bitsandbytes", _FOLDER, make_bitsandbytes, read_quantized),
+    Kind("hqq", _FOLDER, make_hqq, read_quantized),
+    Kind("torchao", _FOLDER, make_torchao, read_quantized),
     Kind("gguf parts", _PARTS, make_gguf_parts, read_gguf_parts),
     Kind("gguf model", ("m.gguf",), make_gguf_model, read_model),
     Kind("gguf experts", ("m.gguf",), make_gguf_experts, read_model),

@@ -235,7 +235,7 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("awq", {"quant_method": "torchao"}, "halfbyte reads awq, gptq.*dequantize it with transformers and torchao"),
+        ("awq", {"quant_method": "quanto"}, "halfbyte reads awq, gptq.*dequantize it with transformers and quanto"),
         ("awq", {"quant_method": None}, "halfbyte reads awq, gptq"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
         ("awq", {"bits": 3}, "3 bits"),

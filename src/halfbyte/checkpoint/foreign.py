@@ -1,5 +1,5 @@
-"""Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, transformers with halfbyte, and those of foreign_floats.py. What
-is in their files is what runs: no weight is quantized again.
+"""Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, transformers with halfbyte, and those of
+foreign_affine.py and foreign_floats.py. What is in their files is what runs: no weight is quantized again.
 
 `quantization_config` in config.json says which project it was. What it says about single modules is checked against the tensors that
 are there, and the tensors are believed. Older folders of AWQ and GPTQ say it in a file of their own.
@@ -20,6 +20,7 @@ from torch import Tensor
 from halfbyte.checkpoint import quantization_config
 from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_entries
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
+from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
 from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts, scale_dtype
 from halfbyte.checkpoint.manifest import dtype_named
@@ -37,7 +38,7 @@ _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_
 _MOST_POINTS = 1 << 22  # that are looked at to judge a version
 # What can be done about folders whose tensors mean nothing without their project's own classes.
 _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
-_REMEDIES = {name: _ELSEWHERE.format(name) for name in ("hqq", "torchao", "quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
+_REMEDIES = {name: _ELSEWHERE.format(name) for name in ("quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
@@ -71,6 +72,8 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
         "modelopt": modelopt,
         "modelopt_fp4": modelopt,
         "bitsandbytes": bnb,
+        "hqq": of_hqq,
+        "torchao": of_torchao,
     }
     if method is None and isinstance(settings, dict) and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"  # as it was written before 2023

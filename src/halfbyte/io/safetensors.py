@@ -91,8 +91,8 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def read_header(path: Path) -> dict[str, Place]:
-    """Where each tensor of a file lies. Raises CheckpointError for a header that breaks any rule of the format."""
+def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
+    """Where each tensor of a file lies, and its metadata. Raises CheckpointError for a header that breaks any rule of the format."""
     if sys.byteorder != "little":
         raise UnsupportedError("safetensors files are little-endian and this machine is not: load the model on another machine")
     try:
@@ -104,7 +104,7 @@ def read_header(path: Path) -> dict[str, Place]:
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     start = 8 + length
     places = {name: _place(path, start, name, entry) for name, entry in header.items()}
     end = start
@@ -114,7 +114,7 @@ def read_header(path: Path) -> dict[str, Place]:
         end += place.spec.nbytes
     if end != size:
         raise CheckpointError(f"{path} has {size} bytes, its header speaks of {end}: the file is damaged or cut short")
-    return places
+    return places, metadata if isinstance(metadata, dict) else {}
 
 
 def _place(path: Path, start: int, name: str, entry: object) -> Place:
@@ -147,13 +147,17 @@ def is_shape(value: list[Any]) -> bool:
 class Reader:
     """The tensors of one or more safetensors files, by name.
 
-    places  name -> where it lies, in the order of the headers
+    places    name -> where it lies, in the order of the headers
+    metadata  of all files: strings by name, as far as they are what they should be
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.places: dict[str, Place] = {}
+        self.metadata: dict[str, object] = {}
         for path in paths:
-            for name, place in read_header(path).items():
+            places, metadata = read_header(path)
+            self.metadata |= metadata
+            for name, place in places.items():
                 if name in self.places:
                     raise CheckpointError(f"tensor {name!r} is in both {self.places[name].path} and {path}: remove one of the files")
                 self.places[name] = place

@@ -1,0 +1,168 @@
+"""Folders of HQQ and torchao: codes with a scale and a zero for each block. See io/hqq.py and io/torchao.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
+from halfbyte.checkpoint.foreign_floats import notes
+from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.io import float8, hqq, points, torchao
+from halfbyte.io.safetensors import Reader, parse_json
+from halfbyte.io.tensors import Spec
+
+_NUMBERS = ("W_q", "scale", "zero")
+# What else hqq stores of a weight, each a tensor: how it was made, and what its own classes need.
+_SETTINGS = (
+    "nbits", "group_size", "axis", "shape", "channel_wise", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
+    "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero",
+)  # fmt: skip
+_INT8, _INTX, _FLOAT8 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor"
+_PART = "_weight_"
+_LARGEST = 1 << 20  # bytes of a description in a file's metadata
+
+
+def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    """HQQ: groups along the inputs keep their codes, groups along the outputs (axis 0) become floats."""
+    modules, rest = modules_of(reader, (*_NUMBERS, *_SETTINGS))
+    entries: dict[str, Entry] = {}
+    floats = 0
+    for name, parts in modules.items():
+        bits, group, axis, shape = _hqq_settings(reader, parts, name)
+        numbers = {part: parts[part] for part in _NUMBERS if part in parts}
+        size = nbytes_of(reader, numbers)
+        if axis == 0:
+
+            def read_floats(
+                wanted: torch.dtype | None, how: Any = (bits, group, shape, name), numbers: Mapping[str, str] = numbers
+            ) -> Tensor:
+                return hqq.read_floats(read_parts(reader, numbers), *how, dtype=wanted or dtype)
+
+            entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read_floats, form="HQQ, groups along the outputs")
+            floats += 1
+            continue
+
+        def read(wanted: torch.dtype | None, how: Any = (bits, group, shape, name), numbers: Mapping[str, str] = numbers) -> Codes:
+            return hqq.read(read_parts(reader, numbers), *how)
+
+        blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
+        scale, zero = (points.take(read_parts(reader, numbers), part, points.SCALES, blocks, name) for part in ("scale", "zero"))
+        entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read, Quantized(hqq.format_of(scale, zero, bits, group), "HQQ"))
+    return Entries(entries | plain_entries(reader, rest), notes({"codes in groups along the outputs": floats} if floats else {}, 0))
+
+
+def _hqq_settings(reader: Reader, parts: Mapping[str, str], name: str) -> tuple[int, int | None, int, tuple[int, int]]:
+    """Bits, group size (None: a row), axis and shape of a weight."""
+
+    def numbers(part: str) -> list[Any]:
+        if part not in parts or reader.spec(parts[part]).nbytes > 64:
+            return []
+        found: list[Any] = reader.read(parts[part]).flatten().tolist()
+        return found
+
+    def number(part: str, default: int) -> int:
+        found = numbers(part)
+        return int(found[0]) if len(found) == 1 and found[0] == found[0] // 1 else default
+
+    bits, axis, shape, group = number("nbits", 0), number("axis", -1), numbers("shape"), number("group_size", 0)
+    if bits not in hqq.BITS or axis not in (0, 1) or len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in shape):
+        what = f"nbits {bits}, axis {axis} and shape {short(shape)}"
+        raise CheckpointError(f"{name} says {what}: halfbyte reads HQQ of {', '.join(map(str, hqq.BITS))} bits with axis 0 or 1")
+    if number("quant_scale", 0) or number("quant_zero", 0) or "scale" not in parts or "zero" not in parts:
+        raise CheckpointError(
+            f"{name} has scales or zeros that are quantized themselves, which halfbyte does not read: dequantize it with hqq"
+        )
+    n, k = shape
+    if not number("channel_wise", 1) or group < 0 or (group and (k % group if axis == 1 else (n * k) % group)):
+        raise CheckpointError(
+            f"{name} of shape {shape} has groups of {group or 'all'}, which are no parts of its rows: dequantize it with hqq"
+        )
+    return bits, group or None, axis, (n, k)
+
+
+def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+    """torchao's tensors in safetensors, as transformers saves them since 5.0: those of integers that are not packed, and 8-bit floats."""
+    modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
+    entries: dict[str, Entry] = {}
+    floats = 0
+    for name, parts in modules.items():
+        parts = {part.removeprefix(_PART): full for part, full in parts.items()}
+        kind, about = _described(reader, f"{name}.weight")
+        shape = reader.spec(parts["qdata"]).shape
+        if kind not in (_INT8, _INTX, _FLOAT8) or "scale" not in parts or len(shape) != 2:
+            what = f"{name} is {short(kind)} {list(shape)}"
+            raise CheckpointError(
+                f"{what}: of torchao halfbyte reads matrices that are {_INT8}, {_INTX} or {_FLOAT8}, start from the float model"
+            )
+        size, scale = nbytes_of(reader, parts), reader.spec(parts["scale"])
+        if kind == _FLOAT8:
+
+            def read_floats(wanted: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Tensor:
+                return float8.read(reader.read(parts["qdata"]), reader.read(parts["scale"]), None, wanted or dtype, name)
+
+            float8.rectangle(shape, scale.shape, scale.dtype, None, name)
+            entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read_floats, form="float8_e4m3fn of torchao")
+            floats += 1
+            continue
+        blocks = scale.shape[1] if len(scale.shape) == 2 else 0
+        if not blocks or shape[1] % blocks:
+            raise CheckpointError(
+                f"{name} of shape {list(shape)} has scales {list(scale.shape)}, not some for each row: the checkpoint is damaged"
+            )
+        bits = 8 if kind == _INT8 else _bits_of(about, name)
+
+        def read(
+            wanted: torch.dtype | None, how: Any = (bits, (shape[0], shape[1]), blocks, name), parts: Mapping[str, str] = parts
+        ) -> Codes:
+            return torchao.read(read_parts(reader, parts), *how)
+
+        zero = {part: reader.read(parts[part]) for part in parts if part == "zero_point"}
+        symmetric = bool((torchao.zeros(zero, (shape[0], blocks), name) == 0).all())
+        block = shape[1] // blocks if blocks > 1 else "channel"
+        fmt = Format(bits, block, "none" if symmetric else "point", scale_dtype(name, scale))  # type: ignore[arg-type]
+        quantized = Quantized(fmt, "torchao", compute=_activation(about)[0], activation=_activation(about)[1])
+        entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read, quantized)
+    if odd := next((name for name in rest if name.rpartition(".")[2].startswith(_PART)), None):
+        raise CheckpointError(f"{odd} belongs to a weight of torchao without its qdata: start from the float model")
+    return Entries(entries | plain_entries(reader, rest), notes({"8-bit floats": floats} if floats else {}, 0))
+
+
+def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:
+    """The class of a tensor, and its attributes, from the metadata of the files."""
+    text = reader.metadata.get(name, "")
+    if not isinstance(text, str) or not 0 < len(text) < _LARGEST:
+        raise CheckpointError(f"no file says what {name} of torchao is: save the model again with transformers 5 or newer")
+    found = parse_json(text.encode(errors="replace"), f"what the files say of {name}")
+    about = found.get("_data")
+    return str(found.get("_type")), about if isinstance(about, dict) else {}
+
+
+def _bits_of(about: Mapping[str, Any], name: str) -> int:
+    """4 or 8: what holds the integers of a dtype such as int4 or int3."""
+    target = about.get("target_dtype")
+    said = target.get("_data") if isinstance(target, dict) else None
+    bits = int(said[3:]) if isinstance(said, str) and said[:3] == "int" and said[3:] in tuple("12345678") else 0
+    if not bits:
+        raise CheckpointError(f"{name} holds {short(said)}: of torchao halfbyte reads integers of 1 to 8 bits, start from the float model")
+    return 4 if bits <= 4 else 8
+
+
+def _activation(about: Mapping[str, Any]) -> tuple[str, str]:
+    """How a weight is multiplied: with activations quantized to 8 bits a row, or as is fastest where it says nothing of them."""
+    if about.get("activation_quantization") == "int8_asym_per_token":
+        return "int8", "row_offset"
+    inputs = about.get("act_quant_kwargs")
+    inputs = inputs.get("_data") if isinstance(inputs, dict) else None
+    if not isinstance(inputs, dict):
+        return "auto", "block"
+    mapping = inputs.get("mapping_type")
+    symmetric = not isinstance(mapping, dict) or mapping.get("_data") == "SYMMETRIC"
+    return "int8", "row" if symmetric else "row_offset"
