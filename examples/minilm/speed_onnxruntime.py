@@ -2,7 +2,7 @@
 
     pip install '.[demo]' onnx onnxruntime
     python examples/minilm/speed_onnxruntime.py          some minutes
-    python examples/minilm/speed_onnxruntime.py --rounds 2 --contenders 'halfbyte q4_0 compiled' 'ONNX Runtime int8'
+    python examples/minilm/speed_onnxruntime.py --rounds 2 --contenders 'halfbyte q4_0' 'ONNX Runtime int8' --shapes 1x8 1x32 32x128
 
 ONNX Runtime runs what its own `quantize_dynamic` (int8 weights a channel) makes of torch's export. "compiled" is torch.compile of the
 same model. Each contender has a process of its own, since their threads would spin against each other; the processes take turns, and
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,7 +32,8 @@ import halfbyte as hb
 from halfbyte.integrations import attention
 from halfbyte.nn.fused import fuse_
 
-SHAPES = ((1, 69), (32, 73))  # sentences, tokens of each
+SHAPES = ((1, 69), (32, 73))  # sentences, tokens of each, which `--shapes` replaces
+Shapes = Sequence[tuple[int, int]]
 SECONDS = 2.0
 FORMATS = ("q8_0", "int8_channel", "q4_0")
 CONTENDERS = (
@@ -81,17 +82,18 @@ def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
     if runtime == "halfbyte":
         hb.quantize_(model, hb.Config(kind))
         fuse_(model)
+        hb.shorten_(model)
     if name.endswith(" compiled"):
         model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
     return lambda ids: model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 @torch.inference_mode()
-def work(name: str, folder: Path) -> None:
+def work(name: str, folder: Path, shapes: Shapes) -> None:
     """Prints the seconds of each run, shape by shape."""
     run = runner(name, folder)
     times = []
-    for shape in SHAPES:
+    for shape in shapes:
         ids = torch.randint(1000, 20000, shape)
         for _ in range(2):
             run(ids)
@@ -108,32 +110,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=list(SHAPES), metavar="BATCHxTOKENS")
     parser.add_argument("--folder", type=Path, help="where ONNX Runtime's models are kept from run to run (default: nowhere)")
     parser.add_argument("--worker", metavar="CONTENDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.disable_progress_bar()
     if args.worker:
-        work(args.worker, args.folder)
+        work(args.worker, args.folder, args.shapes)
         return
     if args.folder is not None:
-        compare(args.contenders, args.rounds, args.folder)
+        compare(args.contenders, args.rounds, args.folder, args.shapes)
         return
     with tempfile.TemporaryDirectory(prefix="halfbyte-onnx-") as folder:
-        compare(args.contenders, args.rounds, Path(folder))
+        compare(args.contenders, args.rounds, Path(folder), args.shapes)
 
 
-def compare(contenders: list[str], rounds: int, folder: Path) -> None:
+def shape_of(text: str) -> tuple[int, int]:
+    batch, tokens = map(int, text.split("x"))
+    return batch, tokens
+
+
+def compare(contenders: list[str], rounds: int, folder: Path, shapes: Shapes) -> None:
     if not (folder / "int8.onnx").exists() and any(name.startswith("ONNX") for name in contenders):
         export(folder)
-    found: dict[str, list[list[float]]] = {name: [[] for _ in SHAPES] for name in contenders}
+    found: dict[str, list[list[float]]] = {name: [[] for _ in shapes] for name in contenders}
     for _ in range(rounds):
         for name in contenders:
-            command = [sys.executable, __file__, "--worker", name, "--folder", str(folder)]
+            command = [sys.executable, __file__, "--worker", name, "--folder", str(folder), "--shapes", *(f"{b}x{t}" for b, t in shapes)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             for all_times, new in zip(found[name], json.loads(done.stdout.splitlines()[-1]), strict=True):
                 all_times += new
-    print("| | " + " | ".join(f"batch {batch} of {tokens} tokens, ms" for batch, tokens in SHAPES) + " |")
-    print("| --- " * (1 + len(SHAPES)) + "|")
+    print("| | " + " | ".join(f"batch {batch} of {tokens} tokens, ms" for batch, tokens in shapes) + " |")
+    print("| --- " * (1 + len(shapes)) + "|")
     for name, times in found.items():
         print(f"| {name} | " + " | ".join(f"{statistics.median(one) * 1e3:.1f}" for one in times) + " |")
 

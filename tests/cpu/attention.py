@@ -45,7 +45,7 @@ def attended(
     """qkv [B, t, (G + 2) * Hkv * D], rotary [B, t, D], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
     b, t, width = qkv.shape
     kv_heads, dim = cache[0].shape[1], spec.dim
-    out = torch.full((b, t, spec.group * kv_heads * dim), torch.nan)
+    out = torch.empty(b, t, spec.group * kv_heads * dim).fill_(torch.nan)
     fields: dict[str, int | tuple[float, float]] = {
         **{name: turn.data_ptr() for name, turn in zip(("cos", "sin"), rotary, strict=True)},
         "rotary_batch": 4 * t * dim,

@@ -63,7 +63,11 @@ def layer_norm(x: Tensor, weight: Tensor, shift: Tensor, eps: float, error: Tens
     return y, (((of_d * root + size * (relative + 2 * EPS)) * weight.abs()) * (1 + relative) + EPS * (y.abs() + shift.abs())) * 1.01
 
 
-def native(isa: ISA, threads: int) -> Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]:
+# Runs the kernel of a norm with these arguments; the bytes from the address that an argument is.
+Launch = Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]
+
+
+def native(isa: ISA, threads: int) -> Launch:
     def launch(fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
         block = NORM.buffer(fields | {"first_phase": chain._phase(Step("norm", centred=True), isa), "openmp": runtime.openmp_address()})
         runtime.runner()(ctypes.addressof(block), threads)
@@ -71,7 +75,7 @@ def native(isa: ISA, threads: int) -> Callable[[dict[str, int | tuple[float, flo
     return launch
 
 
-def check_norm(k: int, rows: int, launch: Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]) -> None:
+def check_norm(k: int, rows: int, launch: Launch) -> None:
     """Whether what `launch` computes of such rows is the layer norm of float64."""
     torch.manual_seed(k)
     x = torch.full((rows, k + 3), torch.nan)
@@ -79,12 +83,22 @@ def check_norm(k: int, rows: int, launch: Callable[[dict[str, int | tuple[float,
     x[-1, :k] = 0.5  # no variance
     weight, shift, eps = torch.randn(k), torch.randn(k), 1e-12 if k % 2 else 1e-5
     out, untouched = poisoned(rows, k, dtype=torch.float32)
-    sizes = {"x": 4 * (x.numel() - 3), "out": out.nbytes, "weight": weight.nbytes, "shift": shift.nbytes}
-    fields: dict[str, int | tuple[float, float]] = {
-        name: t.data_ptr() for name, t in (("x", x), ("out", out), ("weight", weight), ("shift", shift))
-    }
-    fields |= {"x_stride": 4 * (k + 3), "out_stride": 4 * k, "rows": rows, "k": k, "eps": (eps, 0.0)}
-    launch(fields, sizes)
+    normed(launch, x, out, weight, shift, eps)
     wanted, error = layer_norm(x[:, :k], weight, shift, eps)
     assert bool(((out.double() - wanted).abs() <= error + 1e-30).all()), k
     assert untouched()
+
+
+def normed(launch: Launch, x: Tensor, out: Tensor, weight: Tensor, shift: Tensor, eps: float) -> None:
+    """out [rows, k] = norm of the first k of x [rows, k or more]."""
+    rows, k = out.shape
+    sizes = {"x": 4 * ((rows - 1) * x.stride(0) + k), "out": out.nbytes, "weight": weight.nbytes, "shift": shift.nbytes}
+    fields: dict[str, int | tuple[float, float]] = {
+        **{name: t.data_ptr() for name, t in (("x", x), ("out", out), ("weight", weight), ("shift", shift))},
+        "x_stride": 4 * x.stride(0),
+        "out_stride": 4 * k,
+        "rows": rows,
+        "k": k,
+        "eps": (eps, 0.0),
+    }
+    launch(fields, sizes)

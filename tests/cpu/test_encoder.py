@@ -6,6 +6,7 @@ import pytest
 import torch
 from encoder_parts import attention as attended
 from encoder_parts import check_norm, layer_norm, native
+from encoder_parts import normed as run_norm
 from samples import random_codes
 from support import RUNNABLE, pairwise
 from torch import Tensor
@@ -17,6 +18,7 @@ from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import encoder, gelu, runtime
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.ops import attention
 from halfbyte.ops.encoder import EncoderLayer, LayerNorm, run_layers
 from halfbyte.ops.layers import Weight
@@ -48,10 +50,7 @@ def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = T
 def normed(x: Tensor, norm: LayerNorm) -> Tensor:
     """As the kernel does it."""
     out = torch.empty_like(x)
-    fields = {"x": x.data_ptr(), "out": out.data_ptr(), "weight": norm.weight.data_ptr(), "shift": norm.bias.data_ptr()}
-    k = x.shape[-1]
-    sizes = {"x_stride": 4 * k, "out_stride": 4 * k, "rows": x.numel() // k, "k": k}
-    native(RUNNABLE[0], 1)(fields | sizes | {"eps": (norm.eps, 0.0)}, {})
+    run_norm(native(current(), 1), x.flatten(0, 1), out.flatten(0, 1), norm.weight, norm.bias, norm.eps)
     return out
 
 

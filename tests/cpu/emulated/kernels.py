@@ -13,10 +13,13 @@ from emulated.program import IMAGE, Emulator
 from torch import Tensor
 
 from halfbyte.formats import Codes, Format
+from halfbyte.kernels.cpu import attend_whole as whole
 from halfbyte.kernels.cpu import conv, depthwise, dequantize, jit, linear, quantize, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.attend import build as build_attend
+from halfbyte.kernels.cpu.chain import NORM, Step
+from halfbyte.kernels.cpu.chain import build as build_step
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.depthwise import DEPTHWISE, DepthwiseKernel
 from halfbyte.kernels.cpu.direct import DIRECT
@@ -156,6 +159,36 @@ def attend(emulator: Emulator, spec: AttendSpec, fields: dict[str, int | tuple[f
     """Attention of new tokens to a cache; `sizes` of the memory that arguments mean."""
     phase = emulator.load(spec.name, functools.partial(build_attend, spec), emulator.isa)[spec.name]
     _call(emulator, ATTEND, bytes(ATTEND.buffer(fields | {"first_phase": phase})), sizes, {"keys", "values", "out"})
+
+
+def norm(emulator: Emulator, fields: dict[str, int | tuple[float, float]], sizes: dict[str, int]) -> None:
+    """Layer norms of rows; `sizes` of the memory that arguments mean."""
+    step = Step("norm", centred=True)
+    phase = emulator.load("norm_centred", functools.partial(build_step, step), emulator.isa)["norm"]
+    _call(emulator, NORM, bytes(NORM.buffer(fields | {"first_phase": phase})), sizes, {"out"})
+
+
+def attend_whole(emulator: Emulator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def run(address: int, threads: int) -> None:
+        assert threads == 1
+        block = ctypes.string_at(address, whole.WHOLE.struct().size)
+        call = _fields(whole.WHOLE, block)
+        batch, heads, tokens, dim = q.shape
+        sizes = {
+            name: (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * 4
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        }
+        sizes |= {"mask": call["padded"] * batch, "out": 4 * batch * heads * tokens * dim, "scratch": call["thread_bytes"]}
+        _call(emulator, whole.WHOLE, block, sizes, {"out", "scratch"})
+
+    with _in_place_of_the_cpu(emulator):
+        whole.phase.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(whole, "current", lambda: emulator.isa)
+            patch.setattr(runtime, "runner", lambda: run)
+            y = whole.attend(q, k, v, mask, scale)
+        whole.phase.cache_clear()
+    return y
 
 
 def quantized(emulator: Emulator, weight: Tensor, fmt: Format) -> Codes | str | None:
