@@ -187,6 +187,14 @@ def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
 
 
+def test_a_model_within_another_is_saved_too(tmp_path: Path) -> None:
+    """As sentence-transformers has it."""
+    whole = nn.Sequential(llama(), nn.Identity())
+    quantize_(whole, "q8_0")
+    whole[0].save_pretrained(tmp_path)
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(whole[0].eval()))
+
+
 def test_with_calibration(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"gptq needs calibration.*calibration=calibration_tokens"):
         HalfbyteConfig("int4_g32", method="gptq")

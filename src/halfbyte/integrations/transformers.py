@@ -401,9 +401,13 @@ def _experts(model: Any, name: str) -> StackedExperts:
 
 
 def _adopt(model: nn.Module) -> None:
+    """The model, or those of transformers that it is made of, as sentence-transformers makes it."""
     from transformers.modeling_utils import PreTrainedModel  # which may be what imports this file
 
-    if isinstance(model, PreTrainedModel) and any(isinstance(module, QuantModule) for module in model.modules()):
+    if not isinstance(model, PreTrainedModel):
+        for part in model.children():
+            _adopt(part)
+    elif any(isinstance(module, QuantModule) for module in model.modules()):
         HalfbyteQuantizer(HalfbyteConfig.of({})).adopt(model)
 
 
