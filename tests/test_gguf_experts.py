@@ -11,7 +11,7 @@ import torch
 from language_model import make_tokenizer
 from llama_server import LlamaCpp, needs_llama_cpp
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 import halfbyte as hb
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors
@@ -41,7 +41,11 @@ CONFIGS = {
         **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32, norm_topk_prob=True, tie_word_embeddings=True
     ),
     "olmoe": OlmoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2),
-}
+    "granitemoe": GraniteMoeConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5,
+        attention_multiplier=0.3,
+    ),
+}  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama"}
 TOKENS = torch.randint(0, 101, (2, 13), generator=torch.Generator().manual_seed(1))
 
@@ -105,7 +109,8 @@ def test_a_quantized_model_comes_back_code_for_code(name: str, fmt: str, tmp_pat
         else:
             assert torch.equal(value.dequantize() if isinstance(value, Codes) else value, other.reshape(value.shape)), key
     model = load(tmp_path / "m.gguf")
-    assert isinstance(model.get_submodule("model.layers.1.mlp.experts.gate_up_proj"), QuantExperts)
+    sparse = "block_sparse_moe" if name == "granitemoe" else "mlp"
+    assert isinstance(model.get_submodule(f"model.layers.1.{sparse}.experts.gate_up_proj"), QuantExperts)
     back = convert_back(tmp_path)
     assert back.keys() == theirs.keys()
     assert all(torch.equal(floats(back[key]), floats(value)) for key, value in theirs.items())

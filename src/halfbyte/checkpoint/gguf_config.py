@@ -86,15 +86,23 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
     base = _number(metadata, f"{name}.rope.freq_base", float, needed=False) or _ROPE_BASE
     rope = {"rope_theta": base, **_rope_scaling(name, metadata, names, read, base, config["head_dim"])}
-    if name == "gemma3":
-        local = _number(metadata, "gemma3.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
+    if local := _local_base(architecture, metadata, base):
         rope = {"full_attention": {"rope_type": "default", **rope}, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     elif architecture.partial and rotated:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
         if name == "phi3" and (original := rope.get("original_max_position_embeddings")) is not None:
             config["original_max_position_embeddings"] = original
-    config["rope_parameters"] = rope if name == "gemma3" else {"rope_type": "default", **rope}
+    config["rope_parameters"] = rope if local else {"rope_type": "default", **rope}
     return config
+
+
+def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> float | None:
+    """The base of rotary positions in layers with a window, where these are of their own: never scaled."""
+    if architecture.types == ("olmo3",):
+        return base
+    if architecture.name != "gemma3":
+        return None
+    return _number(metadata, "gemma3.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
 
 
 def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
@@ -198,6 +206,9 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     base = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_BASE)
+    if name == "hunyuan-dense" and rope.get("rope_type") == "dynamic" and rope.get("alpha"):
+        # Which does not depend on the length: transformers' ntk_alpha.
+        base, rope = base * float(rope["alpha"]) ** (head_dim / (head_dim - 2)), {}
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     out |= {f"{name}.rope.freq_base": base, f"{name}.rope.dimension_count": int(head_dim * partial)}
     return out, _scaled(name, out, rope, base, head_dim)
@@ -213,6 +224,12 @@ def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | No
     layers = range(int(config.get("num_hidden_layers") or 0))
     if architecture.name == "smollm3" and config.get("no_rope_layers") not in (None, [int((i + 1) % 4 != 0) for i in layers]):
         return "whose layers without rotary positions are not every fourth"
+    if architecture.types == ("olmo3",):
+        local, usual = rope.get("sliding_attention", {}), ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in layers]
+        if config.get(_WINDOW) is None or config.get("layer_types") not in (None, usual):
+            return "whose layers see a window otherwise than three of four"
+        if local.get("rope_type", "default") != "default" or local.get("rope_theta") != rope.get("full_attention", {}).get("rope_theta"):
+            return "whose layers with a window have rotary positions of their own"
     depths = _WINDOWED_BY_DEPTH.get(architecture.name)
     if depths is not None and (config.get(_WINDOW) is not None) != (len(layers) in depths):
         return f"of {len(layers)} layers with sliding_window {config.get(_WINDOW)}"
@@ -243,7 +260,11 @@ def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: flo
         return {f"rope_factors_{which}.weight": torch.tensor(rope[f"{which}_factor"], dtype=torch.float32) for which in ("long", "short")}
     out |= {f"{name}.rope.scaling.type": kind, f"{name}.rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
-        if name != "mistral3" and (odd := next((key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key)), None)):
+        usual = 0.1 * math.log(float(rope["factor"])) + 1
+        given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key)}
+        if math.isclose(float(given.get("attention_factor") or 0), usual, rel_tol=1e-6):
+            del given["attention_factor"]
+        if name != "mistral3" and (odd := next(iter(given), None)):
             raise CheckpointError(f"GGUF has no scaling of positions like yarn with {odd}")
         out |= {f"{name}.{key}": float(rope[theirs]) for key, theirs in _YARN.items() if rope.get(theirs) is not None}
     return {}

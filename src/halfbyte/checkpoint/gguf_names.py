@@ -44,8 +44,8 @@ def _without(*names: str) -> dict[str, str]:
 
 _SPARSE = _without(*_MLP) | {"ffn_gate_inp": "mlp.gate"}
 # Stacks of experts [E, N, K]: transformers' -> llama.cpp's, whose rows follow each other there.
-_STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
-_FUSED_STACK = {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}  # of newer files
+_STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+_FUSED_STACK = {"ffn_gate_up_exps": "gate_up_proj"}  # of newer files
 _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -61,7 +61,7 @@ _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_fr
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
-_EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.\w+)(?:\.weight)?")
+_EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(?:\.weight)?")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Architecture:
     partial   whether only a part of a head may be rotated
     transposed  whether experts of transformers' are [E, K, N] with biases, rows of gate and up in turn; such models are only read
     windowed  whether the file says which width of attention its layers have; llama.cpp knows which layers
+    known_by  a key of the metadata, after the architecture's name, that tells its files from those of another one of the same name
+    sparse    transformers' name of what holds the experts of a layer
     """
 
     name: str
@@ -102,6 +104,8 @@ class Architecture:
     partial: bool = False
     transposed: bool = False
     windowed: bool = True
+    known_by: str = ""
+    sparse: str = "mlp"
 
     def to_transformers(self, name: str) -> str | None:
         """transformers' name of a tensor of a file, None where it has none. Of stacks of experts see `stack`."""
@@ -123,7 +127,8 @@ class Architecture:
             return None
         for inner, parts in (*_STACKS.items(), *((inner, (mine,)) for mine, inner in _FUSED_STACK.items())):
             if found[2] in parts:
-                return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
+                stack = f"model.layers.{int(found[1])}.{self.sparse}.experts.{inner}"
+                return stack, tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
         return None
 
     def in_stack(self, name: str) -> bool:
@@ -134,8 +139,8 @@ class Architecture:
 
     def to_gguf(self, name: str) -> tuple[str, ...]:
         """The inverse of both: none, one, or the stacks that a stack is cut into."""
-        if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)):
-            return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[2], ()))
+        if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self.sparse:
+            return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[3], ()))
         head, _, end = name.rpartition(".")
         ends = {theirs: mine for mine, theirs in _ENDS.items()}
         if head in ends:
@@ -200,6 +205,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         {**_without(*_MLP, "ffn_norm"), "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, untied=True, transposed=True,
     ),
+    Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", ("granitemoe",),
+        {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, permuted=True, normed=True, sparse="block_sparse_moe",
+        experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, keys=_GRANITE,
+    ),
     Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
     Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
     Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
@@ -213,6 +223,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), permuted=True, settings={**_UNBIASED, **_RELU2}),
     Architecture("ernie4_5", "Ernie4_5ForCausalLM", ("ernie4_5",), _LAYER, settings={"use_bias": False}),
     Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),
+    Architecture(
+        "olmo2", "Olmo3ForCausalLM", ("olmo3",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS},
+        known_by="attention.sliding_window", settings={"attention_bias": False},
+    ),
+    Architecture(
+        "hunyuan-dense", "HunYuanDenseV1ForCausalLM", ("hunyuan_v1_dense",),
+        {**_LAYER, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}, windowed=False,
+        settings={"attention_bias": False},
+    ),
     Architecture("exaone4", "Exaone4ForCausalLM", ("exaone4",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}),
     Architecture(
         "seed_oss", "SeedOssForCausalLM", ("seed_oss",),
@@ -237,6 +256,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         epsilon=("attention.layer_norm_epsilon", "norm_eps"), biases=_BIASES, settings=_RELU2,
     ),
     Architecture(
+        "command-r", "CohereForCausalLM", ("cohere",), _without("ffn_norm", "attn_q_norm", "attn_k_norm"), windowed=False,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"},
+        settings={"attention_bias": False, "use_qk_norm": False},
+    ),
+    Architecture(
         "cohere2", "Cohere2ForCausalLM", ("cohere2",), _without("ffn_norm"),
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"}, settings={"attention_bias": False},
     ),
@@ -251,11 +275,11 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     if not found:
         known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
         raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}")
-    fits = [a for a in found if (a.experts is not None) == sparse]
+    fits = [a for a in found if (a.experts is not None) == sparse and (not a.known_by or f"{name}.{a.known_by}" in metadata)]
     if not fits:
         what = "with experts" if sparse else "without experts"
         raise CheckpointError(f"the GGUF file holds a {name} {what}, which halfbyte does not read from GGUF: use its safetensors")
-    return fits[0]
+    return max(fits, key=lambda a: a.known_by)
 
 
 def of_config(config: Mapping[str, Any]) -> Architecture:
