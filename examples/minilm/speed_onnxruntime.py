@@ -43,7 +43,9 @@ CONTENDERS = (
 
 
 def float_model(attending: str = "sdpa") -> nn.Module:
-    model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, dtype=torch.float32, attn_implementation=attending)
+    """Without the layer above the first token, which is no part of the export, and which no embedding of a sentence takes."""
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attending, "add_pooling_layer": False}
+    model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, **settings)
     return model.eval()
 
 

@@ -8,7 +8,7 @@ everything else go the way of transformers' own layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -165,29 +165,32 @@ def _ahead(layer: Any, x: Tensor, mask: Tensor | None) -> list[Ahead]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Made:
-    """A layer as it was when it was made: its modules and the addresses of its tensors, with the dictionaries and names to find each by."""
+    """A layer as it was when it was made: its modules and tensors, with the dictionaries and names to find each by."""
 
     computed: EncoderLayer
     modules: tuple[tuple[dict[str, Any], str, Any], ...]
-    tensors: tuple[tuple[dict[str, Any], str, int], ...]
+    hooks: tuple[Mapping[int, Any], ...]
+    tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
     linears: tuple[tuple[QuantLinear, str, str], ...]
     config: Any
 
     def is_still(self) -> bool:
-        return (
-            all(place.get(name) is module for place, name, module in self.modules)
-            and not any(watched(module) for _, _, module in self.modules)
-            and all(_address(place.get(name)) == address for place, name, address in self.tensors)
-            and all(linear.compute == compute and linear.activation == activation for linear, compute, activation in self.linears)
-            and self.config._attn_implementation in _ATTENTION
-        )
+        """It is asked before every call, when caches are full of other things: plain loops, few calls."""
+        for place, name, module in self.modules:
+            if place.get(name) is not module:
+                return False
+        for place, name, tensor, address in self.tensors:
+            if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        for linear, compute, activation in self.linears:
+            if linear.compute != compute or linear.activation != activation:
+                return False
+        if any(self.hooks) and any(watched(module) for _, _, module in self.modules):
+            return False
+        return self.config._attn_implementation in _ATTENTION
 
 
 _made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _computed(layer: Any) -> EncoderLayer | None:
@@ -202,14 +205,17 @@ def _computed(layer: Any) -> EncoderLayer | None:
         attention = layer.get_submodule(parts.attention)
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), attention.scaling, before=parts.before)
         linears = [module for _, module in _linears(layer)]
+        inner = tuple((parent._modules, name, child) for parent in layer.modules() for name, child in parent._modules.items())
         made = _made[layer] = _Made(
             computed,
-            tuple((parent._modules, name, child) for parent in layer.modules() for name, child in parent._modules.items()),
+            inner,
+            tuple(hooks for _, _, module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)),
             tuple(
-                (place, name, _address(tensor))
+                (place, name, tensor, tensor.data_ptr())
                 for module in (*linears, *norms)
                 for place in (module._parameters, module._buffers)
                 for name, tensor in place.items()
+                if tensor is not None and name != "dtype_mark"
             ),
             tuple((linear, linear.compute, linear.activation) for linear in linears),
             attention.config,
