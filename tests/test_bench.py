@@ -79,14 +79,16 @@ def allowed(name: str, m: int, work: Workload = WORK) -> float:
     return contender(name).arithmetic.error(work.activations(m))
 
 
-@pytest.mark.parametrize("name", select(OWN_FORMATS, [peer.name for peer in PEERS if peer.name.startswith("torch")]))
+@pytest.mark.parametrize(
+    "name", select(OWN_FORMATS, [*(peer.name for peer in PEERS if peer.name.startswith("torch")), "halfbyte_qlinear", "onednn_qlinear"])
+)
 @pytest.mark.parametrize("m", [1, 5])
 def test_a_contender_is_right(name: str, m: int) -> None:
     built = contender(name).build(WORK)
     assert relative_error(WORK, built, m) <= allowed(name, m)
 
 
-@pytest.mark.parametrize("name", [peer.name for peer in PEERS if not peer.name.startswith("torch")])
+@pytest.mark.parametrize("name", [*(peer.name for peer in PEERS if not peer.name.startswith("torch")), "ort_qlinear"])
 def test_a_runtime_is_right(name: str) -> None:
     pytest.importorskip("onnxruntime" if name.startswith("ort") else "openvino")
     built = contender(name).build(WORK)

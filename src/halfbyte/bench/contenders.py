@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfbyte.bench import onnxruntime_peer, openvino_peer, own, torch_peers
+from halfbyte.bench import integer, onnxruntime_peer, openvino_peer, own, torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -71,7 +71,18 @@ PEERS = (
     Contender("ov_int4_g128", "OpenVINO u4 g128", "int4_g128_zp", _INT8, partial(openvino_peer.compressed, format="int4_g128_zp")),
     Contender("ov_int8", "OpenVINO i8", "int8_channel", _INT8, partial(openvino_peer.compressed, format="int8_channel")),
 )
-_PEERS = {peer.name: peer for peer in PEERS}
+# int8 codes in, int8 codes out: the peers and halfbyte's own.
+_CODES = Arithmetic(lambda x: integer.ERROR, "dot_peak")
+# On x86 without VNNI both saturate where two products together pass 2^15.
+_SATURATED = Arithmetic(lambda x: 3 * integer.ERROR, "dot_peak")
+QLINEAR = (
+    Contender("halfbyte_qlinear", "halfbyte qlinear", "int8_channel", _CODES, partial(integer.qlinear, format="int8_channel"), peer=False),
+    Contender("onednn_qlinear", "oneDNN qlinear", "int8_channel", _SATURATED, partial(integer.onednn, format="int8_channel")),
+    Contender(
+        "ort_qlinear", "ONNX Runtime qlinear", "int8_channel", _SATURATED, partial(integer.onnxruntime_qlinear, format="int8_channel")
+    ),
+)
+_PEERS = {peer.name: peer for peer in (*PEERS, *QLINEAR)}
 # The ways in which halfbyte multiplies. The rate of bfloat16 products is not probed.
 _OWN = {"": _INT8, "float": _FLOAT, "bf16": _BFLOAT16}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import halfbyte
-from halfbyte.bench.contenders import PEERS, Contender, contender, select
+from halfbyte.bench.contenders import PEERS, QLINEAR, Contender, contender, select
 from halfbyte.bench.process import Worker, WorkerError
 from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload
@@ -253,7 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
     parser.add_argument("--plot", type=Path, help="also draw operations a second against M, and the ceilings, to this file (SVG)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--qlinear", action="store_true", help="in place of all that: int8 codes in, int8 codes out")
     args = parser.parse_args(argv)
+    if args.qlinear:
+        args.formats, args.peers = (), tuple(one.name for one in QLINEAR)
     try:
         plan = Plan(args.shapes, args.m, args.threads, args.formats, args.peers, args.rounds, args.min_time, args.memory << 20)
         report = _run_with_progress(plan)

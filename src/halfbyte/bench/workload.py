@@ -26,7 +26,7 @@ MAX_COPIES = 256
 _SLAB_ROWS = 1021
 _STRIDE = 379
 # The standard deviation of a trained layer's weights, roughly.
-_SIGMA = 0.02
+SIGMA = 0.02
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Workload:
     @cached_property
     def slab(self) -> Tensor:
         """float32 [rows, K]: the rows that every copy is made of."""
-        return torch.randn(_SLAB_ROWS, self.k, generator=torch.Generator().manual_seed(0)) * _SIGMA
+        return torch.randn(_SLAB_ROWS, self.k, generator=torch.Generator().manual_seed(0)) * SIGMA
 
     def codes(self, format: str) -> Codes:
         """The slab in a format of halfbyte's; peers hold the same codes and scales."""
@@ -87,6 +87,7 @@ class Built:
     copies      that a pass goes over
     bind        float32 x [M, K] -> a function; each call of it is one pass, and yields x · copyᵀ [M, N] for each copy
     dtype       that `bind` rounds x to
+    value       what outputs stand for
     kernel      what the contender says it runs, after a pass; empty if it does not tell
     """
 
@@ -95,6 +96,7 @@ class Built:
     copies: int
     bind: Callable[[Tensor], Callable[[], Iterator[Tensor]]]
     dtype: torch.dtype = torch.float32
+    value: Callable[[Tensor], Tensor] = Tensor.double
     kernel: Callable[[], str] = str
 
 
@@ -106,6 +108,6 @@ def relative_error(work: Workload, built: Built, m: int) -> float:
     worst = 0.0
     for copy, y in enumerate(built.bind(x)()):
         expected = reference[:, work.rows(copy)[probes]]
-        error = float((y[:, probes].double() - expected).norm() / expected.norm())
+        error = float((built.value(y[:, probes]) - expected).norm() / expected.norm())
         worst = max(worst, error if error == error else float("inf"))  # noqa: PLR0124 - NaN
     return worst
