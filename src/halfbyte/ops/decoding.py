@@ -1,5 +1,5 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
-`halfbyte::normed_linear` and `halfbyte::attend`.
+`halfbyte::rms_norm`, `halfbyte::normed_linear` and `halfbyte::attend`.
 
 A language model's step for one token is a chain of short kernels. Each of these ops is one to three of them on an NVIDIA GPU, where it
 fits, that start while the one before is still running; and the same formula in torch's operations everywhere else.
@@ -29,6 +29,7 @@ from halfbyte.ops.library import OPS
 _START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
 _BANDWIDTH = 1e12  # bytes a second, of a GPU that does not tell
 _library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
 )
@@ -36,6 +37,14 @@ _library.define(
     "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, Tensor? q_norm, "
     "Tensor? k_norm, float eps, float scale, int advance) -> Tensor"
 )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x², over the last dimension) + eps) * weight, in float32, rounded once (Zhang and Sennrich, 2019).
+
+    x [..., K], weight [K] of one dtype; no gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """
+    return OPS.rms_norm.default(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def normed_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
@@ -78,13 +87,54 @@ def attend(
     return OPS.attend.default(qkv, *rotary, keys, values, length, mask, q_norm, k_norm, eps, scale, advance)  # type: ignore[no-any-return]
 
 
+# rms_norm
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
+        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In torch's operations."""
+    _check_norm(x, weight)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _check_norm(x, weight)
+    here = gpu(x.get_device())
+    if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
+        return _rms_norm(x, weight, eps)
+    from halfbyte.kernels.gpu import norm as kernel
+
+    z = x.contiguous()
+    out = torch.empty_like(z)
+    with on(x):
+        kernel.launch(here, z.view(-1, z.shape[-1]), weight.contiguous(), eps, out.view(-1, z.shape[-1]))
+    return out
+
+
+def why_not_norm(k: int, here: Gpu) -> str | None:
+    """Why torch's operations compute norms of K columns on a GPU; None where `kernels/gpu/norm.py` does."""
+    if (trouble := triton_trouble()) is not None:
+        return trouble
+    from halfbyte.kernels.gpu import norm
+
+    if here.backend != "cuda":
+        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
+    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
+
+
 # normed_linear
 
 
 def _check_normed(x: Tensor, norm: Tensor, n: int, k: int, gated: bool) -> None:
-    if x.dim() == 0 or x.shape[-1] != k or norm.shape != (k,) or norm.dtype != x.dtype:
-        got = f"x {list(x.shape)} of {x.dtype}, norm {list(norm.shape)} of {norm.dtype}"
-        raise ArgumentError(f"a weight [{n}, {k}] with a norm takes x [..., {k}] and norm [{k}] of one dtype, got {got}: convert them")
+    _check_norm(x, norm)
+    if x.shape[-1] != k:
+        raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
     if gated and n % 2:
         raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
 
@@ -92,8 +142,7 @@ def _check_normed(x: Tensor, norm: Tensor, n: int, k: int, gated: bool) -> None:
 def _normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
     _check_normed(x, norm, n, k, gated)
-    wide = x.float()
-    z = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()).to(x.dtype)
+    z = _rms_norm(x, norm, eps)
     infinite = float("inf")
     y: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
     if not gated:
@@ -112,22 +161,19 @@ def _normed_cuda(
     if isinstance(plan, str):
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
     from halfbyte.kernels.gpu import gates, skinny
-    from halfbyte.kernels.gpu import norm as norm_kernel
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
     out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
     with on(x):
-        before, z = norm.contiguous(), x.contiguous().view(rows, k)
-        if not plan.norm_inside:
-            y = torch.empty_like(z)
-            norm_kernel.launch(here, z, before, eps, y)
-            z = y
+        z = (x.contiguous() if plan.norm_inside else _rms_norm_cuda(x, norm, eps)).view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(plan.problem.format, (n, k)))
             epilogue = Epilogue(bias, gated=gated)
-            skinny.launch(plan.problem, plan.config, z, *views, out.view(rows, -1), epilogue, (before, eps) if plan.norm_inside else None)
+            skinny.launch(
+                plan.problem, plan.config, z, *views, out.view(rows, -1), epilogue, (norm.contiguous(), eps) if plan.norm_inside else None
+            )
         else:
             infinite = float("inf")
             product: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
@@ -151,21 +197,17 @@ def normed_plan(
     format: str, rows: int, n: int, k: int, dtype: torch.dtype, here: Gpu, *, gated: bool = False, biased: bool = False
 ) -> NormedPlan | str:
     """What computes `normed_linear` on a GPU; or why torch's operations are taken instead of all kernels but the product's."""
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_not_norm(k, here)) is not None:
+        return reason
     return _plan(format, rows, n, k, dtype, gated, biased, here)
 
 
 @lru_cache(maxsize=1024)
 def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
-    from halfbyte.kernels.gpu import norm, skinny
+    from halfbyte.kernels.gpu import skinny
 
-    if here.backend != "cuda":
-        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
     if not n or not rows:
         return f"{rows} rows of {n} outputs are nothing to compute"
-    if k > norm.MOST:
-        return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold"
     problem = Problem("linear", rows, n, k, as_format(format), dtype)
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
@@ -175,8 +217,11 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
         return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
     # What gates take in a kernel of their own: they are read and written once more, and it begins and ends.
     longest = choice.taken.seconds + _START + 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
-    fitting = ((o, skinny.gated(problem, o.config)) for o in (choice.taken, *choice.others) if o.candidate.home == "skinny")
-    config = next((config for o, config in fitting if config is not None and o.seconds <= longest), None) if not biased else None
+    options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
+    found = (skinny.gated(problem, o.config) for o in options)
+    # Where warps have parts of K of their own, gates take a third longer than the product alone (4 and 8 rows, on an H100).
+    fitting = sorted((config for config in found if config is not None), key=lambda config: config.batch > 1)
+    config = fitting[0] if fitting and not biased else None
     return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
 
 
@@ -292,6 +337,11 @@ def _attend_fake(*args: Any) -> Tensor:
     return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 
 
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _check_norm(x, weight)
+    return x.new_empty(x.shape)
+
+
 def _normed_fake(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool
 ) -> Tensor:
@@ -299,9 +349,12 @@ def _normed_fake(
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
 
 
+_library.impl("rms_norm", _rms_norm, "CPU")
+_library.impl("rms_norm", _rms_norm_cuda, "CUDA")
 _library.impl("normed_linear", _normed, "CPU")
 _library.impl("normed_linear", _normed_cuda, "CUDA")
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend_cuda, "CUDA")
+torch.library.register_fake("halfbyte::rms_norm", _rms_norm_fake, lib=_library)
 torch.library.register_fake("halfbyte::normed_linear", _normed_fake, lib=_library)
 torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
