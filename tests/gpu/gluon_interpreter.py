@@ -1,9 +1,9 @@
 """Runs Gluon kernels for Hopper on the CPU, which Triton's interpreter does not: values only, no layouts.
 
-What a kernel says is executed as Python on torch tensors, each warp-specialized partition in a thread of its own. What is asynchronous
-on the GPU is late here: a wgmma reads shared memory and registers only when it is waited for, so that buffers given back too early, waits
-that are missing and barriers that nobody arrives at are seen as wrong numbers, as errors or as a timeout. Pointers and boxes of TMA are
-checked against the tensors that they belong to. Inline PTX is interpreted.
+What a kernel says is executed as Python on torch tensors, each warp-specialized partition of each program in a thread of its own. What
+is asynchronous on the GPU is late here: a wgmma reads shared memory and registers, a TMA store shared memory only when it is waited for,
+so that buffers given back too early, waits that are missing and barriers that nobody arrives at are seen as wrong numbers, as errors or
+as a timeout. Pointers and boxes of TMA are checked against the tensors that they belong to. Inline PTX is interpreted.
 
     with interpreted(gemm_hopper):
         gemm_hopper.launch(problem, config, x, *views, out, epilogue)
@@ -18,7 +18,7 @@ import math
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -244,8 +244,9 @@ class Mbarrier:
         bar.step(1, int(nbytes))
 
     @staticmethod
-    def arrive(bar: Barrier, count: int) -> None:
-        bar.step(count, 0)
+    def arrive(bar: Barrier, count: int, pred: Any = True) -> None:
+        if _raw(pred):
+            bar.step(count, 0)
 
     @staticmethod
     def wait(bar: Barrier, phase: Any) -> None:
@@ -257,7 +258,7 @@ class Tma:
     def async_copy_global_to_shared(source: Descriptor, at: list[Any], bar: Barrier, to: Shared) -> None:
         """What lies outside of the tensor is 0."""
         assert list(to.t.shape) == list(source.block_shape), f"a box of {source.block_shape} into {list(to.t.shape)}"
-        first = [int(i) for i in at]
+        first = list(map(int, at))
         box = torch.zeros_like(to.t)
         inside = [(max(i, 0), min(i + size, whole)) for i, size, whole in zip(first, to.t.shape, source.base.shape, strict=True)]
         if all(a < b for a, b in inside):
@@ -266,14 +267,27 @@ class Tma:
         to.t.copy_(box)
         bar.step(0, -box.numel() * box.element_size())
 
+    @staticmethod
+    def async_copy_shared_to_global(to: Descriptor, at: list[Any], source: Shared) -> None:
+        """Shared memory is read when it is waited for."""
+        assert list(source.t.shape) == list(to.block_shape), f"a box of {to.block_shape} from {list(source.t.shape)}"
+        _here.stores.append((to.base, list(map(int, at)), source.t))
+
+    @staticmethod
+    def store_wait(pendings: int) -> None:
+        while len(_here.stores) > pendings:
+            base, first, box = _here.stores.pop(0)
+            to = [slice(i, min(i + size, whole)) for i, size, whole in zip(first, box.shape, base.shape, strict=True)]
+            if all(part.start < part.stop for part in to):
+                base[tuple(to)] = box[tuple(slice(0, part.stop - part.start) for part in to)]
+
 
 # wgmma
 
 
 class _Product(Value):
     def __init__(self, a: Any, b: Shared, before: Value | None) -> None:
-        self.operands: Any = a, b, before
-        self._t = None
+        self.operands, self._t = (a, b, before), None
 
     def finish(self) -> None:
         a, b, before = self.operands
@@ -432,33 +446,19 @@ def _atomic_add(pointer: Pointer, value: int, **_: Any) -> Value:
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return _Barriers(shape[0]) if len(shape) == 2 else Barrier()
-    nbytes = torch.empty(0, dtype=_TORCH[dtype]).element_size()
-    for size in shape:
-        nbytes *= size
+    nbytes = torch.empty(0, dtype=_TORCH[dtype]).element_size() * math.prod(shape)
     return Shared(torch.randint(-128, 127, (nbytes,), dtype=torch.int8).view(_TORCH[dtype]).view([int(size) for size in shape]))
 
 
 def _warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
-    errors: list[BaseException] = []
     program = _here.program
-    _failed.clear()
 
     def work(function: Any, args: tuple[Any, ...]) -> None:
-        _here.program, _here.products = program, []
-        try:
-            function(*args)
-            assert not _here.products, "products are not waited for"
-        except BaseException as error:
-            errors.append(error)
-            _failed.set()
+        _here.program, _here.products, _here.stores = program, [], []
+        function(*args)
+        assert not _here.products + _here.stores, "products or stores are not waited for"
 
-    threads = [threading.Thread(target=work, args=part, daemon=True) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    _together([functools.partial(work, *part) for part in parts])
 
 
 def _scalar(value: int) -> Value:
@@ -497,6 +497,7 @@ _LANGUAGE = _Language(
     max=lambda value, axis: Value(value.t.amax(axis)),
     where=_where,
     minimum=_minimum,
+    umulhi=lambda a, b: Value((a.t.long() * torch.as_tensor(_raw(b)).long() >> 32).to(torch.int32)),
     maximum=_maximum,
     load=_load,
     store=_store,
@@ -552,10 +553,34 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         return launch.run(kernel, grid, *args, **options)
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}
     function, converted = _python(kernel), [_argument(arg) for arg in args]
-    for program in range(grid[0]):
-        _here.program = program, grid[0]
-        function(*converted, **constants)
+    _failed.clear()
+    _together([functools.partial(_program, (i, grid[0]), function, converted, constants) for i in range(grid[0])])
     return None
+
+
+def _program(place: tuple[int, int], function: Any, args: list[Any], constants: dict[str, Any]) -> None:
+    _here.program = place
+    function(*args, **constants)
+
+
+def _together(work: Sequence[Callable[[], None]]) -> None:
+    """Each in a thread of its own. The first error of any is raised."""
+    errors: list[BaseException] = []
+
+    def one(part: Callable[[], None]) -> None:
+        try:
+            part()
+        except BaseException as error:
+            errors.append(error)
+            _failed.set()
+
+    threads = [threading.Thread(target=one, args=(part,), daemon=True) for part in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -71,6 +71,8 @@ def test_hopper_reads_with_tma_and_multiplies_from_registers() -> None:
         assert "UTMALDG.2D" in binary.assembly
         assert re.search(r"HGMMA\.64x\d+x16\.F32(\.BF16)? R\d+, R\d+, gdesc", binary.assembly)  # A from registers
         assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+2\b", binary.ptx)  # while two planes are multiplied the next two are made
+        assert "STSM.16.MT88.4" in binary.assembly  # sums turn on their way to shared memory,
+        assert "UTMASTG.2D" in binary.assembly  # from which TMA writes them
 
 
 def test_bytes_are_read_by_twos_on_hopper() -> None:

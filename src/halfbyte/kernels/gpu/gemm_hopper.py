@@ -2,9 +2,10 @@
 
 Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ, in the tiles of `hopper_tile.py`, with its arithmetic.
 
-Programs multiply the same number of whole tiles; the records of the tiles that are left over are cut into equal shares (Osama et al.,
-Stream-K, 2023), so that no multiprocessor waits for another. Where a cut goes through a tile, sums meet in a workspace: who comes last
-adds them, in a fixed order.
+Programs multiply the same number of whole tiles, in turn, so that what is multiplied at one time lies together; the records of the tiles
+that are left over are cut into equal shares (Osama et al., Stream-K, 2023), so that no multiprocessor waits for another. Where a cut
+goes through a tile, sums meet in a workspace: who comes last adds them, in a fixed order. TMA writes a tile from where its last records
+of x were, while the next one is multiplied; with a residual, or an N that it cannot write, lanes do.
 
 4 bits win from about 128 rows on (H100). Per record, 64 rows by 256 of x take the least time for each product: the larger the tile along M,
 the less often a weight is made.
@@ -12,18 +13,31 @@ the less often a weight is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, write_tile
+from halfbyte.kernels.gpu.hopper_tile import (
+    HIGH_BYTES,
+    PIECES,
+    Static,
+    load_stage,
+    load_weight,
+    load_x,
+    pieces_of,
+    ring,
+    send_tile,
+    sums,
+    tails_of,
+    write_tile,
+)
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -34,6 +48,8 @@ RECORD_US = {
     8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
+_MEETING_US, _MEETINGS_US = 7.0, 12.0
+_MOST = gl.constexpr(2**31 - 1)
 _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
@@ -79,12 +95,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         stages = (gpu.shared - (8 << 10)) // (256 * block_m * 4 // bits + 128 * rows)
         waves = -(-tiles // gpu.sms)
         whole = -(-tiles // waves)
-        shared = gpu.sms if waves > 1 else tiles * max(1, min(gpu.sms // tiles, records // 8))
-        for programs in {whole, shared}:
+        split = tiles * max(1, min(gpu.sms // tiles, records // 8))
+        for programs in {whole, gpu.sms if waves > 1 else split, min(gpu.sms, tiles * records)}:
             us = _START_US + -(-tiles * records // programs) * record_us
-            if tiles % programs:  # programs meet, and what they read of x is not what others read at that time
-                meeting = 0.5 + 13.5 * rows * block_m / (64 * 256)
-                us = us + meeting if waves == 1 else 1.12 * us + 2 * meeting
+            if tiles % programs:  # programs meet, each once or twice
+                us += (_MEETING_US if programs % tiles == 0 else _MEETINGS_US) * (0.3 + 0.7 * rows * block_m / (64 * 256))
             found.append((us, Config(rows, block_m, min(2 * bits, stages), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
 
@@ -133,15 +148,18 @@ def multiply(
         zero=geo.format.zero,
         clamp=epilogue.clamps,
     )
+    static = replace(static, sent=_sent(problem, static, out, epilogue))
+    yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.sent else None
     scratch: tuple[Tensor, Tensor] | None = None
     if memory is not None and beside(problem, config):
-        scratch = memory.view(torch.float32), launcher.locks(out.device, 2 * static.meetings * _tiles(problem, config))
+        scratch = memory.view(torch.float32), launcher.locks(out.device, 4 * _tiles(problem, config))
     launcher.run(
         _gemm,
         (config.programs,),
         TensorDescriptor.from_tensor(x, [config.block_m, static.width], layout),
         weight,
         (scale, scale if zero is None else zero),
+        yd,
         out,
         (epilogue.bias, epilogue.residual),
         scratch,
@@ -154,6 +172,12 @@ def multiply(
         num_warps=4,
         launch_pdl=True,
     )
+
+
+def _sent(problem: Problem, static: Static, out: Tensor, epilogue: Epilogue) -> bool:
+    """Whether TMA can write the tiles."""
+    fits = static.rows <= static.width and static.stages >= (static.held + 1) * static.parts and problem.k > 128 * (static.held - 1)
+    return fits and epilogue.residual is None and problem.n % 8 == 0 and out.data_ptr() % 16 == 0
 
 
 # The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
@@ -169,132 +193,223 @@ def _share(sizes, S: gl.constexpr):
     tiles = gl.cdiv(sizes[1], 2 * ROWS) * gl.cdiv(sizes[0], S.block_m)
     whole = tiles // gl.num_programs(0)
     rest = (tiles - whole * gl.num_programs(0)) * sizes[3]
-    sharers = _sharers(rest)
+    sharers = _sharers(rest, sizes)
     start = gl.minimum(gl.program_id(0), sharers) * rest // sharers
     end = gl.minimum(gl.program_id(0) + 1, sharers) * rest // sharers
     return whole * sizes[3] + end - start, whole, start, rest
 
 
 @gluon.jit
-def _sharers(rest):
-    """How many programs have a part of what is left over."""
-    return gl.maximum(gl.minimum(rest, gl.num_programs(0)), 1)
+def _sharers(rest, sizes):
+    """How many programs have a part of what is left over: a whole number of them each tile, where that leaves few idle."""
+    most = gl.maximum(gl.minimum(rest, gl.num_programs(0)), 1)
+    tiles = gl.maximum(rest // sizes[3], 1)
+    even = gl.minimum(gl.num_programs(0) // tiles, sizes[3]) * tiles
+    return gl.where((rest > 0) & (8 * even >= 7 * most), even, most)
 
 
 @gluon.jit
-def _segment(at, end, whole, start, sizes, S: gl.constexpr):
-    """The tile of this program's record `at`, where it is along M and N, and what of its records are in front of record `end`."""
-    ROWS: gl.constexpr = S.rows
+def _divided(n, by, inverse):
+    """n // by with `inverse` = _MOST // by: a division takes many times as long, and multiplications wait for it between two tiles."""
+    q = gl.umulhi(n + n, inverse)
+    return gl.where(n - q * by >= by, q + 1, q)
+
+
+@gluon.jit
+def _order(sizes, S: gl.constexpr):
+    """What `_segment` divides by, and inverses: of a tile's records, of a group's tiles, of the tiles along M of the last group."""
+    GROUP: gl.constexpr = S.group
+    tiles_m = gl.cdiv(sizes[0], S.block_m)
+    width = GROUP * gl.cdiv(sizes[1], 2 * S.rows)
+    return _MOST // sizes[3], width, _MOST // width, tiles_m, _MOST // gl.maximum(tiles_m % GROUP, 1)
+
+
+@gluon.jit
+def _segment(at, end, whole, start, order, sizes, S: gl.constexpr):
+    """The tile of this program's record `at`, where it is along M and N, and what of its records are in front of record `end`.
+
+    GROUP tiles along M follow each other for each tile along N, so that both operands are found in the cache again.
+    """
+    GROUP: gl.constexpr = S.group
     inside = at < whole * sizes[3]
     record = gl.where(inside, at, start + at - whole * sizes[3])
-    tile = record // sizes[3] + whole * gl.where(inside, gl.program_id(0), gl.num_programs(0))
-    first = record % sizes[3]
+    number = _divided(record, sizes[3], order[0])
+    tile = gl.where(inside, number * gl.num_programs(0) + gl.program_id(0), whole * gl.num_programs(0) + number)
+    first = record - number * sizes[3]
     count = gl.minimum(sizes[3] - first, end - at)
-    pm, pn = in_groups(tile, gl.cdiv(sizes[0], S.block_m), gl.cdiv(sizes[1], 2 * ROWS), S.group)
-    return tile, pm, pn, first, count
+    group = _divided(tile, order[1], order[2])
+    within = tile - group * order[1]
+    size = gl.minimum(order[3] - group * GROUP, GROUP)
+    pn = _divided(within, size, gl.where(size == GROUP, _MOST // GROUP, order[4]))
+    return tile, group * GROUP + within - pn * size, pn, first, count
 
 
 @gluon.jit
 def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
-    BM: gl.constexpr = S.block_m
-    step = 0
+    STAGES: gl.constexpr = S.stages
     end, whole, start, _rest = _share(sizes, S)
+    order = _order(sizes, S)
     at = start - start
+    _tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
+    step = gl.minimum(count * S.parts, STAGES)
+    for i in range(step):  # the weight, before the kernel before has ended
+        load_weight(wd, ws, full, 0, pn, first * S.parts + i, i, sizes, S)
+    gdc_wait()
+    for i in range(step):
+        load_x(xd, tails, xs, full, pm * S.block_m, pn, first * S.parts + i, i, sizes, S)
+    done = step
     while at < end:
-        _tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
-        for r in range(first * S.parts, (first + count) * S.parts):
-            load_stage(xd, wd, tails, xs, ws, full, empty, pm * BM, 0, pn, r, step, sizes, S)
+        _tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
+        for r in range(first * S.parts + done, (first + count) * S.parts):
+            load_stage(xd, wd, tails, xs, ws, full, empty, pm * S.block_m, 0, pn, r, step, sizes, S)
             step += 1
+        done = done - done
         at += count
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _rows(pn, sizes, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
+    """Rows of the weight that this warpgroup reads of tile pn."""
+    ROWS: gl.constexpr = S.rows
+    first_n = (pn * 2 + HALF) * ROWS
+    rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND))
+    if ROWS == 64:  # a panel is there as a whole, or not at all
+        rn += gl.minimum(first_n, sizes[2] - ROWS)
+    else:
+        rn = gl.minimum(first_n + rn, sizes[2] - 1)
+    return rn
+
+
+@gluon.jit
+def _consume(xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
-    step = 0
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
     high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    step = 0
+    turn = 0
+    owed = 0
     end, whole, start, rest = _share(sizes, S)
+    order = _order(sizes, S)
     at = start - start
+    tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
+    rn = _rows(pn, sizes, HALF, OPERAND, S)
+    now = tails_of(tails, first, rn, sizes, S)
+    gdc_wait()
     while at < end:
-        tile, pm, pn, first, count = _segment(at, end, whole, start, sizes, S)
-        first_n = (pn * 2 + HALF) * ROWS
-        rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND))
-        if ROWS == 64:  # a panel is there as a whole, or not at all
-            rn += gl.minimum(first_n, sizes[2] - ROWS)
-        else:
-            rn = gl.minimum(first_n + rn, sizes[2] - 1)
-        acc, step = sums(xs, ws, full, empty, tails, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
-        if count == sizes[3]:
-            pieces = pieces_of(acc, S)
-            for i in gl.static_range(PIECES):
-                write_tile(pieces[i], tails[0], out, added, first_n, pm * BM + i * (BM // PIECES), None, sizes, bounds, S)
-        elif scratch is not None:
-            number = tile - whole * gl.num_programs(0)
-            _meet(acc, tile, number, rest, tails[0], out, added, scratch, first_n, pm * BM, sizes, bounds, HALF, S)
+        acc, step = sums(xs, ws, full, empty, tails, now, owed, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
+        if S.sent:
+            mbarrier.arrive(both, count=1)
+        before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
         at += count
+        owed = gl.minimum(count, S.held) * S.parts
+        # Scales of the next tile are on their way while this one is written.
+        tile, pm, pn, first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
+        rn = _rows(pn, sizes, HALF, OPERAND, S)
+        now = tails_of(tails, first, rn, sizes, S)
+        if S.sent:  # all warpgroups have read what x's stages held
+            mbarrier.wait(both, turn & 1)
+            turn += 1
+        ready = done == sizes[3]
+        if scratch is not None:
+            if done < sizes[3]:
+                number = before - whole * gl.num_programs(0)
+                acc, ready = _meet(acc, before, number, rest, scratch, sizes, HALF, S)
+        if ready:
+            if not S.sent:
+                _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
+            elif S.held > 1:
+                if done >= S.held:
+                    send_tile(acc, tails[0], yd, added[0], xs, step, first_n, first_m, sizes, bounds, HALF, S)
+                else:
+                    _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
+            else:
+                send_tile(acc, tails[0], yd, added[0], xs, step, first_n, first_m, sizes, bounds, HALF, S)
+    if S.sent:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _meet(acc, tile, number, rest, scale, out, added, scratch, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
-    """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up and writes.
+def _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
+    pieces = pieces_of(acc, S)
+    for i in gl.static_range(PIECES):
+        write_tile(pieces[i], scale, out, added, first_n, first_m + i * (S.block_m // PIECES), None, sizes, bounds, S)
 
-    `number` counts the tiles that are left over, `rest` their records.
-    Each piece of the columns has a last of its own. Programs come to the pieces in different orders, so that they share this work too.
+
+@gluon.jit
+def _meet(acc, tile, number, rest, scratch, sizes, HALF: gl.constexpr, S: gl.constexpr):
+    """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up.
+
+    `number` counts the tiles that are left over, `rest` their records. Returns the tile's sums, and whether these are they.
     """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
-    MEETINGS: gl.constexpr = S.meetings
-    WIDTH: gl.constexpr = BM // MEETINGS
-    MMA: gl.constexpr = acc.type.layout
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    sharers = _sharers(rest)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    sharers = _sharers(rest, sizes)
     record = number * sizes[3]
     leader = ((record + 1) * sharers - 1) // rest  # the program that has the tile's first record
     others = ((record + sizes[3]) * sharers - 1) // rest - leader
+    me = gl.program_id(0) - leader
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
-    mine = gl.program_id(0).to(gl.int64) * 2 + gl.where(gl.program_id(0) == leader, 1, 0)
-    there = scratch[0] + (leader.to(gl.int64) * 2 * 2 + HALF) * (ROWS * BM)
     away: gl.constexpr = 2 * ROWS * BM
-    gl.store(scratch[0] + (mine * 2 + HALF) * (ROWS * BM) + _local(0, BM, MMA, S), acc)
-    gl.thread_barrier()  # what this warpgroup wrote comes before its arrival
-    for i in range(MEETINGS):
-        piece = (gl.program_id(0) - leader + 1 + i) % MEETINGS
-        lock = scratch[1] + (tile * 2 + HALF) * MEETINGS + piece
-        if gl.atomic_add(lock, 1, sem="acq_rel") == others:
-            local = there + _local(piece * WIDTH, WIDTH, PIECE, S)
-            part = gl.load(local + away, cache_modifier=".cg")
+    place = scratch[0] + (leader.to(gl.int64) * 4 + HALF) * (ROWS * BM)
+    place += gl.expand_dims(gl.arange(0, ROWS * BM // 512, layout=gl.SliceLayout(1, LANES)), 1) * 512
+    place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
+    own = place + gl.where(me == 0, 1, 2 * me) * away
+    lock = scratch[1] + (tile * 2 + HALF) * 2
+    # The last to come waits for sums that are being written, so that no program waits for one that may not have begun.
+    ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
+    if (not ready) | (others > 1):
+        gl.store(own, _as_held(acc, S))
+    if ready:
+        written = gl.atomic_add(lock + 1, 0, sem="acq_rel")
+        while written < others:
+            written = gl.atomic_add(lock + 1, 0, sem="acq_rel")
+        if others == 1:
+            total = _as_held(acc, S) + gl.load(place + gl.where(me == 0, 2, 1) * away, cache_modifier=".cg")
+        else:
+            total = gl.load(place + away, cache_modifier=".cg")
             for j in range(1, others + 1):
-                part += gl.load(local + 2 * j * away, cache_modifier=".cg")
-            pieces = pieces_of(part, S)
-            for p in gl.static_range(PIECES):
-                column = first_m + piece * WIDTH + p * (WIDTH // PIECES)
-                write_tile(pieces[p], scale, out, added, first_n, column, None, sizes, bounds, S)
-            gl.store(lock, 0)
+                total += gl.load(place + 2 * j * away, cache_modifier=".cg")
+        acc = gl.convert_layout(_as_summed(total, S), acc.type.layout, assert_trivial=True)
+        gl.store(lock, 0)
+        gl.store(lock + 1, 0)
+    else:
+        gl.thread_barrier()  # what this warpgroup wrote comes before what it says
+        gl.atomic_add(lock + 1, 1, sem="acq_rel")
+    return acc, ready
 
 
 @gluon.jit
-def _local(first, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """Where the sums of `WIDTH` columns are in a part."""
-    row = gl.arange(0, S.rows, layout=gl.SliceLayout(1, LAYOUT))
-    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims(row, 1) * S.block_m + gl.expand_dims(column, 0)
+def _as_held(acc, S: gl.constexpr):
+    """Sums [rows, block_m] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    held = acc.reshape([S.rows // 64, 4, 2, 8, S.block_m // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(held.reshape([S.rows * S.block_m // 512, 512]), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _as_summed(held, S: gl.constexpr):
+    """The inverse."""
+    acc = held.reshape([S.rows // 64, S.block_m // 8, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6])
+    return acc.reshape([S.rows, S.block_m])
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _gemm(xd, wd, tails, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+def _gemm(xd, wd, tails, yd, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
     xs, ws, full, empty = ring(xd, wd, S)
-    gdc_wait()
+    both = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if S.sent:
+        mbarrier.init(both, count=2)
     sizes = (M, N, n_padded, records)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 0, S)),
-            (_consume, (xs, ws, full, empty, tails, out, added, scratch, sizes, bounds, 1, S)),
+            (_consume, (xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, 0, S)),
+            (_consume, (xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, 1, S)),
             (_produce, (xd, wd, tails, xs, ws, full, empty, sizes, S)),
         ],
         [4, 1],

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import PIECES, Static, load_stage, pieces_of, ring, sums, write_tile
+from halfbyte.kernels.gpu.hopper_tile import PIECES, Static, load_stage, pieces_of, ring, sums, tails_of, write_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -156,7 +156,8 @@ def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes
         mine = _tails_of(at, tails, steps)
         first_n = (pn * 2 + HALF) * ROWS
         rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
-        acc, step = sums(xs, ws, full, empty, mine, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
+        now = tails_of(mine, gl.to_tensor(0), rn, sizes, S)
+        acc, step = sums(xs, ws, full, empty, mine, now, 0, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
         added = (None, None)
         if bias is not None:
             added = (bias + at.to(gl.int64) * sizes[1], None)

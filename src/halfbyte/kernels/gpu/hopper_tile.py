@@ -57,6 +57,7 @@ class Static:
     whole: bool  # one block along K: its scale is multiplied with the sums
     zero: str
     clamp: bool
+    sent: bool = False  # tiles are written by TMA, from where their last stages of x were
 
     @property
     def parts(self) -> int:
@@ -76,9 +77,9 @@ class Static:
         return gpu_tiles.RECORD // self.parts
 
     @property
-    def meetings(self) -> int:
-        """Pieces of a tile's columns, each of which the last of the programs to leave its part adds up."""
-        return max(1, self.block_m // 64)
+    def held(self) -> int:
+        """Records whose stages of x a tile fills that TMA writes."""
+        return 2 * self.rows // gpu_tiles.RECORD
 
 
 # Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
@@ -105,18 +106,30 @@ def ring(xd, wd, S: gl.constexpr):
 def load_stage(xd, wd, tails, xs, ws, full, empty, first_m, before, pn, r, step, sizes, S: gl.constexpr):
     """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `before` rows of wd are in front of the
     weight."""
+    mbarrier.wait(empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
+    load_weight(wd, ws, full, before, pn, r, step, sizes, S)
+    load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S)
+
+
+@gluon.jit
+def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
+    """The weight's half of it, and how many bytes are to come in all."""
     PANELS: gl.constexpr = S.rows // 32
-    STAGES: gl.constexpr = S.stages
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    stage = step % S.stages
     mbarrier.expect(full.index(stage), S.block_m * S.width * 2 + S.rows * 128)
-    tma.async_copy_global_to_shared(xd, [first_m, r * S.width], full.index(stage), xs.index(stage))
     if S.bits == 4:
         for p in gl.static_range(PANELS):
             row = before + ((pn * PANELS + p) * sizes[3] + r) * 32
             tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
     else:
         tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], full.index(stage), ws.index(stage))
+
+
+@gluon.jit
+def load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S: gl.constexpr):
+    """The other half, and what scales it."""
+    stage = step % S.stages
+    tma.async_copy_global_to_shared(xd, [first_m, r * S.width], full.index(stage), xs.index(stage))
     if not S.whole:
         _fetch(tails, pn, r // S.parts, sizes, S)
 
@@ -229,7 +242,7 @@ def _two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAN
 
 
 @gluon.jit
-def _tails(tails, r, rn, sizes, S: gl.constexpr):
+def tails_of(tails, r, rn, sizes, S: gl.constexpr):
     """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
     GROUPS: gl.constexpr = S.groups
     found = ()
@@ -254,6 +267,8 @@ def sums(
     full,
     empty,
     tails,
+    now,
+    owed,
     rn,
     first,
     count,
@@ -265,13 +280,18 @@ def sums(
     DTYPE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them."""
+    """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them.
+
+    now   `tails_of` the first record
+    owed  stages in front of `step` that the tile before is written from, if S.sent; those of the last S.held records are kept in turn
+    """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
+    PARTS: gl.constexpr = S.parts
+    HELD: gl.constexpr = S.held
     MMA: gl.constexpr = OPERAND.parent
     acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
-    now = _tails(tails, first, rn, sizes, S)
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
     if S.bits == 8:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
@@ -279,7 +299,7 @@ def sums(
     for r in range(count):
         last = step + S.parts - 1  # of the stages of this record
         following = last + gl.where(r + 1 < count, 1, 0)
-        after = _tails(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
+        after = tails_of(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
         # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
         # the other warpgroup whose products lie over this one's work.
         a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
@@ -288,15 +308,19 @@ def sums(
         a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
         a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
         a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
+        if S.sent:  # the tile before, from which `owed` stages are not free yet, has been read
+            tma.store_wait(0)
+            for i in gl.static_range(HELD * PARTS):
+                mbarrier.arrive(empty.index((step + (STAGES - 1 - i)) % STAGES), count=1, pred=(r == 0) & (i < owed))
         if S.bits == 8:
-            mbarrier.arrive(empty.index(step % STAGES), count=1)
+            mbarrier.arrive(empty.index(step % STAGES), count=1, pred=(r + HELD < count) | (not S.sent))
         mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
         w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
         # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
         ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
         mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
         acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
-        mbarrier.arrive(empty.index(last % STAGES), count=1)
+        mbarrier.arrive(empty.index(last % STAGES), count=1, pred=(r + HELD < count) | (not S.sent))
         now = after
         step += S.parts
     return acc, step
@@ -346,3 +370,20 @@ def write_tile(total, scale, out, added, first_n, first_m, places, sizes, bounds
         total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
     y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
     gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
+
+
+@gluon.jit
+def send_tile(acc, scale, yd, bias, xs, step, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    """A tile's sums by TMA, from where the last stages of x were, which all warpgroups have read: those in front of `step`."""
+    ROWS: gl.constexpr = S.rows
+    MMA: gl.constexpr = acc.type.layout
+    STAGES: gl.constexpr = S.stages
+    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    if S.whole:
+        acc *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
+    y = finish(acc, (bias, None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, yd.dtype, None)
+    unit: gl.constexpr = HALF * ROWS
+    place = xs.index((step + (STAGES - 1 - unit // S.width)) % STAGES).slice(unit % S.width, ROWS, dim=1)
+    place.permute([1, 0]).store(y)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
