@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     for m in (1, 2, 3, 17, 33):  # the first two without the unit
         assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
     for ahead in (1, 3, 7):
-        monkeypatch.setattr(EmulatedTiles, "blocks_ahead", ahead)
+        monkeypatch.setattr(EmulatedTiles, "blocks_ahead", ahead - 1)
         monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
         monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
         again = kernel_of(fmt, n, k, torch.float32, way)

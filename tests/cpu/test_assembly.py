@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support import pairwise
 
-from halfbyte.kernels.cpu import activations, dequantize, driver, jit, probe, quantize, runtime, tile
+from halfbyte.kernels.cpu import activations, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
@@ -72,6 +72,25 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         assert max(unpacking) <= 2 * steps
         assert not isa.intel or unpacking[1] == 0
         assert not spills(loop)
+
+
+@pytest.mark.parametrize("zero", ["none", "point", "offset"])
+def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> None:
+    isa = AVX512VNNI(intel=True)
+    for bits, block in ((4, 32), (4, 128), (8, 32)):
+        spec = replace(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), biased=True)
+        tiles = [tile.build(replace(spec, rows=isa.tile(64, "int8", bits, block)[0]), isa)]
+        shape = isa.expanded_tile if block == 32 else isa.expanded_long_tile
+        assert shape is not None
+        if bits == 4:
+            tiles.append(expanded.build(replace(spec, rows=shape[0]), isa))
+        packed, *read = [jit.compile_assembly(module, isa).splitlines() for module in tiles]
+        for lines in (packed, *read):
+            assert not count(lines, "vcvtdq2ps")
+        for lines in read:
+            assert count(lines, "vpdpbusd") == shape[0] * spec.vectors * 8
+            assert not count(lines, "vgf2p8affineqb") + count(lines, "vpdpwssd")
+            assert not [line for line in between("\n".join(lines), "vpdpbusd") if re.search(r"%rsp.*%zmm|%zmm.*%rsp", line)]
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -23,7 +23,7 @@ CASES = [
     ("none", "channel", F16, BF16, "row_offset"), ("point", 300, F32, F16, "block_offset"), ("none", 300, F16, F32, "block"),
 ]  # fmt: skip
 # (M, N, K): some of the rows whose sums wait, and more; parts of a panel; K in several chunks of blocks, and in one
-SHAPES = ((51, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
+SHAPES = ((67, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
 
 
 def kernels(
@@ -56,15 +56,15 @@ def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
         (Format(4, 32), isa.expanded_rows, True),
         (Format(4, 32), isa.expanded_rows - 1, False),
         (Format(4, "channel"), 100, False),
-        (Format(4, 32, "offset"), 100, False),
+        (Format(4, 32, "offset"), 100, isa.expands_offsets),
         (Format(8, 32), 100, False),
     ):
-        kernel = LinearKernel(fmt, 32, 2048, torch.float32, "int8", "block", isa=isa)
+        kernel = LinearKernel(fmt, 32, expanded.LONGEST + 32, torch.float32, "int8", "block", isa=isa)
         assert ("panel_function" in kernel.fields(m)) == takes
 
 
 def test_gelu_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    fmt, (m, n, k) = Format(4, 32), (60, 40, 96)
+    fmt, (m, n, k) = Format(4, 32), (70, 40, 96)
     packed, x = pack(random_codes(fmt, (n, k))), torch.randn(m, k)
     x[7, 50] = torch.nan
     kernel = LinearKernel(fmt, n, k, torch.float32, "int8", "block", gelu=True, isa=ISAS[0])

@@ -31,6 +31,11 @@ class EmulatedTiles(AMXTiles):
             acc = acc + (top.shift_signed(24) if signed else top >> 24)
         return acc
 
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        pairs = ((x.bits(self.ints) << 16, x.bits(self.ints)) for x in (a, b))
+        (low, high), (other_low, other_high) = ([half.shift_signed(16) for half in pair] for pair in pairs)
+        return acc + low * other_low + high * other_high
+
     def configure(self, f: Function, registers: Sequence[Register]) -> None:
         assert len(registers) == 8
         assert all(0 < r.rows <= ROWS and 0 < r.column_bytes <= COLUMN_BYTES for r in registers)

@@ -19,6 +19,8 @@ from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
 
+_TOGETHER = 16  # blocks whose scales are found at once
+
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
@@ -29,7 +31,7 @@ class RowSpec:
     inner, bits, unit, single, by_row, shifted   as in TileSpec
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
-    folded    as in TileSpec
+    folded, biased    as in TileSpec
     zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
@@ -45,6 +47,7 @@ class RowSpec:
     sums: str
     zeroed: bool = False
     folded: bool = False
+    biased: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +57,7 @@ class RowSpec:
             + ("_shifted" if self.shifted else "")
             + ("_zeroed" if self.zeroed else "")
             + ("_folded" if self.folded else "")
+            + ("_biased" if self.biased else "")
         )
         sign = "m" if self.correction < 0 else ""
         unit = f"u{self.unit}{'s' if self.single else ''}"
@@ -80,13 +84,16 @@ class _Row:
         self.unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.buffer = f.alloca(self.raw_type, 1, 64)
 
-    def blocks(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
-        """For each block: its x, its real elements, its units, and where this row's data and the record's fields lie."""
+    def blocks(self, first: Value | None = None, count: Value | None = None) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
+        """For each block, or `count` from `first` on: its x, its real elements, its units, and where this row's data and the record's
+        fields lie."""
         f, spec = self.f, self.spec
         blocks, units, last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         block, last = (LINEAR.load(self.args, field) for field in ("block", "last"))
-        x, record = f.variable(self.x), f.variable(self.tile)
-        for b in f.loop(blocks):
+        first, stop = (f.value("i64", 0), blocks) if first is None or count is None else (first, first + count)
+        record_bytes = self.rows * (units * self.unit_bytes + 4 * FIELDS)
+        x, record = f.variable(self.x + first * block * self.element_bytes), f.variable(self.tile + first * record_bytes)
+        for b in f.loop(stop, first):
             ends = (b + 1).equals(blocks)
             real = ends.select(last, block)
             n = f.value("i64", 1) if spec.single else ends.select(last_units, units)
@@ -152,26 +159,65 @@ class _CodeSums:
 class _Int8Row(_Row):
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        whole = None
-        if spec.by_row:
-            k = LINEAR.load(self.args, "k")
-            whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
-        for x, real, n, data, fields in self.blocks():
-            scale, inverse, offset = whole if whole is not None else self._range(x, real, n)
-            sums = _CodeSums(self)
-            for u, left, raw in self.units(x, real, n):
-                q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
-                sums.add(self.store(q, data, u), q)
-            codes, start = sums.found()
-            self.field(fields, 0, scale)
-            self.field(fields, 1, start.to("float") * scale if spec.folded else start)
-            if spec.sums == "codes":
-                self.field(fields, 2, codes.to("float"))
-            elif spec.sums == "values":
-                values = codes.to("float") * scale
-                self.field(fields, 2, values if offset is None else f.fma(real.to("float"), offset, values))
-            if offset is not None:
-                self.field(fields, 3, offset)
+        if spec.by_row or spec.shifted:
+            whole = None
+            if spec.by_row:
+                k = LINEAR.load(self.args, "k")
+                whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
+            for block in self.blocks():
+                self._block(*block, *(whole if whole is not None else self._range(*block[:3])))
+            return
+        # The scales of several blocks at once: one block's are a long chain of operations, and one division takes as long as many.
+        extents, scales, inverses = (f.alloca(vector(kind, _TOGETHER), 1, 64) for kind in ("i32", "float", "float"))
+        blocks = LINEAR.load(self.args, "blocks")
+        for first in f.loop(blocks, step=_TOGETHER):
+            count = f.umin(blocks - first, f.value("i64", _TOGETHER))
+            at = f.variable(f.value("i64", 0))
+            for x, real, n, _, _ in self.blocks(first, count):
+                (extents + at.value).store(self._extent(x, real, n), align=4)
+                at.value = at.value + 4
+            bits = extents.load(vector("i32", _TOGETHER), 0, 64)
+            scale, inverse = self._scale(bits.bits(vector("float", _TOGETHER)), bits < 0x7F800000)
+            scales.store(scale, align=64)
+            inverses.store(inverse, align=64)
+            at.value = f.value("i64", 0)
+            for block in self.blocks(first, count):
+                self._block(*block, (scales + at.value).load("float", 0, 4), (inverses + at.value).load("float", 0, 4), None)
+                at.value = at.value + 4
+
+    def _block(
+        self, x: Value, real: Value, n: Value, data: Value, fields: Value, scale: Value, inverse: Value, offset: Value | None
+    ) -> None:
+        f, spec, sums = self.f, self.spec, _CodeSums(self)
+        for u, left, raw in self.units(x, real, n):
+            q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
+            sums.add(self.store(q, data, u), q)
+        codes, start = sums.found()
+        self.field(fields, 0, scale)
+        self.field(fields, 1, start.to("float") * scale if spec.folded else start + ROUND_BITS if spec.biased else start)
+        if spec.sums == "codes":
+            self.field(fields, 2, codes & 0xFFFF if spec.biased else codes.to("float"))
+        elif spec.sums == "values":
+            values = codes.to("float") * scale
+            self.field(fields, 2, values if offset is None else f.fma(real.to("float"), offset, values))
+        if offset is not None:
+            self.field(fields, 3, offset)
+
+    def _extent(self, x: Value, real: Value, n: Value) -> Value:
+        """The bits of the largest magnitude of `real` elements from x on: the order of integers is the same, and NaN is the largest."""
+        size = self.f.variable(self.f.value(self.ints, 0))
+        for _, _, raw in self.units(x, real, n):
+            size.value = self._greater(size.value, self.isa.to_float(raw, self.spec.source))
+        return size.value.reduce("umax")
+
+    def _greater(self, size: Value, x: Value) -> Value:
+        return self.f.call(self.ints, f"llvm.umax.v{self.spec.unit}i32", size, x.bits(self.ints) & 0x7FFFFFFF)
+
+    def _scale(self, extent: Value, finite: Value) -> tuple[Value, Value]:
+        """Scales of extents, and their inverses."""
+        inverse = self.f.value(extent.type, 127.0) / extent
+        inverse = (inverse < float("inf")).select(inverse, 0.0)
+        return finite.select(extent * (1 / 127), float("nan")), finite.select(inverse, 0.0)
 
     def _codes(self, x: Value, left: Value, inverse: Value, offset: Value | None) -> Value:
         f, unit = self.f, self.spec.unit
@@ -188,27 +234,22 @@ class _Int8Row(_Row):
     def _range(self, x: Value, real: Value, n: Value) -> tuple[Value, Value, Value | None]:
         """Scale, its inverse and the offset of `real` elements from x on."""
         f, spec = self.f, self.spec
+        if not spec.shifted:
+            bits = self._extent(x, real, n)
+            return *self._scale(bits.bits("float"), bits < 0x7F800000), None
         size = f.variable(f.value(self.ints, 0))
         low, high = (f.variable(f.value(self.floats, v)) for v in (float("inf"), float("-inf")))
         for _, left, raw in self.units(x, real, n):
             v = self.isa.to_float(raw, spec.source)
-            # As integers: the order of magnitudes is the same, and NaN is the largest of all.
-            size.value = f.call(self.ints, f"llvm.umax.v{spec.unit}i32", size.value, v.bits(self.ints) & 0x7FFFFFFF)
-            if spec.shifted:
-                inside = f.constant(self.ints, range(spec.unit)) < left.to("i32").splat(spec.unit)
-                low.value = inside.select(v, float("inf")).min_or(low.value)
-                high.value = inside.select(v, float("-inf")).max_or(high.value)
-        bits = size.value.reduce("umax")
-        finite = bits < 0x7F800000
-        extent, offset = bits.bits("float"), None
-        if spec.shifted:
-            lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
-            extent, offset = (hi - lo) * 0.5, (lo + hi) * 0.5
-            finite = finite & (extent < float("inf")) & (offset < float("inf")) & (offset > float("-inf"))  # either may overflow
-        inverse = f.value("float", 127.0) / extent
-        inverse = (inverse < float("inf")).select(inverse, 0.0)
-        scale = finite.select(extent * (1 / 127), float("nan"))
-        return scale, finite.select(inverse, 0.0), offset
+            size.value = self._greater(size.value, v)
+            inside = f.constant(self.ints, range(spec.unit)) < left.to("i32").splat(spec.unit)
+            low.value = inside.select(v, float("inf")).min_or(low.value)
+            high.value = inside.select(v, float("-inf")).max_or(high.value)
+        lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
+        extent, offset = (hi - lo) * 0.5, (lo + hi) * 0.5
+        finite = size.value.reduce("umax") < 0x7F800000
+        finite = finite & (extent < float("inf")) & (offset < float("inf")) & (offset > float("-inf"))  # either may overflow
+        return *self._scale(extent, finite), offset
 
 
 class _CopiedRow(_Row):

@@ -12,7 +12,7 @@ import functools
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, RequantizingTile, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, ROUND_BITS, RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
@@ -40,11 +40,17 @@ class MatrixTile(Tile):
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
         # Sums of blocks, and of their weights where activations have an offset; as many as are multiplied before one is scaled, and one.
         self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
-        self.sums = f.alloca("i8", _power_of_two(isa.blocks_ahead) * self.block_bytes, 64)
+        self.ahead = isa.blocks_ahead if spec.inner == "int8" else isa.float_blocks_ahead
+        self.sums = f.alloca("i8", _power_of_two(self.ahead) * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
         self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if spec.bits == 4 else 1, 64)
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.blocks, self.units, self.last_units = blocks, units, last
+        self.corrected = isa.correction(spec.bits, spec.signed) != 0
+        self.start: Value | None = None  # a row of what sums begin at
+        if spec.biased and not self.corrected:
+            self.start = f.alloca(isa.ints, 1, 64)
+            self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
         self.all_units = (blocks - 1) * units + last
 
     def configure(self) -> None:
@@ -80,11 +86,11 @@ class MatrixTile(Tile):
         if unpacking is not None:
             for _ in f.loop(isa.units_ahead):
                 unpacking.step()
-        for b in f.loop(f.umin(self.blocks, f.value("i64", isa.blocks_ahead))):
+        for b in f.loop(f.umin(self.blocks, f.value("i64", self.ahead))):
             multiply(b)
         for b in f.loop(self.blocks):
-            with f.when(b + isa.blocks_ahead < self.blocks):
-                multiply(b + isa.blocks_ahead)
+            with f.when(b + self.ahead < self.blocks):
+                multiply(b + self.ahead)
             n, tail, fields = record(behind, b)
             slot = self._slot(b)
             weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
@@ -93,14 +99,13 @@ class MatrixTile(Tile):
 
     def _slot(self, b: Value) -> Value:
         """Where the sums of block b lie until they are scaled."""
-        return self.sums + (b & _power_of_two(self.isa.blocks_ahead) - 1) * self.block_bytes
+        return self.sums + (b & _power_of_two(self.ahead) - 1) * self.block_bytes
 
     def _sum(self, slot: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
         spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
         total = slot.load(self.sum_type, n * 64, 64)
         if spec.inner == "int8":
-            corrected = self.isa.correction(spec.bits, spec.signed) != 0
-            return total + self._field(fields, 1, row, "i32") if corrected else total
+            return total + self._field(fields, 1, row, "i32") if self.corrected else total
         zero = self._zero(tail, first, v) if spec.zero == "point" else None
         return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
 
@@ -111,7 +116,10 @@ class MatrixTile(Tile):
         weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
         totals = [(i, v) for i in range(len(self.parts)) for v in range(spec.vectors)]
         for n in range(len(totals)):
-            isa.tile_zero(f, n)
+            if self.start is None:
+                isa.tile_zero(f, n)
+            else:
+                isa.tile_load(f, n, self.start, 0)
         for u in f.loop(units):
             if unpacking is not None:
                 unpacking.step()

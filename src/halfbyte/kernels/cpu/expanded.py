@@ -7,6 +7,8 @@ its share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
 
     record = for each 4 k: 4 bytes of each output, k = 0 … 3 | scales, float32 | zeros, float32, if the format has any
 
+Where sums of blocks are `biased`, points are taken off the codes when these are expanded, and there are no zeros in a record.
+
 The arithmetic is that of `tile.py`, number by number: an output does not depend on how many rows there are.
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass, replace
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.tile import FIELDS, Part, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 RECORD_BYTES = 24 << 10  # of expanded records at a time
@@ -44,25 +46,41 @@ def name_of(spec: TileSpec) -> str:
     return f"expanded_{spec.name}"
 
 
+def takes_points_off(spec: TileSpec) -> bool:
+    return spec.biased and spec.zero == "point"
+
+
 class ExpandedTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         args, weights, activations, out, bias, sums, columns, self.count_blocks, self.last_units, self.stage = f.parameters
-        floats = replace(spec, scale="f32")
+        floats = replace(spec, scale="f32", zero="none" if takes_points_off(spec) else spec.zero)
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns, f.value("i64", 0)))
-        self.scratch, self.in_registers = sums, False
+        self.sums = sums
+        if not self.in_registers:
+            self.scratch = sums
         self.width = isa.lanes * spec.vectors
         self.unit_bytes = self.width * spec.unit
-        self.tail_bytes = record_bytes(self.width, 0, spec.zero)
+        self.tail_bytes = record_bytes(self.width, 0, floats.zero)
         self.int8 = replace(self.int8, expanded=True)
 
     def emit(self, first: Value) -> None:
-        f = self.f
-        with f.when((self.stage & _FIRST).equals(_FIRST)):
+        f, size = self.f, 4 * self.isa.lanes
+        begins = (self.stage & _FIRST).equals(_FIRST)
+        with f.when(begins):
             self._begin(first)
+        if self.in_registers:
+            with f.when(begins.equals(0)):
+                for n, total in enumerate(self.totals):
+                    total.value = self.sums.load(self.isa.floats, n * size, size)
         part = Part(first, first, first, first)
         behind = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
-        with f.when((self.stage & _LAST).equals(_LAST)):
+        ends = (self.stage & _LAST).equals(_LAST)
+        with f.when(ends):
             self._end(first, behind)
+        if self.in_registers:
+            with f.when(ends.equals(0)):
+                for n, total in enumerate(self.totals):
+                    self.sums.store(total.value, n * size, size)
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
         return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width)
@@ -76,14 +94,20 @@ class PanelSpec:
     zero: str
     unit: int
     vectors: int
+    points_off: bool
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
-        return cls(spec.scale, spec.zero, spec.unit, spec.vectors)
+        return cls(spec.scale, spec.zero, spec.unit, spec.vectors, takes_points_off(spec))
 
     @property
     def name(self) -> str:
-        return f"panel_{self.scale}_{self.zero}_u{self.unit}x{self.vectors}"
+        return f"panel_{self.scale}_{self.zero}{'_off' if self.points_off else ''}_u{self.unit}x{self.vectors}"
+
+    @property
+    def zeros(self) -> str:
+        """What records have of them."""
+        return "none" if self.points_off else self.zero
 
 
 def build_panel(spec: PanelSpec, isa: ISA) -> Module:
@@ -102,7 +126,7 @@ class _Panel:
         self.scale_bytes = 4 if spec.scale == "f32" else 2
         self.tail_bytes = tail_bytes(self.scale_bytes, {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero], pairs=False)
         self.units, self.blocks = (LINEAR.load(self.args, field) for field in ("units", "blocks"))
-        self.records = f.alloca("i8", max(RECORD_BYTES, record_bytes(self.width, LONGEST, spec.zero)), 64)
+        self.records = f.alloca("i8", max(RECORD_BYTES, record_bytes(self.width, LONGEST, spec.zeros)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:
@@ -152,16 +176,25 @@ class _Panel:
         w, to = f.variable(self.weights + start * packed_bytes), f.variable(self.records)
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(last_units, self.units)
+            tail, floats = w.value + units * unit_bytes, to.value + units * (self.width * spec.unit)
+            left = self._left_of_points(tail, column) if spec.points_off else None
             for t in f.loop(units * (spec.unit // 8)):
                 at = w.value + t * (4 * PANEL) + column * 4
                 f.prefetch(at + blocks * packed_bytes)  # what is expanded next but one
                 stored = isa.stored(at, spec.vectors)
                 for v, steps in enumerate(zip(*(isa.unit_weights(s, 4) for s in stored), strict=True)):
-                    for n, codes in enumerate(steps):
+                    for n, code in enumerate(steps):
+                        codes = code if left is None else code + left[n]
                         (to.value + t * (8 * self.width)).store(codes, (v * spec.vectors + n) * 4 * isa.lanes, 64 if n == 0 else 32)
-            tail, floats = w.value + units * unit_bytes, to.value + units * (self.width * spec.unit)
             self._expand_tail(tail, floats, column)
-            w.value, to.value = tail + self.tail_bytes, floats + record_bytes(self.width, 0, spec.zero)
+            w.value, to.value = tail + self.tail_bytes, floats + record_bytes(self.width, 0, spec.zeros)
+
+    def _left_of_points(self, tail: Value, column: Value) -> list[Value]:
+        """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
+        spec, isa = self.spec, self.isa
+        at, parts = tail + column, range(spec.vectors)
+        points = [at.load(vector("i8", isa.lanes), PANEL * self.scale_bytes + v * isa.lanes) for v in parts]
+        return [((p.to("i32", unsigned=True) * -1 + HIGHEST_CODE) * 0x01010101).bits(isa.quads) for p in points]
 
     def _expand_tail(self, tail: Value, to: Value, column: Value) -> None:
         spec, isa = self.spec, self.isa
@@ -171,6 +204,6 @@ class _Panel:
         if spec.zero == "offset":
             zeros = (tail + column * self.scale_bytes).load(raw, PANEL * self.scale_bytes, self.scale_bytes)
             to.store(isa.to_float(zeros, spec.scale), 4 * self.width, 64)
-        elif spec.zero == "point":
+        elif spec.zero == "point" and not spec.points_off:
             points = (tail + column).load(vector("i8", self.width), PANEL * self.scale_bytes)
             to.store(points.to("i32", unsigned=True).to("float"), 4 * self.width, 64)

@@ -57,9 +57,12 @@ class ISA:
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
-    expanded_tile: ClassVar[tuple[int, int] | None] = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
+    expanded_tile: tuple[int, int] | None = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
     expanded_rows = 0  # from so many rows on
     streams: ClassVar[int] = 1  # panels that a tile takes at once where it is the only one, so that weights are read from as many places
+    expanded_long_tile: tuple[int, int] | None = None  # the same for blocks of more than 32, where it is another
+    biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
+    expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
@@ -118,6 +121,10 @@ class ISA:
 
     def pinned(self, f: Function, acc: Value) -> Value:
         return f.pinned(acc, self.register) if self.register and bytes_of(acc.type) == 4 * self.lanes else acc
+
+    def settled(self, f: Function, total: Value) -> Value:
+        """A block's sum, computed before what follows: LLVM would put the last products off, and their operands on the stack."""
+        return total
 
     def stored(self, rows: Value, vectors: int) -> Iterator[Value]:
         """One row of the layout's data, 4 bytes of each output: a vector of quads each."""

@@ -50,10 +50,13 @@ class AMXTiles(AVX512BF16):
     features = _FEATURES
     register_totals = ROWS
     chunk_bytes = 1 << 20
-    blocks_ahead, units_ahead = 2, 3  # how far multiplying is ahead of scaling, and unpacking ahead of multiplying
+    # How far multiplying is ahead of scaling, and unpacking ahead of multiplying. Measured on Sapphire Rapids: floats scaled at once are
+    # a quarter faster than two blocks later, bytes of short blocks a third slower than one block later.
+    blocks_ahead, float_blocks_ahead, units_ahead = 1, 0, 2
 
     def __init__(self) -> None:
         super().__init__(intel=True)
+        self.expanded_tile = None
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
@@ -134,6 +137,7 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
+        self.expanded_tile = None
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

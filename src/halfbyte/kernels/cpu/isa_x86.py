@@ -45,7 +45,7 @@ class AVX2(ISA):
     multiplies_sums = True
     minimal = 25, 22  # on Zen 3
     streams = 4  # one core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four
-    expanded_tile: ClassVar[tuple[int, int] | None] = 5, 2
+    expanded_tile: tuple[int, int] | None = 5, 2
     expanded_rows = 48
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
@@ -190,6 +190,7 @@ class AVXVNNI(ISA):
     register = "v"
     direct_tile = (5, 2)
     sums_shorts = True
+    biases = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if m <= 2:
@@ -224,19 +225,25 @@ class AVX512VNNI(AVXVNNI):
     register_totals = 12
     direct_tile = (12, 2)
     minimal = 112, 58  # on Sapphire Rapids
+    expanded_rows = 64
+    expands_offsets = True
 
     def __init__(self, intel: bool | None = None) -> None:
         self.intel = machine().vendor == "Intel" if intel is None else intel
         self.affine = self.intel and (intel is not None or "gfni" in machine().features)
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
+            self.expanded_tile, self.expanded_long_tile = (6, 2), (12, 2)  # the former's totals are in registers
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if compute != "int8":
             return min(m, 6), 2
         if block >= _LONG_BLOCK:
-            return min(m, 10), 2
-        return (m if m <= 8 else 8 if self.intel else 6), 2
+            return min(m, 12 if bits == 8 and self.intel else 10), 2
+        return (m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8), 2
+
+    def settled(self, f: Function, total: Value) -> Value:
+        return f.pinned(total, "v")
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
         if bits == 8 or not self.affine:

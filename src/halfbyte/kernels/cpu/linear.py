@@ -113,15 +113,19 @@ class LinearKernel:
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
         pairs = has_pairs(fmt)
         self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
+        plain = inner == "int8" and kind != "i8" and not by_row and not shifted
+        biased = plain and self.isa.biases and tile.biasable(fmt, geo.padded)
         correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
+        correction -= tile.highest_point(self.isa, fmt.bits, fmt.zero, biased)
         # Where a block's sums are made apart, nothing is gained by their beginning at the correction. That of 8 bits may be far larger
         # than what is left when it is taken off: it stays an integer.
-        folded = fmt.bits == 4 and correction != 0 and self.isa.apart(fmt.bits) and kind != "i8" and not by_row and not shifted
+        folded = fmt.bits == 4 and correction != 0 and self.isa.apart(fmt.bits) and plain
         scheme = inner, *weight, pairs, self.unit, single, by_row, shifted
-        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded)
+        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded, biased=biased)
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
-        row_spec = RowSpec(kind, inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted, correction, sums, zeroed, folded)
+        of_rows = inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted
+        row_spec = RowSpec(kind, *of_rows, correction, sums, zeroed, folded, biased)
         self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
@@ -252,12 +256,15 @@ class LinearKernel:
         """Rows and vectors of the tiles for M rows if they read expanded codes."""
         spec, isa = self.tile_spec, self.isa
         fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= expanded.LONGEST
-        # Float offsets take so many instructions at a block's end that it is slower.
-        return isa.expanded_tile if fits and spec.zero != "offset" and m >= isa.expanded_rows else None
+        # On AVX2 float offsets take so many instructions at a block's end that it is slower.
+        fits = fits and (spec.zero != "offset" or isa.expands_offsets)
+        if not fits or m < isa.expanded_rows:
+            return None
+        return (self.geometry.padded > 32 and isa.expanded_long_tile) or isa.expanded_tile
 
     def _expansion(self, vectors: int) -> dict[str, int]:
         panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
-        size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zero)
+        size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zeros)
         return {
             "panel_function": jit.load(panel.name, functools.partial(expanded.build_panel, panel), self.isa)[panel.name],
             "expanded_blocks": max(1, expanded.RECORD_BYTES // size),

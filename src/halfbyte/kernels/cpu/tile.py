@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
@@ -35,7 +38,20 @@ Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
+HIGHEST_CODE = 15  # of 4 bits
 PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
+
+
+def biasable(fmt: Format, block: int) -> bool:
+    """Whether ROUND + a block's sum of products is a float exactly, and ROUND times a scale, too; and sums of activations are int16."""
+    largest = 1 << (fmt.bits - 1) if fmt.signed else (1 << fmt.bits) - 1
+    fits = block * largest * 127 <= 1 << 22 and (fmt.zero != "point" or block * 127 < 1 << 15)
+    return fmt.scale == torch.float16 and fits
+
+
+def highest_point(isa: ISA, bits: int, zero: str, biased: bool) -> int:
+    """A point that is taken off by what sums begin at, so that codes from which points were taken instead may be unsigned; else 0."""
+    return HIGHEST_CODE if biased and zero == "point" and bits == 4 and isa.expanded_tile is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,7 @@ class TileSpec:
     gelu     outputs go through `gelu.gelu`
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
+    biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     """
 
     inner: Inner
@@ -69,6 +86,7 @@ class TileSpec:
     gelu: bool = False
     folded: bool = False
     panels: int = 1
+    biased: bool = False
 
     @property
     def signed(self) -> bool:
@@ -78,6 +96,7 @@ class TileSpec:
     def name(self) -> str:
         scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
         scheme += ("_pairs" if self.pairs else "") + ("_folded" if self.folded else "")
+        scheme += "_biased" if self.biased else ""
         shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
         end = ("_gelu" if self.gelu else "") + (f"_p{self.panels}" if self.panels > 1 else "")
         return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{end}"
@@ -257,6 +276,8 @@ class Tile:
         start = self._block_start(tail, fields, first)
         if spec.single:
             sums = self._unit(w, a, first, start)
+            if self.int8.expanded:
+                sums = [self.isa.settled(f, total) for total in sums]
         else:
             kept = [f.variable(v) for v in start]
             for u in f.loop(units):
@@ -294,7 +315,8 @@ class Tile:
         after = PANEL * self.scale_bytes
         if spec.zero == "offset":
             return self.isa.to_float(self._lanes(tail, first, v, after), spec.scale)
-        return (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True).to("float")
+        point = (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True)
+        return point if spec.biased else point.to("float")
 
     def _pairs(self, tail: Value, first: Value, v: int) -> Value:
         """The sums of pairs of one vector of rows."""
@@ -367,6 +389,9 @@ class Tile:
         spec, isa, f = self.spec, self.isa, self.f
         scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
         zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
+        if spec.biased:
+            self._scale_biased(total, fields, scales, zeros)
+            return
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
         for i in range(spec.rows):
             scaled = spec.inner == "int8" and not spec.by_row
@@ -386,6 +411,29 @@ class Tile:
                 if spec.zero == "offset" and zero is not None and total_x is not None:
                     out = f.fma(zero, total_x, out)
                 self._set_total(n, f.fma(x, scales[v], out))
+            f.fence()
+
+    def _scale_biased(self, total: Callable[[int], Value], fields: Value, scales: list[Value], zeros: list[Value | None]) -> None:
+        """As `_scale`, by two fused multiply-adds: the first, (ROUND + sum) * scale - ROUND * scale, has an exact subtrahend.
+
+        Points are taken off the sums before, as integers: a sum of activations is an int16 beside a 0.
+        """
+        spec, isa, f = self.spec, self.isa, self.f
+        lifts = [scale * -ROUND for scale in scales]
+        highest, points = highest_point(isa, spec.bits, spec.zero, spec.biased), list[Value]()
+        if spec.zero == "point":
+            points = [zero * -1 + highest for zero in zeros if zero is not None]
+        for i in range(spec.rows):
+            scale = self._field(fields, 0, i, "float")
+            total_x = self._field(fields, 2, i, "i32" if points else "float") if spec.zero != "none" else None
+            for v in range(spec.vectors):
+                n = i * spec.vectors + v
+                x, out, zero = total(n), self._total(n), zeros[v]
+                if total_x is not None and points:
+                    x = isa.dot_shorts(f, x, points[v], total_x)
+                elif total_x is not None and zero is not None:
+                    out = f.fma(zero, total_x, out)
+                self._set_total(n, f.fma(f.fma(x.bits(isa.floats), scales[v], lifts[v]), scale, out))
             f.fence()
 
     def _code_sum(self, unit_sum: Value, zero: Value | None, units: Value) -> Value:
