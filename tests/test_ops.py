@@ -292,3 +292,39 @@ def test_quantize_equals_the_slow_method_bit_for_bit(dtype: torch.dtype) -> None
         fast, slow = hb.quantize(weight, fmt), METHODS["absmax"](weight, hb.as_format(fmt), "weight")
         for name, tensor in slow.tensors().items():
             assert torch.equal(fast.tensors()[name].view(torch.uint8), tensor.view(torch.uint8)), (fmt, name)
+
+
+def test_torch_func() -> None:
+    """grad, vmap and their like go through a product; forward mode, which has no rule, says so."""
+    weight, x, bias = torch.randn(8, 64), torch.randn(3, 64), torch.randn(8)
+    packed = hb.pack(hb.quantize(weight, "q8_0"))
+
+    def loss(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return hb.linear(x, packed, bias, compute="float", clamp=(0, 6)).square().sum()
+
+    leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    loss(*leaves).backward()
+    of_x, of_bias = torch.func.grad(loss, argnums=(0, 1))(x, bias)
+    assert torch.equal(of_x, leaves[0].grad)  # type: ignore[arg-type]
+    assert torch.equal(of_bias, leaves[1].grad)  # type: ignore[arg-type]
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(x, bias)
+    assert torch.allclose(each, of_x, rtol=0, atol=1e-5)
+    rows = torch.func.vmap(lambda row: hb.linear(row, packed, compute="float"))(x)
+    assert torch.allclose(rows, hb.linear(x, packed, compute="float"), rtol=0, atol=1e-5)
+    with pytest.raises(ArgumentError, match="one weight and bias for all of its calls"):
+        torch.func.vmap(lambda row, own: hb.linear(row, packed, own))(x, torch.randn(3, 8))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: loss(x, bias), (x,), (x,))
+
+
+@pytest.mark.parametrize("method", ["absmax", "mse", "hqq"])
+def test_a_weight_too_small_for_its_scales_is_refused(method: str) -> None:
+    tiny = torch.randn(8, 64) * 1e-7
+    for name in ("q4_0", "q8_0", "int4_g32_zp"):
+        with pytest.raises(hb.HalfbyteError, match=r"scales of .* are too coarse"):
+            hb.quantize(tiny, name, method)
+    codes = hb.quantize(tiny, "int4_g32_bf16", method)
+    assert (codes.dequantize() - tiny).norm() < 0.2 * tiny.norm()
+    hb.quantize(torch.zeros(8, 64), "q4_0", method)
+    tiny[0] = 1.0  # beside which the other rows do not matter
+    hb.quantize(tiny, "q4_0", method)

@@ -17,9 +17,9 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
-from halfbyte.ops.library import OPS, differentiated, plain
+from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
 from halfbyte.quantizers import CALIBRATED, METHODS
-from halfbyte.quantizers.check import check_weight
+from halfbyte.quantizers.check import check_scales, check_weight
 
 _INFINITE = float("inf")
 
@@ -36,7 +36,8 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
             which outliers count little
     name    what an error calls the tensor
 
-    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format or an overflowing scale.
+    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format, an overflowing scale, or a weight so small
+    as a whole that its scales' dtype cannot tell its codes.
     """
     fmt = as_format(format)
     if method not in METHODS:
@@ -47,8 +48,11 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
     if method == "absmax":
         codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
         if codes is not None:
+            check_scales(codes, weight, name)
             return codes
-    return METHODS[method](weight, fmt, name)
+    codes = METHODS[method](weight, fmt, name)
+    check_scales(codes, weight, name)
+    return codes
 
 
 def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
@@ -114,7 +118,8 @@ def linear(
             if x.is_cpu:
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
-        return OPS.linear.default(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
+        run = transformed_linear if transformed() else OPS.linear.default
+        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, Packed, bias, residual, clamp)
         raise

@@ -78,15 +78,18 @@ class Gradients(NamedTuple):
 class _Differentiable(torch.autograd.Function):
     """The weight is frozen."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(
-        ctx: Any, gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any
-    ) -> Tensor:
+    def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = gradients.op(x, weight, bias, residual, *settings)
-        ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, settings
-        ctx.save_for_backward(weight, output if settings[-2:] != (-_INFINITE, _INFINITE) else None)
-        return output
+            return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        gradients, x, weight, bias, _, *settings = inputs
+        ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, tuple(settings)
+        ctx.save_for_backward(weight, output if ctx.settings[-2:] != (-_INFINITE, _INFINITE) else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,6 +126,16 @@ def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: st
     return grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)  # type: ignore[no-any-return]
 
 
+def transformed() -> bool:
+    """Whether torch.func (grad, vmap, …) is at work, which has to see an autograd.Function itself, not an op that holds one."""
+    return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
+
+
+def transformed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    """`linear` under torch.func."""
+    return _Differentiable.apply(_gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+
+
 _gradients = Gradients(OPS.linear.default, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0))
 
 
@@ -138,6 +151,20 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any)
         return OPS.linear_gelu.default(x, weight, bias, *settings)  # type: ignore[no-any-return]
 
 
+def _linear_vmap(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any
+) -> tuple[Tensor, int]:
+    """The rows of all calls in one product."""
+
+    def first(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    if in_dims[1] is not None or in_dims[2] is not None:
+        raise ArgumentError("vmap takes one weight and bias for all of its calls, got one for each: add the biases to the product")
+    rest = None if residual is None else first(residual, in_dims[3])
+    return OPS.linear.default(first(x, in_dims[0]), weight, bias, rest, *settings), 0
+
+
 _library.impl("linear_gelu", cpu.linear_gelu, "CPU")
 _library.impl("linear_gelu", _linear_then_gelu, "CUDA")
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
@@ -148,6 +175,7 @@ for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
+torch.library.register_vmap("halfbyte::linear", _linear_vmap, lib=_library)
 torch.library.register_fake(
     "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes), lib=_library
 )

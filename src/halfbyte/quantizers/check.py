@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, FormatError, check_type
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
 _CHUNK = 1 << 22  # elements looked at together: temporaries stay at a few MB whatever the tensor's size
@@ -48,6 +49,21 @@ def check_finite(weight: Tensor, name: str) -> None:
         raise ArgumentError(
             f"{name} {list(weight.shape)} holds {bad} NaN or infinite value{'s' * (bad > 1)}, the first ({float(flat[first])}) at {place}: "
             "only finite weights can be quantized"
+        )
+
+
+def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
+    """Raises FormatError for a weight that is as a whole too small for its scales' dtype: where rounding the largest scale moves the
+    largest weights by more than half a code. Weights of zeros are sound, and so are blocks that are small beside others."""
+    fmt, limits = codes.format, torch.finfo(codes.format.scale)
+    if not codes.scale.numel() or fmt.zero == "offset":
+        return
+    largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
+    if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
+        wide = replace(fmt, scale=torch.bfloat16, family="int", sums=False)
+        raise FormatError(
+            f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: "
+            f"use bfloat16 or float32 scales, for example {wide}, or skip it"
         )
 
 
