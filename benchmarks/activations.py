@@ -59,7 +59,7 @@ def embeddings(fmt: str, count: int) -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=["q4_0", "int4_g128", "int8_channel"])
+    parser.add_argument("--formats", nargs="+", default=["q4_0", "int4_g128"])
     parser.add_argument("--bytes", type=int, default=60_000, help="of text for the language model (default: %(default)s)")
     parser.add_argument("--texts", type=int, default=400, help="passages, and queries, for MiniLM (default: %(default)s)")
     args = parser.parse_args()
