@@ -119,7 +119,7 @@ def linear(
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
         run = transformed_linear if transformed() else OPS.linear.default
-        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)  # type: ignore[no-any-return]
+        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
     except Exception:
         check_operands(x, packed, Packed, bias, residual, clamp)
         raise
