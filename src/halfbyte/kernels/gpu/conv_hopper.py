@@ -16,7 +16,7 @@ pixels whose tap is outside. All of it is exact.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,12 +59,13 @@ class Config:
         return self.box[0] * self.box[1] * self.box[2]
 
     def tiles(self, problem: Convolution) -> int:
-        return _count(problem, self.box) * -(-problem.n // self.rows)
+        return _count(_flat(problem), self.box) * -(-problem.n // self.rows)
 
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns."""
+    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; late: the kernel before
+    writes the weight, and all others have ended."""
 
     rows: int
     images: int
@@ -81,6 +82,7 @@ class _Static:
     sweep: bool
     bounded: bool
     clamp: bool
+    late: bool
 
     @property
     def together(self) -> int:
@@ -150,7 +152,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least clocks of a program."""
-    found = []
+    problem, found = _flat(problem), []
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
         if rows > 64 >= problem.n:
             continue
@@ -164,6 +166,13 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (_count(problem, box), -box[2])), paired=paired))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
+
+
+def _flat(problem: Convolution) -> Convolution:
+    """Pixels that are multiplied one by one, as so many images."""
+    if problem.sizes.taps > 1 or any(problem.window.padding):
+        return problem
+    return replace(problem, batch=problem.m, image=(1, 1))
 
 
 def _config(
@@ -233,6 +242,8 @@ def launch_integer(
 
 
 def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None) -> None:
+    problem = _flat(problem)
+    x = x.view(problem.batch, *problem.image, -1)
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     static = _Static(
         rows=config.rows,
@@ -250,6 +261,7 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         sweep=config.sweep,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
+        late=table is None,
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -294,16 +306,42 @@ def _tile(tile, grid, S: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
+    """Step t of x on its way to a stage."""
+    COLUMNS: gl.constexpr = S.buffers // S.piece if S.sweep else 1
+    BOX: gl.constexpr = xd.block_shape
+    tap = t // S.parts * S.together
+    part = t % S.parts * S.step
+    iy = y + tap // S.kernel_w * window[2] - window[0]
+    ix = x + tap % S.kernel_w * window[3] - window[1]
+    if S.sweep:
+        for i in gl.static_range(COLUMNS):
+            to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
+            tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
+    elif S.paired:
+        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
+        tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
+    else:
+        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
+        tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)
+
+
+@gluon.jit
 def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     STEPS: gl.constexpr = S.steps
     TOGETHER: gl.constexpr = S.together
     KEPT: gl.constexpr = S.kept
-    COLUMNS: gl.constexpr = S.buffers // S.piece if S.sweep else 1
     WEIGHTS: gl.constexpr = 0 if S.resident else S.rows * S.together
     BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.line * S.lines * S.buffers + WEIGHTS * S.step)
-    BOX: gl.constexpr = xd.block_shape
+    AHEAD: gl.constexpr = (STAGES if STAGES < STEPS else STEPS) if S.late else 0
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
+    if S.late:  # x is on its way while the weight is still being written
+        _n, b, y, x = _tile(gl.program_id(0), grid, S)
+        for t in range(AHEAD):
+            mbarrier.expect(full.index(t), BYTES)
+            _fetch_x(xd, xs, full, t, t, b, y, x, window, S)
+        gdc_wait()
     if S.resident:
         mbarrier.expect(loaded, KEPT * S.rows * S.step * (xd.dtype.primitive_bitwidth // 8))
         for t in range(KEPT):
@@ -312,26 +350,14 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
         for t in range(STEPS):
-            tap = t // S.parts * TOGETHER
-            part = t % S.parts * S.step
             stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            iy = y + tap // S.kernel_w * window[2] - window[0]
-            ix = x + tap % S.kernel_w * window[3] - window[1]
-            if S.sweep:
-                for i in gl.static_range(COLUMNS):
-                    to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
-                    tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
-            elif S.paired:
-                to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-                tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
-            else:
-                to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-                tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)
+            if (not S.late) or step >= AHEAD:
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), BYTES)
+                _fetch_x(xd, xs, full, stage, t, b, y, x, window, S)
             if not S.resident:
                 for i in gl.static_range(TOGETHER):
-                    at = (tap + i) * (S.parts * S.step) + part
+                    at = (t // S.parts * TOGETHER + i) * (S.parts * S.step) + t % S.parts * S.step
                     tma.async_copy_global_to_shared(wd, [first_n, at], full.index(stage), ws.index(stage * TOGETHER + i))
             step += 1
 
@@ -540,7 +566,8 @@ def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    gdc_wait()
+    if not S.late:
+        gdc_wait()
     gl.warp_specialize(
         [
             (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 0, S)),

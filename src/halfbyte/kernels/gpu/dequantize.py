@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
@@ -30,8 +30,10 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
 def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
     """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
 
-    early: the next kernel may start before this one has ended; it waits for it itself (gdc_wait).
+    early: this starts before the kernel before has ended, and reads codes meanwhile; the next may start when that has ended, and waits
+    for this one itself (gdc_wait).
     """
+    early = early and not INTERPRETED
     run(
         _whole,
         (geo.records, geo.panels, experts),
@@ -44,8 +46,9 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         ZERO=ZEROS[geo.format.zero],
         G=min(geo.padded, RECORD),
         CONTIGUOUS=geo.contiguous,
-        EARLY=early and not INTERPRETED,
+        EARLY=early,
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )
 
 
@@ -107,8 +110,6 @@ def _whole(
     BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
-    if EARLY:
-        gdc_launch_dependents()
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(2).to(tl.int64)
@@ -142,6 +143,9 @@ def _whole(
         column = tl.reshape(column, (128,))
         real = tl.reshape(real, (128,))
     v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
 
 
