@@ -304,6 +304,19 @@ def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP
 
 
 @triton.jit
+def of_patches(places, k, inside, S: tl.constexpr):
+    """Columns k of patches, where `inside` holds. places: of each patch, its first pixel's pointer, row and column; `image` and `window`.
+    S: a `conv_few.Static`."""
+    first, y0, x0, image, window = places
+    tap = k // S.channels
+    y = tap // S.kernel_w * window[4]
+    x = tap % S.kernel_w * window[5]
+    if S.bounded:
+        inside = inside & (y0 + y >= 0) & (y0 + y < image[0]) & (x0 + x >= 0) & (x0 + x < image[1])
+    return tl.load(first + ((y * image[1] + x) * image[4] + k % S.channels), mask=inside, other=0.0)
+
+
+@triton.jit
 def words_of(codes, S: tl.constexpr):
     """Words of a record [block_n / 64, 2048] -> [block_n, 32], in the order of K."""
     words = tl.reshape(codes, (S.block_n // 64, 2, 4, 8, 4, 2, 2, 2))  # panel, kt, nt, row, k4, khalf, rowhalf, k

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.conv_tile import of_patches
 from halfbyte.kernels.gpu.epilogue import squares_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -89,6 +90,7 @@ class Static:
     once: bool  # one step is all
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
     gated: bool = False
+    taps: int = 0  # of a convolution, whose patches are the rows of x
 
     @property
     def direct(self) -> bool:
@@ -176,7 +178,8 @@ def mode(problem: Problem) -> str:
 
 @triton.jit
 def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.constexpr):
-    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns.
+    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns, or of a
+    convolution's patches (S.taps) the places that `conv_tile.of_patches` takes.
 
     norm      None, or (its weight [K], eps): that of x is multiplied
     residual  None, or (pointers, mask) of what is added at the end: it is read with x, not after the sums
@@ -196,10 +199,14 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     row_n = tl.minimum(_row(row % ROWS // (16 * S.slices) * 16 + row % 16, pn, N, S), n_padded - 1)
     column = tl.arange(0, WIDTH)
     column_record = first + column // S.columns * per
-    xp = x + rows.to(tl.int64) * stride
+    if S.taps:
+        xp = rows
+    else:
+        xp = x + rows.to(tl.int64) * stride
     if BATCH > 1:
         column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
-        xp = xp[None, None, :]
+        if not S.taps:
+            xp = xp[None, None, :]
     else:
         column_record = column_record[None, :]
         xp = xp[None, :]
@@ -457,7 +464,9 @@ def _masked(pointers, mask, S: tl.constexpr):
 def _load_x(xp, record, records, K, S: tl.constexpr):
     """x [128, width], with a batch before it if there is one, of a record of each slice."""
     at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
-    if S.even:
+    if S.taps:
+        x = of_patches(xp, at, at < K, S)
+    elif S.even:
         x = tl.load(xp + at)
     else:
         inside = record < records

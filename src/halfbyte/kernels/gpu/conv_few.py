@@ -1,0 +1,131 @@
+"""y = x * W, a convolution of few pixels in float16 or bfloat16: a small tile has the whole of K at once, shared by the warps of a block.
+
+The sums of `conv.py`, made as `skinny_tile.py` makes those of a few rows: each warp of a block has a part of K (`batch`), of which it reads
+`records` together, codes to registers and x through shared memory; the warps' sums are added at the end, inside the block. With one image
+it is the time from the first load to the last addition that counts, and there is only one wait for memory in it where a part of K is not
+longer than `records`. Rows of x are patches: column k of one is found as `conv_tile.of_patches` has it.
+
+Arithmetic: that of `skinny_tile.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu import skinny_tile
+from halfbyte.kernels.gpu.conv_tile import Convolution, places
+from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.skinny_tile import BAND, Config, sums
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.machine import Gpu
+
+_MOST_PIXELS = 4096
+
+
+@dataclass(frozen=True)
+class Static(skinny_tile.Static):
+    """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image."""
+
+    kernel_w: int = 1
+    channels: int = 0
+    bounded: bool = False
+
+
+def supports(problem: Convolution, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    sizes = problem.sizes
+    if not problem.m or not sizes.out or not sizes.k:
+        return "there is nothing to multiply"
+    if gpu.backend != "cuda":
+        return f"it was measured on GPUs of CUDA alone, not on {gpu.name}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes 16 bits, not {problem.dtype}"
+    if problem.m > _MOST_PIXELS:
+        return f"{problem.m} pixels are not few: up to {_MOST_PIXELS}"
+    if sizes.groups > 1 or sizes.channels % 32 or convolution.padded_for_gpu(sizes).padded != sizes.channels:
+        return f"it takes no groups and channels by 32, not {sizes.groups} and {sizes.channels}"
+    if not convolution.gpu_geometry(sizes).contiguous:
+        return f"blocks of {sizes.format} are padded"
+    return None
+
+
+def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    records = convolution.gpu_geometry(problem.sizes).records
+    ptx = not triton.knobs.runtime.interpret
+    pdl = launcher.starts_early(gpu)
+    found = []
+    for bands, columns in ((2, 16), (4, 16), (1, 16), (2, 32), (4, 32), (4, 8), (2, 8)):
+        for warps in (8, 4, 16):
+            per = -(-records // warps)
+            for together in {1, 2, per}:
+                if together <= min(per, 3) and (bands * BAND + 2 * columns) * together <= 200:
+                    found.append(Config(bands, columns, batch=warps, records=together, warps=warps, ptx=ptx, pdl=pdl))
+    tiles = {config: -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) for config in found}
+    return tuple(sorted(found, key=lambda config: tiles[config] > 2 * gpu.sms))
+
+
+def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
+    product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
+    static, per = skinny_tile.compiled_for(product, replace(config, ahead=0), clamps=epilogue.clamps)
+    of_patches = Static(
+        **{**vars(static), "taps": sizes.taps},
+        kernel_w=sizes.kernel[1],
+        channels=sizes.channels,
+        bounded=any(problem.window.padding),
+    )
+    of_patches = replace(of_patches, early=True, once=per == config.records, pipe=config.ahead > 0 and per > config.records)
+    image, window = places(problem, x)
+    launcher.run(
+        _conv,
+        (-(-problem.n // of_patches.outputs) * -(-problem.m // config.columns),),
+        x,
+        tuple(gpu_tiles.views(weight, geo)),
+        out,
+        (epilogue.bias, epilogue.residual),
+        problem.m,
+        problem.n,
+        geo.k,
+        per,
+        image,
+        window,
+        (epilogue.low, epilogue.high),
+        of_patches,
+        num_warps=config.warps,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+
+
+# The kernel. `S` is a Static.
+
+
+@triton.jit(do_not_specialize=["M", "per"])
+def _conv(x, weight, out, added, M, N, K, per, image, window, bounds, S: tl.constexpr):
+    COLUMNS: tl.constexpr = S.columns
+    OUTPUTS: tl.constexpr = S.outputs
+    if S.pdl:
+        gdc_launch_dependents()
+    height, width, ho, wo, pixel, _channels = image
+    tiles_n = tl.cdiv(N, OUTPUTS)
+    pn = tl.program_id(0) % tiles_n
+    rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
+    rm = tl.program_id(0) // tiles_n * COLUMNS + tl.arange(0, COLUMNS)
+    m = tl.minimum(rm, M - 1)
+    y0 = (m // wo % ho * window[0] - window[2])[None, None, :]
+    x0 = (m % wo * window[1] - window[3])[None, None, :]
+    first = x + (m // (ho * wo)).to(tl.int64)[None, None, :] * (height * width * pixel) + (y0 * width + x0) * pixel
+    residual = None
+    if added[1] is not None:
+        residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
+    total = sums(x, (first, y0, x0, image, window), weight, N, K, 0, per, 0, pn, None, residual, S)
+    write(total, out, (added[0], None), rn, rm, M, N, bounds[0], bounds[1], S.clamp)
