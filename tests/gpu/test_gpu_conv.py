@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import gluon_interpreter
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper, conv_image
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
@@ -31,6 +32,11 @@ SHAPES = {
     "one tap of groups": (1, 4, 5, 34, 2, 6, (1, 1), Window()),
     "one tap": (1, 5, 4, 35, 1, 6, (1, 1), Window((2, 1), (1, 0, 0, 1))),
     "line": (1, 1, 40, 40, 1, 9, (1, 5), Window((1, 1), (0, 0, 2, 2))),
+}
+FEW = {
+    "3x3 of 32": (1, 5, 4, 32, 1, 20, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "stride, dilation": (2, 4, 3, 64, 1, 20, (3, 2), Window((2, 1), (0, 1, 1, 0), (1, 2))),
+    "one tap of 128": (2, 5, 4, 128, 1, 33, (1, 1), Window()),
 }
 FORMATS = ("int8_channel", "int4_channel", "int4_g32", "int4_g128_zp", "q4_1", "q8_0", "int8_g20_zp")
 
@@ -63,11 +69,11 @@ def test_weights_come_back(shape: str, format: str) -> None:
         assert torch.equal(tensor, again.tensors()[name]), name
 
 
-def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: Config | None = None) -> None:
-    batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
+def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: Any = None, module: Any = conv) -> None:
+    batch, height, width, channels, groups, outputs, kernel, window = (SHAPES | FEW)[shape]
     codes, sizes = codes_of(name, channels, groups, outputs, kernel)
     problem = Convolution(sizes, window, batch, (height, width), dtype)
-    assert conv.supports(problem, gpu) is None
+    assert module.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, dtype)
     bias = torch.randn(outputs)
     residual = torch.randn(problem.m, outputs).to(dtype)
@@ -78,7 +84,7 @@ def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.dev
     for _ in range(2):
         out = torch.full((problem.m, outputs), torch.nan, dtype=dtype, device=device)
         epilogue = Epilogue(bias.to(device), residual.to(device), low, high)
-        conv.launch(problem, config or conv.configs(problem, gpu)[0], memory, weight, out, epilogue)
+        module.launch(problem, config or module.configs(problem, gpu)[0], memory, weight, out, epilogue)
         found.append(out.cpu())
     assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8)), "the second run gave other bits"
     y = found[0].view(batch, *problem.out, outputs).permute(0, 3, 1, 2)
@@ -117,6 +123,25 @@ def test_formats(format: str, dtype: torch.dtype, gpu: Gpu, device: torch.device
 @pytest.mark.parametrize("shape", SHAPES)
 def test_windows(shape: str, format: str, gpu: Gpu, device: torch.device) -> None:
     check(format, shape, torch.float16, gpu, device)
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [*((shape, "int8_channel") for shape in FEW), *(("stride, dilation", format) for format in ("int4_g32_zp", "q4_1", "q8_0"))],
+)
+def test_few(shape: str, format: str, gpu: Gpu, device: torch.device) -> None:
+    check(format, shape, torch.float16, gpu, device, module=conv_few)
+
+
+@pytest.mark.parametrize("config", [(1, 8, 2, 1, True), (2, 16, 4, 2, False)])
+def test_few_shares(config: tuple[int, int, int, int, bool], gpu: Gpu, device: torch.device) -> None:
+    """Parts of K of one step and of several, which are read ahead or not, and more warps than there are parts."""
+    bands, columns, warps, records, ahead = config
+    chosen = replace(conv_few.configs(Convolution(*_FEW_PROBLEM), gpu)[0], bands=bands, columns=columns, batch=warps, warps=warps)
+    check("int8_channel", "stride, dilation", torch.float16, gpu, device, replace(chosen, records=records, ahead=int(ahead)), conv_few)
+
+
+_FEW_PROBLEM = Filter(as_format("int8_channel"), 64, 64, (1, 1)), Window(), 1, (4, 4), torch.float16
 
 
 def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -> Tensor:
@@ -271,6 +296,7 @@ HOPPER = [
     (17, 5, 6, 128, 48, (3, 2), Window((1, 1), (0, 2, 1, 3), (2, 1))),
     (20, 7, 7, 192, 144, (3, 3), Window((1, 1), (1, 1, 1, 1))),
     (1, 5, 4, 64, 64, (1, 1), Window()),
+    (9, 6, 5, 128, 80, (1, 1), Window()),
 ]
 
 
@@ -287,7 +313,7 @@ def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, i
     x, bias = image(batch, channels, height, width, dtype), torch.randn(outputs)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)
     configs = conv_hopper.configs(problem, gpu)
-    assert {config.sweep for config in configs} == {False, batch > 8}
+    assert {config.sweep for config in configs} == {False, kernel[1] > 1 and batch > 8}
     if interpreted:
         configs = tuple(replace(next(config for config in configs if config.sweep == sweep), programs=2) for sweep in (False, True))
     for config in configs:
