@@ -406,8 +406,9 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
     TOGETHER: gl.constexpr = S.together
     TOLD: gl.constexpr = S.taps if S.bounded else 0
     INTEGER: gl.constexpr = table is not None
+    # Triton has no instruction of 256 columns for integers.
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS if COLUMNS < 128 else 128, 32 if INTEGER else 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128 if INTEGER and COLUMNS > 128 else COLUMNS, 32 if INTEGER else 16]
     )
     WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
