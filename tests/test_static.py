@@ -139,6 +139,27 @@ def test_what_has_no_codes_runs_in_floating_point_and_is_named() -> None:
         assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
 
 
+class _Functions(nn.Module):
+    """The same network with functions for modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.hardtanh(self.a(x), 0.0, 6.0)
+        y = nn.functional.avg_pool2d(nn.functional.relu6(self.b(y)), 3, stride=2, count_include_pad=False)
+        return nn.functional.adaptive_avg_pool2d(y, 1)
+
+
+def test_functions_are_on_codes_as_modules_are() -> None:
+    model, x = _Functions(), images(4)
+    modules = nn.Sequential(model.a, nn.ReLU6(), model.b, nn.ReLU6(), nn.AvgPool2d(3, 2, count_include_pad=False), nn.AdaptiveAvgPool2d(1))
+    quantized = on_codes(model, [x])
+    assert notes(quantized) == ()
+    assert torch.equal(quantized(x), on_codes(modules, [x])(x))
+
+
 def test_a_layer_that_is_skipped_runs_in_floating_point() -> None:
     model = network(nn.Identity())
     quantized = on_codes(model, [(images(8), torch.zeros(8))], skip=["13", "4.first.*"])

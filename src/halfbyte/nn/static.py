@@ -34,6 +34,17 @@ _SAME = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)  # in evaluation
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
 _MAX_POOLS = (nn.functional.max_pool1d, nn.functional.max_pool2d, torch.max_pool1d, torch.max_pool2d)
 _AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+# Functions, and the modules that take the same numbers.
+_MODULES: dict[Any, type[nn.Module]] = {
+    nn.functional.relu6: nn.ReLU6,
+    nn.functional.hardtanh: nn.Hardtanh,
+    nn.functional.avg_pool1d: nn.AvgPool1d,
+    nn.functional.avg_pool2d: nn.AvgPool2d,
+    nn.functional.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
+    nn.functional.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
+    torch.avg_pool1d: nn.AvgPool1d,
+    torch.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
+}
 _Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 _ADDS = (operator.add, operator.iadd, torch.add)
 _RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
@@ -128,6 +139,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     model = copy.deepcopy(model).eval()
     folded = fold_(model)
     traced = fx.symbolic_trace(model)
+    for node in traced.graph.nodes:
+        _make_module(node, traced)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
         if node.op == "call_module" and isinstance(modules[str(node.target)], _SAME):
@@ -135,6 +148,23 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
             traced.graph.erase_node(node)
     traced.recompile()
     return traced, folded
+
+
+def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
+    """An activation or a pool that is called as a function becomes the module that does the same, under the node's name."""
+    if node.op != "call_function" or not (form := _MODULES.get(node.target)) or hasattr(traced, node.name):
+        return
+    settings = {name: value for name, value in node.kwargs.items() if name not in ("input", "inplace")}
+    source, *numbers = (node.kwargs["input"], *node.args) if "input" in node.kwargs else node.args
+    ends = dict(zip(("min_val", "max_val"), numbers, strict=False)) | settings
+    if form is nn.Hardtanh:
+        if (ends.get("min_val", -1.0), ends.get("max_val", 1.0)) != (0.0, 6.0):
+            return
+        form, numbers, settings = nn.ReLU6, [], {}
+    if any(isinstance(value, fx.Node) for value in (*numbers, *settings.values())):
+        return
+    traced.add_submodule(node.name, form(*numbers, **settings))
+    node.op, node.target, node.args, node.kwargs = "call_module", node.name, (source,), {}
 
 
 def _image_of(batch: Any) -> Tensor:
