@@ -230,6 +230,7 @@ def test_no_gpu() -> None:
         ("sm_90", 32, 128, torch.int8, "conv_hopper"),
         ("sm_90", 32, 128, torch.bfloat16, "conv_hopper"),
         ("sm_90", 1, 128, torch.int8, "conv"),
+        ("sm_90", 1, 128, torch.bfloat16, "conv_few"),
         ("sm_90", 32, 96, torch.bfloat16, "conv_library"),
         ("sm_90", 32, 128, torch.float32, "conv"),
         ("sm_80", 32, 128, torch.int8, "conv"),
@@ -244,4 +245,4 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
     sizes = Filter(as_format("int8_channel" if dtype == torch.int8 else "int4_g32"), 128, channels, (3, 3))
     choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
     assert choice.name == taken, choice.rejected
-    assert len(choice.rejected) == ("conv_hopper", "conv_library", "conv").index(taken)
+    assert len(choice.rejected) == ("conv_few", "conv_hopper", "conv_library", "conv").index(taken)

@@ -8,12 +8,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.gpu import conv, conv_hopper, conv_library
+from halfbyte.kernels.gpu import conv, conv_few, conv_hopper, conv_library
 from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.layouts import convolution
 from halfbyte.machine import Gpu
 
 _LEAST_LIBRARY = 4096  # patches from which on to write a weight out for cuDNN pays
+_MOST_FEW = 1024  # pixels
+_LEAST_RECORDS = 4  # of a patch: fewer leave nothing for the warps of a block to share
 
 
 class ConvChoice(NamedTuple):
@@ -30,6 +35,7 @@ def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
     """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
     rejected: list[tuple[str, str]] = []
     for name, reason, module in (
+        ("conv_few", _against_few(problem, gpu), conv_few),
         ("conv_hopper", _against_hopper(problem, gpu), conv_hopper),
         ("conv_library", _against_library(problem, gpu), conv_library),
         ("conv", conv.supports(problem, gpu), conv),
@@ -40,6 +46,27 @@ def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
         rejected.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
+
+
+@lru_cache(maxsize=4096)
+def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
+    """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if _against_few(problem, gpu) is None or _against_hopper(problem, gpu) is None:
+        return True
+    # 196 pixels of 1024 channels and bytes with one scale take 7.4 us on an H100, as a linear layer 9.0.
+    fmt = problem.sizes.format
+    return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_LIBRARY
+
+
+def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
+    if reason := conv_few.supports(problem, gpu):
+        return reason
+    records = convolution.gpu_geometry(problem.sizes).records
+    if problem.m > _MOST_FEW or records < _LEAST_RECORDS:
+        return f"{problem.m} pixels of {128 * records} inputs are not few pixels of many: {_MOST_FEW}, {128 * _LEAST_RECORDS}"
+    return None
 
 
 def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:

@@ -40,8 +40,6 @@ from halfbyte.ops.images import (
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
-_FEW_PIXELS = 4096
-
 _KEPT_REPLAYS = 4096
 
 _replays: dict[tuple[Any, ...], Callable[..., None] | None] = {}
@@ -132,7 +130,7 @@ def conv2d(
         return nothing(x, bias, residual, plan.shape, low, high)
     bias = None if bias is None else cuda.aligned(bias.float())
     residual = None if residual is None else _rows(residual)
-    by_patches = by_image or (wanted == "float" and _few_bytes(plan, x))
+    by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
     if plan.way == "linear" and not by_patches:
         rows, fmt = _pixels(x, plan, 0), str(plan.sizes.matrix_format)
         n, k, scaling = plan.sizes.out, plan.sizes.k, "row" if activation == "image" else activation
@@ -146,11 +144,13 @@ def conv2d(
         return _image(_multiply(key, x, weight, plan, Epilogue(bias, residual, low, high), wanted, activation), plan)
 
 
-def _few_bytes(plan: _Plan, x: Tensor) -> bool:
-    """Few pixels, and a weight of bytes with one scale a channel or tensor: 196 pixels of 1024 channels take 7.4 us on an H100, as a linear
-    layer 9.0."""
-    fmt, pixels = plan.sizes.format, plan.shape[0] * plan.shape[2] * plan.shape[3]
-    return fmt.bits == 8 and not isinstance(fmt.block, int) and x.dtype != torch.float32 and pixels <= _FEW_PIXELS
+def _beats_linear(plan: _Plan, x: Tensor) -> bool:
+    if triton_trouble() is not None:
+        return False
+    from halfbyte.dispatch.gpu_conv import beats_linear
+    from halfbyte.kernels.gpu.conv_tile import Convolution
+
+    return beats_linear(Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype), gpu(x.get_device()))
 
 
 def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> Tensor:

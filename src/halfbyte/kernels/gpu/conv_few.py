@@ -22,7 +22,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny_tile
 from halfbyte.kernels.gpu.conv_tile import Convolution, places
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.skinny_tile import BAND, Config, sums
+from halfbyte.kernels.gpu.skinny_tile import Config, sums
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -32,9 +32,11 @@ _MOST_PIXELS = 4096
 
 @dataclass(frozen=True)
 class Static(skinny_tile.Static):
-    """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image."""
+    """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image; soon: the next kernel may start as
+    soon as this one has, not when its sums are there."""
 
     kernel_w: int = 1
+    soon: bool = True
     channels: int = 0
     bounded: bool = False
 
@@ -58,19 +60,14 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first."""
-    records = convolution.gpu_geometry(problem.sizes).records
-    ptx = not triton.knobs.runtime.interpret
-    pdl = launcher.starts_early(gpu)
-    found = []
-    for bands, columns in ((2, 16), (4, 16), (1, 16), (2, 32), (4, 32), (4, 8), (2, 8)):
-        for warps in (8, 4, 16):
-            per = -(-records // warps)
-            for together in {1, 2, per}:
-                if together <= min(per, 3) and (bands * BAND + 2 * columns) * together <= 200:
-                    found.append(Config(bands, columns, batch=warps, records=together, warps=warps, ptx=ptx, pdl=pdl))
-    tiles = {config: -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) for config in found}
-    return tuple(sorted(found, key=lambda config: tiles[config] > 2 * gpu.sms))
+    """The best guess first, as measured on an H100."""
+    geo = convolution.gpu_geometry(problem.sizes)
+    parts = 4 if geo.records <= 8 else 8
+    each = -(-geo.records // parts)
+    records = each if each <= 3 else min((3, 2), key=lambda together: -(-each // together) * together)
+    bands = 1 if parts == 4 and geo.format.bits == 8 else 2
+    ptx, pdl = not triton.knobs.runtime.interpret, launcher.starts_early(gpu)
+    return (Config(bands, 16, batch=parts, records=records, warps=parts, ptx=ptx, pdl=pdl),)
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -84,7 +81,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         channels=sizes.channels,
         bounded=any(problem.window.padding),
     )
-    of_patches = replace(of_patches, early=True, once=per == config.records, pipe=config.ahead > 0 and per > config.records)
+    of_patches = replace(of_patches, early=True, once=per == config.records, soon=config.ahead == 0)
     image, window = places(problem, x)
     launcher.run(
         _conv,
@@ -113,7 +110,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 def _conv(x, weight, out, added, M, N, K, per, image, window, bounds, S: tl.constexpr):
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
-    if S.pdl:
+    if S.pdl and S.soon:
         gdc_launch_dependents()
     height, width, ho, wo, pixel, _channels = image
     tiles_n = tl.cdiv(N, OUTPUTS)
@@ -128,4 +125,6 @@ def _conv(x, weight, out, added, M, N, K, per, image, window, bounds, S: tl.cons
     if added[1] is not None:
         residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
     total = sums(x, (first, y0, x0, image, window), weight, N, K, 0, per, 0, pn, None, residual, S)
+    if S.pdl and not S.soon:
+        gdc_launch_dependents()
     write(total, out, (added[0], None), rn, rm, M, N, bounds[0], bounds[1], S.clamp)

@@ -207,7 +207,9 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
     lines = (0.9 * read + written) * step * problem.dtype.itemsize / 128
     multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
     steps = problem.sizes.taps * problem.sizes.channels / step
-    return -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + rows * pixels / 8)
+    clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + rows * pixels / 8)
+    # Of integers the largest tile takes longer than that, where several follow each other.
+    return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
 
 
 def _boxes(pixels: int) -> list[tuple[int, int, int]]:
