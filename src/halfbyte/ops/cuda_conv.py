@@ -150,7 +150,8 @@ def _beats_linear(plan: _Plan, x: Tensor) -> bool:
     from halfbyte.dispatch.gpu_conv import beats_linear
     from halfbyte.kernels.gpu.conv_tile import Convolution
 
-    return beats_linear(Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype), gpu(x.get_device()))
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    return beats_linear(problem.flat, gpu(x.get_device()))
 
 
 def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> Tensor:
@@ -175,9 +176,11 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
         how = () if kernel is conv_image else (activation,)
         run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
     else:
-        choice = choose_gpu_conv(problem, here)
+        choice = choose_gpu_conv(problem.flat, here)
         if choice.config is None:
             return conv_library.launch(problem, image, packed, epilogue)
+        problem = problem.flat
+        image = image.view(problem.batch, *problem.image, -1)
         run = partial(choice.module.launch, problem, choice.config, image, packed, out, epilogue)
     _launched(key, run, (image, packed, out, *added))
     return out
@@ -240,8 +243,9 @@ def qconv2d(
             run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
             _launched(key, run, (image, taps, out, table))
             return _image(out, plan)
+        problem = problem.flat
         choice = choose_gpu_conv(problem, gpu(x.get_device()))
-        image, packed = with_channels(_memory(x), plan.sizes, in_zero), cuda.aligned(weight)
+        image, packed = with_channels(_memory(x), plan.sizes, in_zero).view(problem.batch, *problem.image, -1), cuda.aligned(weight)
         run = partial(choice.module.launch_integer, problem, choice.config, image, packed, table, out, in_zero, clamp)
         _launched(key, run, (image, packed, out, table))
     return _image(out, plan)

@@ -16,7 +16,7 @@ pixels whose tap is outside. All of it is exact.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Config:
         return self.box[0] * self.box[1] * self.box[2]
 
     def tiles(self, problem: Convolution) -> int:
-        return _count(_flat(problem), self.box) * -(-problem.n // self.rows)
+        return _count(problem, self.box) * -(-problem.n // self.rows)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least clocks of a program."""
-    problem, found = _flat(problem), []
+    found = []
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
         if rows > 64 >= problem.n:
             continue
@@ -166,13 +166,6 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (_count(problem, box), -box[2])), paired=paired))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
-
-
-def _flat(problem: Convolution) -> Convolution:
-    """Pixels that are multiplied one by one, as so many images."""
-    if problem.sizes.taps > 1 or any(problem.window.padding):
-        return problem
-    return replace(problem, batch=problem.m, image=(1, 1))
 
 
 def _config(
@@ -244,8 +237,6 @@ def launch_integer(
 
 
 def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None) -> None:
-    problem = _flat(problem)
-    x = x.view(problem.batch, *problem.image, -1)
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     static = _Static(
         rows=config.rows,

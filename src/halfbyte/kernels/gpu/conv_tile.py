@@ -42,6 +42,13 @@ class Convolution:
         """Outputs of one group."""
         return self.sizes.out // self.sizes.groups
 
+    @property
+    def flat(self) -> Convolution:
+        """The same where pixels are multiplied one by one, as so many images: nothing of a pixel's place is computed then."""
+        if self.sizes.taps > 1 or self.window != Window():
+            return self
+        return replace(self, batch=self.m, image=(1, 1))
+
 
 @dataclass(frozen=True)
 class Config:
@@ -207,9 +214,10 @@ def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
     rm = pm * S.block_m + tl.arange(0, S.block_m)
     rni = tl.minimum(rn, n_padded - 1)
     m = tl.minimum(rm, M - 1)
-    b = m // (ho * wo)
-    y0 = m // wo % ho * window[0] - window[2]
-    x0 = m % wo * window[1] - window[3]
+    row = m // wo
+    b = row // ho
+    y0 = (row - b * ho) * window[0] - window[2]
+    x0 = (m - row * wo) * window[1] - window[3]
     reached = y0
     if S.bitwise:
         reached = reach(y0, x0, height, width, window, S)

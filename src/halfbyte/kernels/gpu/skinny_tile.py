@@ -233,6 +233,8 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         loaded = _load_codes(codes, codes_record, 0, records, S)
         if PIPE:
             following = _load_codes(codes, codes_record, RECORDS, records, S)
+    if S.taps and S.mode == "sums" and S.whole:
+        channel = tl.load(weight[1] + row_n)
     if S.pdl:
         gdc_wait()
     if residual is not None:
@@ -271,7 +273,7 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
             scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
             total = _records(loaded, xs, scales_now, zeros_now, total, S)
     if S.mode == "sums" and S.whole:
-        total *= _per_row(tl.load(weight[1] + row_n), S)
+        total *= _per_row(channel if S.taps else tl.load(weight[1] + row_n), S)
     if BATCH > 1:
         total = tl.sum(total, axis=0)
     if S.slices > 1:
