@@ -7,7 +7,7 @@ import torch
 from aot import Binary, Job, compile_all
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_hopper, conv_image
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.problem import Activation, Epilogue, Window
 from halfbyte.layouts import convolution
@@ -29,6 +29,8 @@ CASES = {
     "offsets of blocks": ("launch_block_offset", "float16", "int4_g32", 128, 128, 28),
     "images": ("launch_image", "float16", "int8_channel", 128, 128, 28),
     "float32": ("launch", "float32", "int8_channel", 128, 128, 28),
+    "few, 8 bits": ("launch_few", "bfloat16", "int8_channel", 256, 256, 5),
+    "few, 4 bits": ("launch_few", "bfloat16", "int4_g32", 256, 256, 5),
     "depthwise": ("launch_depthwise", "float16", "int8_channel", 1, 128, 28),
 }
 HOPPER = {
@@ -92,6 +94,13 @@ def launch_depthwise(gpu: Gpu, **case: int) -> None:
     problem = _problem(**case)  # type: ignore[arg-type]
     x, _, table, out = _tensors(problem)
     conv_depthwise.launch(problem, conv_depthwise.configs(problem, gpu)[0], x, table[0, 4:], out, Epilogue())
+
+
+def launch_few(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    assert conv_few.supports(problem, gpu) is None
+    x, weight, table, out = _tensors(problem)
+    conv_few.launch(problem, conv_few.configs(problem, gpu)[0], x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 
 
 def launch_hopper(gpu: Gpu, **case: int) -> None:
