@@ -230,7 +230,7 @@ def test_no_gpu() -> None:
         ("sm_90", 32, 128, torch.int8, "conv_hopper"),
         ("sm_90", 32, 128, torch.bfloat16, "conv_hopper"),
         ("sm_90", 1, 128, torch.int8, "conv"),
-        ("sm_90", 1, 128, torch.bfloat16, "conv_few"),
+        ("sm_90", 1, 128, torch.bfloat16, "conv"),
         ("sm_90", 32, 96, torch.bfloat16, "conv_library"),
         ("sm_90", 32, 128, torch.float32, "conv"),
         ("sm_80", 32, 128, torch.int8, "conv"),
@@ -246,3 +246,24 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
     choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
     assert choice.name == taken, choice.rejected
     assert len(choice.rejected) == ("conv_few", "conv_hopper", "conv_library", "conv").index(taken)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "channels", "kernel", "batch", "taken", "beats"),
+    [
+        (256, 256, 3, 1, "conv_few", True),
+        (256, 1024, 1, 1, "conv_few", True),
+        (256, 256, 1, 1, "conv", False),
+        (256, 1024, 1, 32, "conv_hopper", True),
+    ],
+)
+def test_choice_of_pixels(outputs: int, channels: int, kernel: int, batch: int, taken: str, beats: bool) -> None:
+    pytest.importorskip("triton", exc_type=ImportError)
+    from halfbyte.dispatch.gpu_conv import beats_linear, choose_gpu_conv
+    from halfbyte.kernels.gpu.conv_tile import Convolution
+
+    sizes, window = Filter(as_format("int4_g32"), outputs, channels, (kernel, kernel)), Window((1, 1), (kernel // 2,) * 4)
+    problem = Convolution(sizes, window, batch, (14, 14), torch.float16)
+    assert choose_gpu_conv(problem.flat, GPUS["sm_90"]).name == taken
+    assert beats_linear(problem.flat, GPUS["sm_90"]) == beats
+    assert problem.flat.m == problem.m

@@ -13,12 +13,9 @@ import torch
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.gpu import conv, conv_few, conv_hopper, conv_library
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.layouts import convolution
 from halfbyte.machine import Gpu
 
-_LEAST_LIBRARY = 4096  # patches from which on to write a weight out for cuDNN pays
-_MOST_FEW = 1024  # pixels
-_LEAST_RECORDS = 4  # of a patch: fewer leave nothing for the warps of a block to share
+_LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
 
 
 class ConvChoice(NamedTuple):
@@ -53,19 +50,18 @@ def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
     """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if _against_few(problem, gpu) is None or _against_hopper(problem, gpu) is None:
+    if _against_few(problem, gpu) is None or (problem.m >= _LEAST_WRITTEN and _against_hopper(problem, gpu) is None):
         return True
     # 196 pixels of 1024 channels and bytes with one scale take 7.4 us on an H100, as a linear layer 9.0.
     fmt = problem.sizes.format
-    return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_LIBRARY
+    return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_WRITTEN
 
 
 def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := conv_few.supports(problem, gpu):
         return reason
-    records = convolution.gpu_geometry(problem.sizes).records
-    if problem.m > _MOST_FEW or records < _LEAST_RECORDS:
-        return f"{problem.m} pixels of {128 * records} inputs are not few pixels of many: {_MOST_FEW}, {128 * _LEAST_RECORDS}"
+    if not conv_few.wins(problem, gpu):
+        return f"{problem.m} x {problem.n} sums of {problem.sizes.k} are too many for blocks that run at once, or too short to share"
     return None
 
 
@@ -79,6 +75,6 @@ def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
 def _against_library(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := conv_library.supports(problem, gpu):
         return reason
-    if problem.m < _LEAST_LIBRARY:
-        return f"to write the weight out takes longer than to convolve {problem.m} patches: from {_LEAST_LIBRARY} on"
+    if problem.m < _LEAST_WRITTEN:
+        return f"to write the weight out takes longer than to convolve {problem.m} patches: from {_LEAST_WRITTEN} on"
     return None

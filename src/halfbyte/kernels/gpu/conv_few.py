@@ -10,7 +10,7 @@ Arithmetic: that of `skinny_tile.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,21 +22,21 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny_tile
 from halfbyte.kernels.gpu.conv_tile import Convolution, places
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.skinny_tile import Config, sums
+from halfbyte.kernels.gpu.skinny_tile import BAND, Config, sums
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_PIXELS = 4096
+_MOST_RECORDS = 3  # of a warp together: they are in registers
+_LEAST_RECORDS = 8
 
 
 @dataclass(frozen=True)
 class Static(skinny_tile.Static):
-    """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image; soon: the next kernel may start as
-    soon as this one has, not when its sums are there."""
+    """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image."""
 
     kernel_w: int = 1
-    soon: bool = True
     channels: int = 0
     bounded: bool = False
 
@@ -60,28 +60,33 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first, as measured on an H100."""
+    """The best guess, as measured on an H100."""
     geo = convolution.gpu_geometry(problem.sizes)
     parts = 4 if geo.records <= 8 else 8
-    each = -(-geo.records // parts)
-    records = each if each <= 3 else min((3, 2), key=lambda together: -(-each // together) * together)
     bands = 1 if parts == 4 and geo.format.bits == 8 else 2
     ptx, pdl = not triton.knobs.runtime.interpret, launcher.starts_early(gpu)
+    records = min(_MOST_RECORDS, -(-geo.records // parts))
     return (Config(bands, 16, batch=parts, records=records, warps=parts, ptx=ptx, pdl=pdl),)
+
+
+def wins(problem: Convolution, gpu: Gpu) -> bool:
+    """Whether that is so fast: all blocks run at once, and each warp waits for memory once. There must be some of K for it to share."""
+    records, (config,) = convolution.gpu_geometry(problem.sizes).records, configs(problem, gpu)
+    warps = -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) * config.warps
+    return _LEAST_RECORDS <= records <= _MOST_RECORDS * config.warps and warps <= 8 * gpu.sms
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
-    static, per = skinny_tile.compiled_for(product, replace(config, ahead=0), clamps=epilogue.clamps)
+    static, per = skinny_tile.compiled_for(product, config, clamps=epilogue.clamps)
     of_patches = Static(
-        **{**vars(static), "taps": sizes.taps},
+        **{**vars(static), "taps": sizes.taps, "early": True, "once": per == config.records},
         kernel_w=sizes.kernel[1],
         channels=sizes.channels,
         bounded=any(problem.window.padding),
     )
-    of_patches = replace(of_patches, early=True, once=per == config.records, soon=config.ahead == 0)
     image, window = places(problem, x)
     launcher.run(
         _conv,
@@ -121,7 +126,7 @@ def _over(i, n, part):
 def _conv(x, weight, out, added, M, N, K, per, image, parts, window, bounds, S: tl.constexpr):
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
-    if S.pdl and S.soon:
+    if S.pdl:
         gdc_launch_dependents()
     height, width, ho, wo, pixel, _channels = image
     pn = tl.program_id(0)
@@ -137,6 +142,4 @@ def _conv(x, weight, out, added, M, N, K, per, image, parts, window, bounds, S: 
     if added[1] is not None:
         residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
     total = sums(x, (first, y0, x0, image, window), weight, N, K, 0, per, 0, pn, None, residual, S)
-    if S.pdl and not S.soon:
-        gdc_launch_dependents()
     write(total, out, (added[0], None), rn, rm, M, N, bounds[0], bounds[1], S.clamp)
