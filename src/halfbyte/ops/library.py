@@ -128,7 +128,7 @@ def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: st
 
 def transformed() -> bool:
     """Whether torch.func (grad, vmap, …) is at work, which has to see an autograd.Function itself, not an op that holds one."""
-    return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def transformed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
