@@ -121,7 +121,8 @@ def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], 
 
 def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu import conv_amx, winograd
+    from halfbyte.kernels.cpu import arranged, conv_amx, winograd
+    from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
     from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
     from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
@@ -153,6 +154,8 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
             other = ImageMatrixKernel(matrix) if by_image else matrix
         elif x.dtype == torch.int8 and winograd.supports(sizes, window, isa) and winograd.pays(sizes, out, isa):
             other = WinogradKernel(sizes)
+        elif x.dtype == torch.int8 and arranged.supports(sizes, isa):
+            other = ArrangedConvKernel(sizes, window, direct.linear)
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
 

@@ -40,6 +40,7 @@ DIRECT = Block(
         # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
         *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
         *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        "lane_places",  # for `arranged.py`
         "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
         # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
         *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
@@ -102,6 +103,7 @@ class LinesSpec:
     sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
                 that whole vectors are added; "single": one by one
     masked      behind a pixel's codes lies memory that may be read
+    columns     of outputs that a tile makes: a panel's
     """
 
     copied: int
@@ -114,11 +116,12 @@ class LinesSpec:
     unit: int
     sums: str
     masked: bool
+    columns: int = PANEL
 
     @property
     def name(self) -> str:
         starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else "") if self.started else "unstarted"
-        return f"lines_{self.copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}"
+        return f"lines_{self.copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
 
 
 def build(spec: LinesSpec, isa: ISA) -> Module:
@@ -135,6 +138,7 @@ class Lines:
     def __init__(self, spec: LinesSpec, isa: ISA, f: Function) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.thread, _ = f.parameters
+        self.columns = spec.columns
         self.near = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.patches, self.pixel_sums, self.sums = (self.near + self.get(f"{part}_at") for part in ("patches", "pixel_sums", "sums"))
 
@@ -147,7 +151,7 @@ class Lines:
     def emit(self) -> None:
         f, get, spec = self.f, self.get, self.spec
         parts, groups, strips, group = get("parts"), get("groups"), get("strips"), get("group")
-        counter, panels = self.args + DIRECT.offset("counter"), (get("n") + (PANEL - 1)) // PANEL
+        counter, panels = self.args + DIRECT.offset("counter"), (get("n") + (self.columns - 1)) // self.columns
         copied, gathered = f.variable(f.value("i64", -1)), f.variable(f.value("i64", -1))
         for item in f.draw(lambda: f.fetch_add(counter), get("items")):
             part, place = item % parts, item // parts
@@ -183,8 +187,8 @@ class Lines:
         rows, tile_rows, tile = get("rows"), get("tile_rows"), self.pointer("tile_function")
         tiles = (rows + (tile_rows - 1)) // tile_rows
         for p in f.loop(panels[1], panels[0]):
-            columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
-            at = weights + p * get("panel_bytes"), table + p * (4 * PANEL), out + p * get("out_bytes") * PANEL
+            columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))
+            at = weights + p * get("panel_bytes"), table + p * (4 * self.columns), out + p * get("out_bytes") * self.columns
             for t in f.loop(tiles):
                 m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                 places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
@@ -306,7 +310,7 @@ def build_tile(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns)."""
     module = Module(isa.attributes)
     f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
-    tile = (_RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
+    tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
@@ -370,7 +374,7 @@ class _DirectTile(Tile):
             self._set_total(n, total.to("float") * scales[n % self.spec.vectors])
 
 
-class _RequantizingDirectTile(_DirectTile, RequantizingTile):
+class RequantizingDirectTile(_DirectTile, RequantizingTile):
     def _column_start(self, first: Value, v: int) -> Value:
         return self._column(2, first, v, self.isa.ints)
 

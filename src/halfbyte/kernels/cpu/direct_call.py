@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from halfbyte.kernels.cpu import direct, jit, runtime
+from halfbyte.kernels.cpu.arrange import LANE
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kept import ConvCall
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -22,6 +27,34 @@ from halfbyte.layouts.cpu_tiles import PANEL
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
+
+
+class OwnTiles(NamedTuple):
+    """Tiles that read codes as they lie in an image, in lanes of 16 (of a run: the last one ends with it), and have weights of their own.
+
+    name_of, build   as those of `direct.py`; they need no sums
+    panel_bytes      of the weights of `columns` outputs
+    """
+
+    name_of: Callable[[TileSpec], str]
+    build: Callable[[TileSpec, ISA], Module]
+    panel_bytes: int
+    columns: int
+
+
+def _line_run(sizes: Filter, window: Window) -> int:
+    """Codes of a patch that lie side by side in a line of the image."""
+    joined = window.dilation[1] == 1 and sizes.groups == 1  # the taps of a line lie side by side
+    return sizes.kernel[1] * sizes.channels if joined else sizes.channels
+
+
+def _written(sizes: Filter) -> bool:
+    return sizes.channels % 8 != 0
+
+
+def run_of(sizes: Filter, window: Window) -> int:
+    """Codes of a patch that lie side by side where tiles read them: in a line of the image, or in a patch that is written out."""
+    return sizes.k if _written(sizes) else _line_run(sizes, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +86,20 @@ class _Walk:
     reach: int
 
     @classmethod
-    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int]) -> _Walk:
+    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], own: OwnTiles | None) -> _Walk:
         """Of images [C, H, W]."""
         channels, height, width = image
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
         top, _, left, _ = window.padding
-        joined = dw == 1 and sizes.groups == 1  # the taps of a line lie side by side
-        runs, run = (1, kw * channels) if joined else (kw, sizes.channels)
+        run = _line_run(sizes, window)
+        runs = kw * sizes.channels // run
         step, padded = math.gcd(run, 32), linear.geometry.padded
         near_width, reach = (wo - 1) * sw + (kw - 1) * dw + 1, (kh - 1) * dh + 1
         inside = (ho - 1) * sh - top + reach <= height and near_width - left <= width
-        laid_out = linear.isa.activation_bytes("int8", sizes.format.bits)
-        in_image = top == left == 0 and inside and step >= _LEAST_STEP and laid_out == 1
-        written = sizes.channels % 8 != 0
+        laid_out = 1 if own is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
+        in_image = top == left == 0 and inside and (step if own is None else run) >= _LEAST_STEP and laid_out == 1
+        written = _written(sizes)
         copied = 1 if written else laid_out
         return cls(
             in_image,
@@ -114,7 +147,9 @@ class _Memory(NamedTuple):
         return cls(patches_at, pixel_sums_at, sums_at, sums_at + (rows * 4 + 63 & ~63))
 
 
-def _lines_spec(walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str) -> LinesSpec:
+def _lines_spec(
+    walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str, columns: int, *, started: bool
+) -> LinesSpec:
     isa, bits, kh = linear.isa, sizes.format.bits, sizes.kernel[0]
     at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
     few_lines = walk.runs == 1 and walk.run <= at_once and kh <= _FEW_LINES
@@ -123,35 +158,56 @@ def _lines_spec(walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: 
         patches=at_once,
         lines=kh if few_lines else 0,
         bits=bits,
-        started=linear.paired or isa.correction(bits, signed=True) != 0,
-        paired=linear.paired,
+        started=started and (linear.paired or isa.correction(bits, signed=True) != 0),
+        paired=linear.paired and started,
         width=walk.laid_out,
         unit=walk.step,
         sums=sums,
         masked=not walk.in_image,
+        columns=columns,
     )
 
 
-def plan(linear: LinearKernel, sizes: Filter, window: Window, shape: Sequence[int], out_dtype: torch.dtype, outside: int) -> ConvCall:
+def _lane_places(walk: _Walk, sizes: Filter, line_step: int, tap_step: int) -> Tensor:
+    """Where a patch's lanes begin, in bytes behind its place."""
+    if walk.row:
+        starts, run = [0], sizes.k
+    else:
+        starts, run = [line * line_step + tap * tap_step for line in range(sizes.kernel[0]) for tap in range(walk.runs)], walk.run
+    return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)])
+
+
+def plan(
+    linear: LinearKernel,
+    sizes: Filter,
+    window: Window,
+    shape: Sequence[int],
+    out_dtype: torch.dtype,
+    outside: int,
+    own: OwnTiles | None = None,
+) -> ConvCall:
     """The call for images of a shape [B, C, H, W]. `outside` is the code of what lies outside of them."""
     isa, geo, (batch, channels, height, width) = linear.isa, linear.geometry, shape
     ho, wo = window.out_size((height, width), sizes.kernel)
     (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
-    walk, left = _Walk.of(linear, sizes, window, shape[1:]), window.padding[2]
+    walk, left = _Walk.of(linear, sizes, window, shape[1:], own), window.padding[2]
     written = walk.row > 0
     most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-    strips = Strips.of((batch, ho, wo), sizes, geo.panels, most, lambda lines: walk.strip_bytes(lines, wo))
+    columns, panel_bytes = (PANEL, geo.panel_bytes) if own is None else (own.columns, own.panel_bytes)
+    panels = geo.panels * (PANEL // columns)
+    strips = Strips.of((batch, ho, wo), sizes, panels, most, lambda lines: walk.strip_bytes(lines, wo))
     lines, threads = strips.lines, min(most, strips.items)
     m, near_lines, line, pixel = lines * wo, walk.near_lines(lines), walk.line, walk.pixel
     most_rows, vectors = isa.direct_tile
     rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
     tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=walk.step, single=False, out=KINDS[out_dtype])
-    tile_name = direct.name_of(tile_spec)
+    name_of, build = (direct.name_of, direct.build_tile) if own is None else own[:2]
+    tile_name = name_of(tile_spec)
     left_pixels = min(left, walk.near_width)
     copied_codes = min(width, walk.near_width - left_pixels) * channels
-    alone = written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
+    alone = own is not None or written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
     sums = "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single"
-    spec = _lines_spec(walk, linear, sizes, copied_codes, sums)
+    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None)
     pixels = m if written else near_lines * (line // pixel)
     memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
     y, x = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
@@ -160,6 +216,7 @@ def plan(linear: LinearKernel, sizes: Filter, window: Window, shape: Sequence[in
     mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
     pixel_bytes = walk.patch if written else sizes.channels * walk.copied  # of a group
     mask[: pixel_bytes % (4 * isa.lanes)] = -1
+    lane_places = _lane_places(walk, sizes, dh * line, dw * pixel)
     edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), out_dtype.itemsize
     fields = {
         **strips.fields(),
@@ -167,17 +224,18 @@ def plan(linear: LinearKernel, sizes: Filter, window: Window, shape: Sequence[in
         "first_phase": jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name],
         "openmp": runtime.openmp_address(),
         "n": geo.n,
-        "panel_bytes": geo.panel_bytes,
+        "panel_bytes": panel_bytes,
+        "lane_places": lane_places.data_ptr(),
         "out_stride": sizes.out * out_bytes,
         "out_bytes": out_bytes,
         "table_stride": 4 * PANEL * geo.panels,
-        "tile_function": jit.load(tile_name, functools.partial(direct.build_tile, tile_spec), isa)[tile_name],
+        "tile_function": jit.load(tile_name, functools.partial(build, tile_spec), isa)[tile_name],
         "tile_rows": rows,
         "row_codes": walk.row,
         "groups": sizes.groups,
         "rows": m,
         "group_bytes": sizes.channels * walk.copied,
-        "group_weights": geo.nbytes,
+        "group_weights": panels * panel_bytes,
         "group_bias": 12 * PANEL * geo.panels if out_dtype == torch.int8 else 4 * geo.n,
         "group_out": geo.n * out_bytes,
         "height": height if copied_codes else 0,  # 0: nothing of a line is seen
@@ -216,5 +274,5 @@ def plan(linear: LinearKernel, sizes: Filter, window: Window, shape: Sequence[in
         "tap_line_step": dh * line // pixel,
     }
     buffer = DIRECT.buffer(fields)
-    kept = edge, places, walk_places, mask
+    kept = edge, places, walk_places, mask, lane_places
     return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)

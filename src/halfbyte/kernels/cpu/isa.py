@@ -52,6 +52,7 @@ class ISA:
     sums_shorts = False  # has `dot_shorts`
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
     minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
+    arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `arrange.py`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
@@ -204,6 +205,18 @@ class ISA:
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         """acc + the two products of int16 in each int32 lane."""
+        raise NotImplementedError
+
+    def picked(self, f: Function, codes: Value, picks: Value) -> Value:
+        """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
+        raise NotImplementedError
+
+    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
+        """Four vectors of floats in -128 … 127 as bytes, rounded to the nearest, ties to even."""
+        raise NotImplementedError
+
+    def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
+        """Two products of bytes in each int16, summed; where the sum is none, the nearest."""
         raise NotImplementedError
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:

@@ -1,0 +1,209 @@
+"""Convolutions of int8 codes by products of bytes, exact (`arrange.py`), where other exact products are of int16 (AVX2): int8 -> int8.
+
+    acc[m, co] = correction[co] + sum over chunks c, slots j of  v[co, c, j] * (x[m, c] ^ flip[c])[take[c, j]]
+
+The loops are those of `direct.py`. A chunk is 16 codes of the image, where they lie: one load, one xor and one shuffle of bytes put them
+into the order of the tile's outputs, four further shuffles make vectors of each four of them.
+
+    weights = for each tile's outputs: number of chunks of each kind, lane of the first | corrections | chunks
+    chunk   = weights of 4 quads | flip | take | lane of the next          each in whole vectors
+
+Weights are kept in this second form, made at the first call, of 1.4 bytes for each code. Where the order would take more than a quarter
+more chunks than there are lanes, `direct.py` does it.
+
+Arithmetic: that of `tile.RequantizingTile`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import arrange, direct_call, runtime
+from halfbyte.kernels.cpu.arrange import LANE
+from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct_call import OwnTiles
+from halfbyte.kernels.cpu.ir import Module, Value, vector
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.linear import CALL, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
+
+_HEAD = 128  # bytes before the chunks
+_COUNTS, _FIRST, _CORRECTIONS = 0, 24, 64
+
+
+def group(isa: ISA) -> int:
+    """Outputs whose codes have an order of their own: those of a tile."""
+    return isa.lanes * isa.direct_tile[1]
+
+
+class _Chunk(NamedTuple):
+    """Where the parts of a chunk are: weights of four quads, what codes are combined with by xor and picked by, and the next one's lane."""
+
+    flip: int
+    take: int
+    following: int
+    size: int
+
+    @classmethod
+    def of(cls, isa: ISA) -> _Chunk:
+        vector, weights = 4 * isa.lanes, LANE * group(isa)
+        return cls(weights, weights + vector, weights + 2 * vector, weights + 3 * vector)
+
+
+def build_tile(spec: TileSpec, isa: ISA) -> Module:
+    """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
+    module = Module(isa.attributes)
+    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    _ArrangedTile(spec, isa, f).emit(f.value("i64", 0))
+    return module
+
+
+def name_of(spec: TileSpec) -> str:
+    return f"arranged_{spec.rows}x{spec.vectors}"
+
+
+class _ArrangedTile(RequantizingDirectTile):
+    """R outputs of an image times the weights of a group of columns."""
+
+    def emit(self, first: Value) -> None:
+        isa, f, record = self.isa, self.f, self.weights
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.spec.rows)]
+        starts = [self._column_start(first, v) for v in range(self.spec.vectors)]
+        starts = [start + record.load(isa.ints, _CORRECTIONS + v * 4 * isa.lanes, 4) for v, start in enumerate(starts)]
+        kept = [f.variable(start) for start in starts * self.spec.rows]
+        self.ones = f.pinned(f.value(isa.shorts, 1), isa.register)
+        chunk, place = f.variable(record + _HEAD), f.variable(self._place(record, _FIRST))
+        for number, kind in enumerate((arrange.WHOLE, arrange.HALF, arrange.PAIRS)):
+            for _ in f.loop(record.load("i64", _COUNTS + 8 * number, 8)):
+                here = [row + place.value for row in rows]
+                place.value = self._place(chunk.value, _Chunk.of(isa).following)  # now, since it takes a while
+                values = self._products(here, chunk.value, [k.value for k in kept], kind)
+                for k, value in zip(kept, values, strict=True):
+                    k.value = value
+                chunk.value = chunk.value + _Chunk.of(isa).size
+        self._finish([k.value for k in kept], record, first)
+        self._write(first)
+
+    def _place(self, chunk: Value, at: int) -> Value:
+        """Where the lane is whose number is there, in bytes behind an output's place."""
+        return (DIRECT.load(self.args, "lane_places", "ptr") + chunk.load("i64", at, 8) * 8).load("i64", 0, 8)
+
+    def _products(self, rows: list[Value], chunk: Value, totals: list[Value], kind: int) -> list[Value]:
+        """The totals and the products of a chunk; its first `kind` halves are added as int16."""
+        spec, isa, f, at, out = self.spec, self.isa, self.f, _Chunk.of(self.isa), list(totals)
+        size, lane = 4 * isa.lanes, vector("i8", LANE)
+        everywhere = list(range(LANE)) * (size // LANE)
+        flip, take = (chunk.load(isa.quads, part, size) for part in (at.flip, at.take))
+        for i, row in enumerate(rows):
+            codes = row.load(lane).shuffle(everywhere)
+            slots = isa.picked(f, codes ^ flip, take).bits(isa.ints)
+            for half in range(2):
+                made = []
+                for quad in (2 * half, 2 * half + 1):
+                    four = slots.shuffle([i // 4 * 4 + quad for i in range(isa.lanes)]).bits(isa.quads)
+                    weights = [chunk.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
+                    made.append([isa.byte_products(f, four, w) for w in weights])
+                for v in range(spec.vectors):
+                    n = i * spec.vectors + v
+                    for sums in [made[0][v] + made[1][v]] if half < kind else [made[0][v], made[1][v]]:
+                        out[n] = isa.pinned(f, isa.dot_shorts(f, out[n], sums, self.ones))
+                f.fence()
+        return out
+
+    def _write_codes(self, to: Value, stride: Value, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
+        columns = [[self._column(row, first, v, isa.floats) for row in (0, 1)] for v in range(spec.vectors)]
+        together = 4 // spec.vectors  # rows
+        for start in range(0, spec.rows, together):
+            some = [min(start + i, spec.rows - 1) for i in range(together)]
+            reals = []
+            for i, (v, (offset, multiplier)) in itertools.product(some, enumerate(columns)):
+                total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
+                reals.append(f.fma(total, multiplier, offset).max_or(low).min_or(high))
+            codes = isa.narrowed(f, reals)
+            for at, i in enumerate(some):
+                part = range(at * spec.vectors * isa.lanes, (at + 1) * spec.vectors * isa.lanes)
+                (to + stride * i).store(codes.shuffle(part))
+            f.fence()
+
+
+_kept = Kept[ConvCall]()
+_numbers = itertools.count()
+
+
+def supports(sizes: Filter, isa: ISA) -> bool:
+    """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
+    fmt = sizes.format
+    return isa.arranges and fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
+
+
+class ArrangedConvKernel:
+    """The compiled convolution of int8 images of any size.
+
+    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
+    `weights_of` made; `table` is the tables of the groups.
+
+    linear   the kernel of the same matrix
+    """
+
+    def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
+        self.sizes, self.isa, self.linear = sizes, current(), linear
+        self.run = direct_call.run_of(sizes, window)
+        self.form = f"arranged in runs of {self.run}"
+        self.number = next(_numbers)
+
+    def weights_of(self, codes: Codes) -> Tensor | None:
+        """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]; None where they are too many."""
+        sizes, width = self.sizes, group(self.isa)
+        n = sizes.out // sizes.groups
+        columns = -(-n // PANEL) * PANEL
+        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8)
+        w[:, :n] = codes.values().reshape(sizes.groups, n, -1, self.run)
+        lanes = sizes.k // self.run * -(-self.run // LANE)
+        made = arrange.arrange(_lanes(w).view(-1, width, lanes, LANE))
+        if int(made.counts.sum()) > max(1.25 * lanes, lanes + 1) * len(made.counts):
+            return None
+        head = torch.zeros(len(made.counts), _HEAD // 4, dtype=torch.int32)
+        head[:, : 2 * 4] = torch.cat((made.counts, made.sources[:, :1]), 1).view(torch.int32)
+        head[:, _CORRECTIONS // 4 :][:, :width] = made.corrections
+        copies = 4 * self.isa.lanes // LANE
+        flip, take = (part.repeat(1, 1, copies) for part in (made.flip, made.take))
+        following = torch.nn.functional.pad(made.sources[:, 1:], (0, 1))
+        following = torch.nn.functional.pad(following.unsqueeze(-1), (0, 4 * self.isa.lanes // 8 - 1))
+        chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (made.weights, flip, take, following)], 2)
+        return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
+
+    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
+        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
+        key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        _memory, scratch = thread.memory(call.memory)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
+        self.linear.run(call.address, call.threads)
+        return out
+
+    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
+        own = OwnTiles(name_of, build_tile, weights.shape[2], group(self.isa))
+        return direct_call.plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, own)
+
+
+def _lanes(runs: Tensor) -> Tensor:
+    """int8 [..., runs, codes] -> [..., lanes, 16]. A run of 16 or more ends with its last lane, which may overlap another: 0 there."""
+    rest = runs.shape[-1] % LANE
+    if not rest:
+        return runs
+    if runs.shape[-1] < LANE:
+        return torch.nn.functional.pad(runs, (0, LANE - rest))
+    return torch.cat((runs[..., :-rest], torch.nn.functional.pad(runs[..., -rest:], (LANE - rest, 0))), -1)
