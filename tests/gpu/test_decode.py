@@ -24,14 +24,19 @@ def decode_words(words, points, out, SIZE: tl.constexpr, DTYPE: tl.constexpr, AS
 
 
 @triton.jit
-def decode_bytes(q, points, out, TURNED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def decode_bytes(q, points, out, PAIRS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     i = tl.program_id(0) * 1024 + tl.arange(0, 256)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    codes = tl.load(q + i)
-    if TURNED:
-        i = i // 4 * 4 + i % 2 * 2 + i // 2 % 2
-        values = decode.int8_turned(codes, DTYPE, ASM)
+    if PAIRS:
+        words = tl.load(q.to(tl.pointer_type(tl.int16)) + (tl.program_id(0) * 512 + tl.arange(0, 512)))
+        values = decode.int8_pairs(tl.reshape(words, (256, 1, 2)), DTYPE, ASM)
+        i = (
+            tl.program_id(0) * 1024
+            + tl.arange(0, 256)[:, None, None] * 4
+            + tl.arange(0, 2)[None, None, :] * 2
+            + tl.arange(0, 2)[None, :, None]
+        )
     else:
-        values = decode.int8_values(codes, DTYPE, ASM)
+        values = decode.int8_values(tl.load(q + i), DTYPE, ASM)
     point = None
     if points is not None:
         point = tl.load(points + i)
@@ -56,15 +61,15 @@ def test_every_nibble_and_point(dtype: torch.dtype, device: torch.device, interp
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_byte_and_point(dtype: torch.dtype, turned: bool, device: torch.device, interpreted: bool) -> None:
+def test_every_byte_and_point(dtype: torch.dtype, pairs: bool, device: torch.device, interpreted: bool) -> None:
     stored = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int8)
     points = (torch.arange(1 << 16, dtype=torch.int32, device=device) >> 8).to(torch.uint8)
     for asm in ways(interpreted):
         for point in (None, points):
             out = torch.full((1 << 16,), torch.nan, dtype=dtype, device=device)
-            launch.run(decode_bytes, (64,), stored, point, out, TURNED=turned, DTYPE=TYPES[dtype], ASM=asm)
+            launch.run(decode_bytes, (64,), stored, point, out, PAIRS=pairs, DTYPE=TYPES[dtype], ASM=asm)
             q = stored.int()  # with a point, u - 128 is stored
             expected = (q if point is None else q + 128 - point.int()).to(dtype)
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))

@@ -8,7 +8,7 @@ A float whose mantissa's low bits are a code is a constant plus the code: 0x6400
              bfloat16   128 + u                        its mantissa is too short for 16 * u: a shift for each plane but the first
     8 bits   float16    1024 + (q + 128)               PRMT puts the bytes of w ^ 0x80808080 under 0x64
              bfloat16   (128 + low 7 bits) - (128 + 128 * sign bit) = q: two LOP3 and a subtraction, no constant left to take off
-             Where every other byte is a neighbour's (`int8_turned`), a shift of the word takes the place of its two PRMT.
+             Where neighbours are every other byte (`int8_pairs`), a shift of the word takes the place of its two PRMT.
 
 `minus` takes the constant and the point off with one fused multiply-add for two elements, which also divides by 16. All of it is
 exact, for points too: integers of at most 8 bits are numbers of all three types.
@@ -38,16 +38,15 @@ BYTES_BF16 = tl.constexpr(
     )
     + "}"
 )
-_TURNED_F16 = tl.constexpr(
-    "{.reg .b32 t; shr.b32 t, $2, 8; lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a; lop3.b32 $1, t, 0x00ff00ff, 0x64806480, 0x6a;}"
+# t = each half of $1 >> its half of $2. In the layouts that kernels have the shifts are constants and alike, and one instruction is left.
+_SHIFTED = (
+    "{.reg .pred p; .reg .b32 s, t, u, v; and.b32 s, $2, 0xffff; shr.b32 u, $2, 16; setp.eq.u32 p, s, u; shr.b32 t, $1, s;"
+    "shr.b32 v, $1, 16; shr.b32 v, v, u; shl.b32 v, v, 16; and.b32 u, $1, 0xffff; shr.b32 u, u, s; or.b32 v, u, v; selp.b32 t, t, v, p;"
 )
-_TURNED_BF16 = tl.constexpr(
-    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; shr.b32 t, $2, 8;"  # -1
-    + "".join(
-        f"lop3.b32 m, {word}, 0x007f007f, 0x43004300, 0xea; lop3.b32 s, {word}, 0x00800080, 0x43004300, 0xea; fma.rn.bf16x2 ${i}, s, n, m;"
-        for i, word in enumerate(("$2", "t"))
-    )
-    + "}"
+_PAIRS_F16 = tl.constexpr(_SHIFTED + "lop3.b32 $0, t, 0x00ff00ff, 0x64806480, 0x6a;}")  # (t & mask) ^ magic
+_PAIRS_BF16 = tl.constexpr(
+    _SHIFTED + ".reg .b32 m, n; mov.b32 n, 0xbf80bf80;"  # -1
+    "lop3.b32 m, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 s, t, 0x00800080, 0x43004300, 0xea; fma.rn.bf16x2 $0, s, n, m;}"
 )
 _FMA_F16 = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 _FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
@@ -105,15 +104,18 @@ def int8_values(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def int8_turned(q, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """`int8_values` of q [n, 4] in the order 0, 2, 1, 3, in which they take fewer instructions."""
-    if ASM and DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(_TURNED_F16, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
-    elif ASM:
-        return tl.inline_asm_elementwise(_TURNED_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+def int8_pairs(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words [rows, 1, columns] of two int8 -> `int8_values` of these, [rows, 2, columns], the lower byte first."""
+    SHAPE: tl.constexpr = (words.shape[0], 2, words.shape[2])
+    words = tl.broadcast_to(words, SHAPE)
+    shift = tl.arange(0, 2)[None, :, None] * 8
+    if not ASM:
+        return int8_values((words.to(tl.int32) << (24 - shift) >> 24).to(tl.int8), DTYPE, ASM)
+    shift = tl.broadcast_to(shift.to(tl.int16), SHAPE)
+    if DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(_PAIRS_F16, "=r,r,r", [words, shift], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        q = tl.permute(tl.reshape(q, (q.shape[0], 2, 2)), (0, 2, 1))
-        return int8_values(tl.reshape(q, (q.shape[0], 4)), DTYPE, ASM)
+        return tl.inline_asm_elementwise(_PAIRS_BF16, "=r,r,r", [words, shift], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit

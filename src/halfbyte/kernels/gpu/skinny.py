@@ -37,6 +37,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    if geo.block_rows * geo.n_padded >= 1 << 31:
+        return f"it counts scales in 32 bits, and there are {geo.block_rows} x {geo.n_padded}"
     return None
 
 
@@ -50,7 +53,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         found = _few_rows(problem, gpu)
     else:
         found = _few_rows_of_bytes(problem, gpu)
-    found = [replace(config, ptx=ptx, pdl=pdl, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
+    hopper = _is_hopper(gpu)
+    found = [replace(config, ptx=ptx, pdl=pdl, hopper=hopper, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
     if pdl:  # the best ones also the other way
         found += [replace(config, ahead=_AHEAD - config.ahead) for config in found[:2]]
     return tuple(dict.fromkeys(found))
@@ -65,9 +69,15 @@ def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
     return _AHEAD if blocks <= at_once * gpu.sms and (problem.format.bits == 4 or (config.stages > 1 and config.slices < 8)) else 0
 
 
+def _is_hopper(gpu: Gpu) -> bool:
+    return gpu.backend == "cuda" and gpu.capability[0] == 9
+
+
 def _reads_directly(problem: Problem, gpu: Gpu) -> bool:
     """Whether weights go to registers without a stop in shared memory: where few rows of x leave nothing else to wait for."""
-    return gpu.backend == "cuda" and problem.m <= (8 if problem.format.bits == 4 else 16) and problem.dtype != torch.float32
+    return (
+        gpu.backend == "cuda" and problem.m <= (8 if problem.format.bits == 4 or _is_hopper(gpu) else 16) and problem.dtype != torch.float32
+    )
 
 
 def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -89,6 +99,7 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
             choices = [(2, 1)] * (bands == 1 and bands_n > 2.2 * gpu.sms) + choices
         return [Config(b, columns, 8, records=r) for b, r in choices]
     # A kernel for more rows than there are takes the same time: what is read of x is little, and products are free.
+    whole = [Config(1, c, s, batch=b, records=4, warps=b) for c, s, b in ((4, 2, 4), (8, 1, 8)) if problem.k <= 32 * gpu_tiles.RECORD]
     two, four = Config(4, 2, 4, records=2), Config(4 if most < 4 else 8, 4, 2, records=2)
     alone = [Config(1, 4, 2, batch=n, records=2, warps=n) for n in (4, 8)]  # a band, and warps with parts of K
     eight = Config(2, 8, batch=4, records=2, warps=4) if most < 4 else Config(4, 8, batch=4, warps=4)
@@ -97,7 +108,7 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
     long = problem.k >= 64 * gpu_tiles.RECORD
     if bands_n < 2.2 * gpu.sms:
         found = [*alone[:: -1 if long else 1], single, *staged]
-        first = staged if columns == 8 and long else [single] if short else []
+        first = staged if columns == 8 and long else [single] if short else whole
     elif bands_n < 4.5 * gpu.sms:
         found = [*alone, Config(2, 8, batch=8, records=2), eight, *staged]
         first = staged if short else []
@@ -125,9 +136,28 @@ def _few_rows_of_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
     return [*found, *_staged(problem, gpu)]
 
 
+def _staged_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
+    """8 bits on Hopper: several small blocks for each multiprocessor, or few with much on its way. From measurements on an H100."""
+    columns = max(16, min(triton.next_power_of_2(problem.m), 64))
+    records = -(-problem.k // gpu_tiles.RECORD)
+    found = []
+    best = (8, 1, 4, 2) if columns == 32 else (4, 1, 4, 4)  # bands, records, stages, and blocks for each multiprocessor
+    for bands, deep, stages, blocks in dict.fromkeys((best, (8, 2, 3, 1), (4, 1, 4, 4), (8, 1, 4, 1), (8, 1, 4, 2), (4, 2, 3, 4))):
+        tiles = -(-problem.n // (BAND * bands)) * -(-problem.m // columns)
+        split = 1
+        while split < 8 and 2 * split * tiles <= 1.4 * gpu.sms * (blocks if columns < 64 else -(-blocks // 2)) and records >= 8 * split:
+            split *= 2
+        step = deep * (bands * 2048 + 256 * columns)
+        stages = max(2, min(stages, (gpu.shared - (4 << 10) - 256 * columns) // step))
+        found.append(Config(bands, columns, records=deep, stages=stages, warps=bands, split=split))
+    return found
+
+
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
     """Weights and x are read ahead into shared memory; K is split over as many blocks as fill the GPU."""
     element, bits = problem.dtype.itemsize, problem.format.bits
+    if bits == 8 and element == 2 and problem.m > 4 and _is_hopper(gpu):
+        return _staged_bytes(problem, gpu)
     records = -(-problem.k // gpu_tiles.RECORD)
     columns = min(triton.next_power_of_2(problem.m), 16 if problem.dtype == torch.float32 else 128)
     if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10):

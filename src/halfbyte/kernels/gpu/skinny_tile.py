@@ -6,8 +6,9 @@ instruction has at least are filled with `slices` of K: tile row (band, slice, r
 block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
 summed at the end.
 
-8 bits, without a stop in shared memory (one stage): a lane multiplies the 16 bytes that it read, which follow each other in a row of the
-weight. So k is in another order than memory's, and x's is changed to it while x goes through shared memory, as it has to anyway.
+8 bits: a lane multiplies the 16 bytes that it read, which follow each other in a row of the weight. So k is in another order than
+memory's, and x's is changed to it while x goes through shared memory, as it has to anyway. (Several stages without Hopper's instructions
+for four warps: bytes change lanes.)
 
 Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
 
@@ -23,7 +24,7 @@ and half from the lower, so that a gate and what it gates meet in one block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -47,7 +48,7 @@ class Config:
     `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
     on their way to the L2 cache before the kernel before has ended, and with several stages the scales of more of them: those are read
     into registers one step ahead, which is less than memory takes. One row of x takes weights to registers instead, and with `ahead` those
-    of a second step, where steps are short and many."""
+    of a second step, where steps are short and many; so do more rows, with `ahead`, where one step is all. `hopper` goes without saying."""
 
     bands: int
     columns: int
@@ -60,6 +61,7 @@ class Config:
     ahead: int = 0
     ptx: bool = True
     pdl: bool = True
+    hopper: bool = field(default=False, repr=False)  # the GPU's
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,14 @@ class Static:
     early: bool  # weights of the first step are on their way to registers before the kernel before has ended
     once: bool  # one step is all
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
+    wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
     gated: bool = False
     taps: int = 0  # of a convolution, whose patches are the rows of x
 
     @property
-    def direct(self) -> bool:
-        """Weights go to registers without a stop in shared memory."""
-        return self.stages == 1
+    def turned(self) -> bool:
+        """A lane multiplies the 16 bytes that it reads."""
+        return self.bits == 8 and (self.stages == 1 or self.wide)
 
     @property
     def late(self) -> bool:
@@ -123,7 +126,7 @@ class Static:
     @property
     def codes_step(self) -> int:
         """Distance of records in the codes: words of 16 bits, or bytes."""
-        return 2048 if self.bits == 4 else 128
+        return 2048 if self.bits == 4 else 64 if self.turned else 128
 
 
 def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
@@ -133,7 +136,10 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     per = -(-geo.records // chunks)
     per = -(-per // config.records) * config.records
     # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
-    early, bits = config.pdl and config.stages == config.columns == 1, geo.format.bits
+    bits, once = geo.format.bits, per == config.records
+    rows, width = config.bands * config.slices * BAND, config.columns * config.slices
+    wide = config.hopper and config.batch == 1 and config.warps % 4 == rows % 64 == 0 and width >= 16
+    early = config.pdl and config.stages == 1 and (config.columns == 1 or (once and config.ahead > 0))
     ahead = min(config.ahead, per) if config.pdl and not early else 0
     return Static(
         bands=config.bands,
@@ -157,7 +163,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
         clamp=clamps,
         early=early,
-        once=early and per == config.records,
+        once=early and once,
+        wide=wide,
         pipe=early and config.ahead > 0 and bits == 4 and config.bands * config.records <= 2 and per >= 3 * config.records,
     ), per
 
@@ -212,7 +219,7 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         xp = xp[None, :]
     if S.bits == 4:
         codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
-    elif S.direct:
+    elif S.turned:
         codes, codes_record = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -379,8 +386,8 @@ def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
 
 @triton.jit
 def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
-    """Pointers to the bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64 bytes], and
-    the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_record`."""
+    """Pointers to pairs of bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64
+    bytes], and the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_record`."""
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
@@ -388,9 +395,10 @@ def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
     record = first + slice_ * per
     band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
     half = tl.arange(0, 4)[None, None, None, :, None]
-    i = tl.arange(0, 512)[None, None, None, None, :]
-    row = tl.minimum(_row(band + half % 2 * 8 + i // 64, pn, N, S), n_padded - 1)
-    return codes + (row.to(tl.int64) * (records * 128) + record * 128 + (half // 2 * 64 + i % 64)), record
+    i = tl.arange(0, 256)[None, None, None, None, :]
+    row = tl.minimum(_row(band + half % 2 * 8 + i // 32, pn, N, S), n_padded - 1)
+    at = row.to(tl.int64) * (records * 64) + record * 64 + (half // 2 * 32 + i % 32)
+    return codes.to(tl.pointer_type(tl.int16)) + at, record
 
 
 @triton.jit
@@ -446,11 +454,11 @@ def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
     scales, zeros = (), ()
     for r in tl.static_range(RECORDS):
         at = tl.minimum(record + r, records - 1)
+        block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS
+        offset = block_row * n_padded + row_n
         for g in tl.static_range(GROUPS):
-            block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS + g
-            offset = block_row.to(tl.int64) * n_padded + row_n
-            scales += (tl.load(weight[1] + offset) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
-            zeros += (tl.load(weight[2] + offset) if S.zero != "none" else 0,)  # type: ignore[assignment]
+            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
+            zeros += (tl.load(weight[2] + offset + g * n_padded) if S.zero != "none" else 0,)  # type: ignore[assignment]
     return scales, zeros
 
 
@@ -477,9 +485,9 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
             inside &= within < S.block
             at = at // S.padded * S.block + within
         x = tl.load(xp + at, mask=inside & (at < K), other=0.0)
-    if S.bits == 8 and S.direct:  # khalf, k4, step, and the bytes of a word with the two in the middle turned
+    if S.turned:  # khalf, k4, step, and the four bytes of a register, of which the even and the odd ones are together
         SHAPE: tl.constexpr = x.shape
-        x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 2, 5, 4, 6))
+        x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 5, 2, 4, 6))
         x = tl.reshape(x, SHAPE)
     return x
 
@@ -493,10 +501,10 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
         values = decode.nibbles(codes, DTYPE, S.ptx)
-    elif S.direct:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
-        values = decode.int8_turned(tl.reshape(codes, (ALL * 32, 4)), DTYPE, S.ptx)
-        values = tl.reshape(values, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 4))  # batch, slice, band, khalf, rowhalf, row, k4, step, k
-        values = tl.reshape(tl.permute(values, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL, 8, 16))
+    elif S.turned:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
+        codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 2))  # batch, slice, band, khalf, rowhalf, row, k4, step, word
+        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL * 8, 1, 8))
+        values = tl.reshape(decode.int8_pairs(codes, DTYPE, S.ptx), (ALL, 8, 16))
     else:
         values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ALL, 4, 32))
     if S.zero == "point":
@@ -539,7 +547,7 @@ def _operand(values, S: tl.constexpr):
 @triton.jit
 def _spread(values, S: tl.constexpr):
     """What each group has, [rows] -> what broadcasts to the weights of a record as `_record` has them, [rows, 8 or 4, 16 or 32]."""
-    PLANES: tl.constexpr = 8 if S.bits == 8 and S.direct else 4
+    PLANES: tl.constexpr = 8 if S.turned else 4
     upper = tl.arange(0, PLANES)[None, :, None] >= PLANES // 2
     if S.groups == 1:
         return values[0][:, None, None]
@@ -547,7 +555,7 @@ def _spread(values, S: tl.constexpr):
         return tl.where(upper, values[1][:, None, None], values[0][:, None, None])
     else:
         if PLANES == 8:
-            odd = tl.arange(0, 16)[None, None, :] >= 8
+            odd = tl.arange(0, 16)[None, None, :] % 8 >= 4
         else:
             odd = tl.arange(0, 4)[None, :, None] % 2 == 1
         low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
