@@ -466,8 +466,10 @@ def test_one_stack_of_gpt_oss_stays(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "pretrained")
     convert(tmp_path / "float", tmp_path / "converted", config)
     for folder in ("saved", "pretrained", "converted"):
-        assert torch.equal(logits(load(tmp_path / folder)), expected)
-        assert torch.equal(logits(GptOssForCausalLM.from_pretrained(tmp_path / folder)), expected)
+        for loaded in (load(tmp_path / folder), GptOssForCausalLM.from_pretrained(tmp_path / folder)):
+            # torch's products of floats may sum in another order where memory lies otherwise
+            assert torch.allclose(logits(loaded), expected, atol=1e-5)
+            assert torch.equal(loaded.dequantize().model.layers[0].mlp.experts.down_proj, down)
     export(tmp_path / "saved", tmp_path / "gptq", "gptq")
     assert torch.equal(load_file(tmp_path / "gptq" / "model.safetensors")["model.layers.0.mlp.experts.down_proj"], down)
     floats = model.dequantize()

@@ -95,9 +95,9 @@ def leave(sums, place, apart, lock):
 
 
 @triton.jit
-def collect(like, place, apart):
-    """For the last to arrive, which then sets the lock to 0 again: what all have left."""
+def collect(like, place, apart, AT_ONCE: tl.constexpr = 1):
+    """For the last to arrive, which then sets the lock to 0 again: what all have left. AT_ONCE are on their way to registers."""
     total = tl.zeros_like(like)
-    for i in tl.range(tl.num_programs(1), loop_unroll_factor=4):  # several on their way at once
+    for i in tl.range(tl.num_programs(1), loop_unroll_factor=AT_ONCE):
         total += tl.load(place + i * apart, cache_modifier=".cg")
     return total

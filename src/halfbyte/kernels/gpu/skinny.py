@@ -293,7 +293,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
         step = tiles.to(tl.int64) * (OUTPUTS * COLUMNS)
         lock = scratch[1] + tl.program_id(0)
         if leave(total, part, step, lock) == tl.num_programs(1) - 1:
-            total = collect(total, part, step)
+            total = collect(total, part, step, 4)
             write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
             tl.store(lock, 0)
     else:
