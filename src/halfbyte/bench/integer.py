@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.bench.onnxruntime_peer import copies_in_a_model, session
 from halfbyte.bench.protobuf import FLOAT, INT8, UINT8, field, tensor, value_info
 from halfbyte.bench.workload import SIGMA, Built, Workload
-from halfbyte.errors import UnsupportedError
 
 _SPAN = 5.0  # standard deviations that codes reach to
 IN_SCALE = _SPAN / 127
@@ -23,6 +23,7 @@ ERROR = 2 * _SPAN / 127 / 2  # of codes in and of codes out, half a step each, b
 
 
 def out_scale(work: Workload) -> float:
+    """Of the codes that come out: outputs are sums of K products."""
     return _SPAN * SIGMA * math.sqrt(work.k) / 127
 
 
@@ -73,31 +74,10 @@ def onednn(work: Workload, format: str) -> Built:
 
 def onnxruntime_qlinear(work: Workload, format: str) -> Built:
     """QLinearMatMul: a node for each copy of the weight, so that all share one pool of threads."""
-    import onnxruntime
-
     slab, step = work.codes(format), out_scale(work)
     copy_bytes = work.take(slab, 0).nbytes
-    copies = work.copies(copy_bytes)
-    if copies * copy_bytes >= 2**31 - 2**20:
-        raise UnsupportedError(f"a protobuf ends at 2 GiB, {copies} weights take {copies * copy_bytes / 2**30:.1f} GiB")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = work.threads
-    options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(_model(work, format, copies), options, providers=["CPUExecutionProvider"])
-
-    def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
-        codes, outputs = _unsigned(x), [torch.empty(len(x), work.n, dtype=torch.uint8) for _ in range(copies)]
-        binding = session.io_binding()
-        binding.bind_cpu_input("x", codes.numpy())
-        for copy, y in enumerate(outputs):
-            binding.bind_output(f"y{copy}", "cpu", 0, y.numpy().dtype, tuple(y.shape), y.data_ptr())
-
-        def one_pass() -> Iterator[Tensor]:
-            session.run_with_iobinding(binding)
-            return iter(outputs)
-
-        return one_pass
-
+    copies = copies_in_a_model(work, copy_bytes)
+    bind = session(work, _model(work, format, copies), copies, _unsigned, torch.uint8)
     return Built(slab.dequantize(torch.float64), copy_bytes, copies, bind, value=lambda y: (y.double() - 128) * step)
 
 

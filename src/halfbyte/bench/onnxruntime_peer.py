@@ -17,32 +17,45 @@ from halfbyte.errors import UnsupportedError
 
 def matmul_nbits(work: Workload, format: str) -> Built:
     """MatMulNBits on the codes of a symmetric 4-bit block format, whose nibbles lie as in `Codes`; scales are float32."""
-    import onnxruntime
-
     slab = work.codes(format)
     copy_bytes = work.n * (slab.data.shape[-1] + 4 * slab.scale.shape[-1])
+    copies = copies_in_a_model(work, copy_bytes)
+    return Built(slab.dequantize(torch.float64), copy_bytes, copies, session(work, _model(work, format, copies), copies))
+
+
+def copies_in_a_model(work: Workload, copy_bytes: int) -> int:
+    """How many copies of the weight a workload has. Raises UnsupportedError where one model cannot hold them."""
     copies = work.copies(copy_bytes)
     if copies * copy_bytes >= 2**31 - 2**20:
         raise UnsupportedError(f"a protobuf ends at 2 GiB, {copies} weights take {copies * copy_bytes / 2**30:.1f} GiB")
+    return copies
+
+
+def session(
+    work: Workload, model: bytes, copies: int, prepared: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype = torch.float32
+) -> Callable[[Tensor], Callable[[], Iterator[Tensor]]]:
+    """What binds activations to a model with the input x, which is `prepared` of them, and an output [M, N] of `dtype` for each copy."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = work.threads
     options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(_model(work, format, copies), options, providers=["CPUExecutionProvider"])
+    running = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
-        outputs = [torch.empty(len(x), work.n) for _ in range(copies)]
-        binding = session.io_binding()
-        binding.bind_cpu_input("x", x.numpy())
+        taken, outputs = prepared(x), [torch.empty(len(x), work.n, dtype=dtype) for _ in range(copies)]
+        binding = running.io_binding()
+        binding.bind_cpu_input("x", taken.numpy())
         for copy, y in enumerate(outputs):
             binding.bind_output(f"y{copy}", "cpu", 0, y.numpy().dtype, tuple(y.shape), y.data_ptr())
 
-        def one_pass() -> Iterator[Tensor]:
-            session.run_with_iobinding(binding)
+        def one_pass(_kept: Tensor = taken) -> Iterator[Tensor]:  # the binding may have no more than its address
+            running.run_with_iobinding(binding)
             return iter(outputs)
 
         return one_pass
 
-    return Built(slab.dequantize(torch.float64), copy_bytes, copies, bind)
+    return bind
 
 
 def _model(work: Workload, format: str, copies: int) -> bytes:
