@@ -131,8 +131,9 @@ def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
     before = [row.after for row in hb.parallel_report(spread).rows]
     fuse_(spread)
     assert any(isinstance(module, FusedLinear) and part_of(module) for module in spread.modules())
-    if mesh.device_type == "cpu":  # on a GPU another shape may have another kernel
-        assert torch.equal(logits(spread), wanted)
+    # On a GPU another shape may have another kernel; torch's own SiLU rounds rows that do not follow each other otherwise where AVX-512 is.
+    exactly = in_float64(alone)
+    assert (logits(spread) - exactly).abs().max() <= 3 * (wanted - exactly).abs().max()
     assert before == [row.after for row in hb.parallel_report(loaded).rows]
     layer, x = loaded.model.layers[0].mlp, torch.randn(2, 3, 64, device=mesh.device_type)
     with pytest.raises(UnsupportedError, match="gradients do not cross processes"):
@@ -148,7 +149,7 @@ def a_model_in_memory_is_spread(mesh: Any, folder: Path) -> None:
 
 
 def experts_are_cut(mesh: Any, folder: Path) -> None:
-    """Parts of multiples of 16, since torch rounds the gate otherwise at the end of a row that is none."""
+    """Parts of multiples of 32, since torch rounds the gate otherwise at the end of a row that is none."""
     for name in ("mixtral", "qwen3_moe"):
         alone = on_one(folder / name, mesh)
         exactly, theirs = in_float64(alone), logits(alone)

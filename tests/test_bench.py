@@ -21,6 +21,7 @@ from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
 from halfbyte.errors import HalfbyteError, UnsupportedError
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.machine import machine
 
 WORK = Workload(n=80, k=128, threads=1, cache_bytes=10_000, memory_bytes=1 << 20)
@@ -169,9 +170,9 @@ def test_a_small_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads(file.read_text())
     assert data["schema"] == 1
     assert data["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert [(one["contender"], one["m"]) for one in data["measurements"]] == [
-        (name, 3) for name in ("halfbyte:q4_0", "halfbyte:q4_0:float", "torch_fp32")
-    ]
+    ways = ("", ":float", ":bf16") if current().bf16_dot else ("", ":float")
+    names = [*(f"halfbyte:q4_0{way}" for way in ways), "torch_fp32"]
+    assert [(one["contender"], one["m"]) for one in data["measurements"]] == [(name, 3) for name in names]
     for one in data["measurements"]:
         assert set(one) == set(Measurement.__dataclass_fields__)
         assert len(one["samples"]) == 2

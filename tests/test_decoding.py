@@ -266,6 +266,7 @@ def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> No
 
 def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.gpu import norm
     from halfbyte.machine import GPUS
 
@@ -294,7 +295,8 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA GPUs only" in (amd[1].reason or "")
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None
-    assert [step.kernel for step in here.steps[:2]] == ["float, with the norm", "attend, with positions and the cache's new entry"]
+    products = "bf16" if current().bf16_dot else "float"
+    assert [step.kernel for step in here.steps[:2]] == [f"{products}, with the norm", "attend, with positions and the cache's new entry"]
     assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 tokens at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)

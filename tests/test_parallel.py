@@ -56,10 +56,10 @@ def write(folder: Path) -> None:
     wide = build("Llama", hidden_size=512, intermediate_size=1024)
     hb.save(hb.quantize_(wide, hb.Config("int4_g32", compute="float")), folder / "wide")
     experts = hb.Config("int4_g8", compute="float")
-    mixtral = build("Mixtral", intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
+    mixtral = build("Mixtral", intermediate_size=192, num_local_experts=4, num_experts_per_tok=2)
     hb.save(hb.quantize_(mixtral, experts), folder / "mixtral")
-    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16, "intermediate_size": 32}
-    hb.save(hb.quantize_(build("Qwen3Moe", **sparse), hb.Config("int8_g24", compute="float")), folder / "qwen3_moe")
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "head_dim": 16, "intermediate_size": 32}
+    hb.save(hb.quantize_(build("Qwen3Moe", **sparse), hb.Config("int8_g32", compute="float")), folder / "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.tile import ROUND_BITS, highest_point
 from halfbyte.kernels.problem import Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,17 +64,22 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     assert torch.equal(got.scale.nan_to_num(nan=-1), wanted.scale.expand_as(got.scale).nan_to_num(nan=-1))
     assert torch.equal(got.data[columns], wanted.q[columns])
     assert not bool(got.padding[good.all(dim=1)].any())
-    start = wanted.sums * kernel.isa.correction(fmt.bits, fmt.signed)
+    spec = kernel.tile_spec
+    start = wanted.sums * (kernel.isa.correction(fmt.bits, fmt.signed) - highest_point(kernel.isa, fmt.bits, fmt.zero, spec.biased))
     if kernel.paired:
         q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
         start = start - q.prod(2, dtype=torch.int32).sum(1, keepdim=True, dtype=torch.int32)  # there is one block
-    if kernel.tile_spec.folded:
+    if spec.folded:
         start = start.float() * wanted.scale
+    elif spec.biased:
+        start = start + ROUND_BITS
     assert torch.equal(got.correction[good], start[good])
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):
         assert torch.equal(got.offset[good], offset[good])
-    if fmt.zero == "point" or (fmt.zero == "offset" and way == "row"):
+    if fmt.zero == "point" and spec.biased:  # int16, beside a 0
+        assert torch.equal(got.sum[good].view(torch.int32), wanted.sums[good] & 0xFFFF)
+    elif fmt.zero == "point" or (fmt.zero == "offset" and way == "row"):
         assert torch.equal(got.sum[good], wanted.sums.float()[good])
     elif fmt.zero == "offset":  # sum(x as quantized) = scale * sum(q) + size * offset: a product, then perhaps one fused multiply-add
         product = wanted.sums.float() * wanted.scale

@@ -105,7 +105,7 @@ def test_the_target_is_part_of_a_kernels_name(folder: Path, monkeypatch: pytest.
     runner()
     for i, (attribute, other) in enumerate({"cpu": "generic", "features": "+bmi2", "attributes": "noinline"}.items()):
         forget()
-        monkeypatch.setattr(type(current()), attribute, other)
+        monkeypatch.setattr(current(), attribute, other)
         runner()
         assert len(list(folder.iterdir())) == 2 + i
 
