@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.nn.convert import CONFIG_ATTRIBUTE
-from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize, Scale
 
 
 class Residual(nn.Module):
@@ -242,6 +242,16 @@ def test_codes_are_added_as_their_numbers_are() -> None:
     real = (x.double() - a.zero) * a.step + (y.double() - b.zero) * b.step
     wanted = (real / result.step + result.zero).clamp(-100, 90)
     assert float((got.double() - wanted).abs().max()) <= 0.5 + 1e-4
+
+
+def test_the_largest_codes_are_those_of_torch() -> None:
+    for channels, settings in ((1, (2,)), (17, (3, 2, 1)), (40, ((2, 3), (1, 2), (1, 0), (2, 1))), (130, (3, 3, 1, 2, False, True))):
+        pool = nn.MaxPool2d(*settings)  # type: ignore[arg-type]
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = torch.randint(-128, 128, (2, channels, 9, 11), dtype=torch.int8).contiguous(memory_format=memory_format)
+            assert torch.equal(MaxPool(pool)(x), pool(x.float()).to(torch.int8))
+    with pytest.raises(RuntimeError, match="at most half"):
+        MaxPool(nn.MaxPool2d(2, padding=2))(x)
 
 
 def test_nan_becomes_the_least_code() -> None:

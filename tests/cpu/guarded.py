@@ -25,15 +25,17 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu import attend_whole, dequantize, linear, quantize, runtime
+from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime, winograd
+from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.winograd import WinogradKernel, transformed
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.cpu.pool import max_pool
+from halfbyte.kernels.cpu.winograd import WinogradKernel
+from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import geometry, pack
@@ -221,23 +223,51 @@ def convolutions(tell: Callable[[str], None]) -> None:
                     same(run(images, window, *given, -9.0, 9.0, outside=-3 if integer else 0), wanted)
 
 
-def minimal_filtering(tell: Callable[[str], None]) -> None:
-    channels = 2 * current().lanes
-    for number, out in enumerate((5, 33) if current().minimal else ()):
-        sizes, window = Filter(as_format("int8_channel"), out, channels, (3, 3)), Window((1, 1), (number, 1, 2, 0), (1, 1))
-        codes, x = random_codes(sizes.format, sizes.codes_shape), torch.randint(-128, 128, (2, 9, 7 + number, channels), dtype=torch.int8)
+# For kernels with weights of a form of their own: channels of a group, groups, outputs of a group, kernel, window.
+AROUND = Window((1, 1), (1, 1, 2, 0))
+ARRANGED = [(40, 1, 33, (1, 1), Window()), (16, 2, 5, (3, 3), AROUND), (3, 1, 32, (7, 7), Window((2, 2), (3, 3, 3, 3)))]
+
+
+def own_weights(tell: Callable[[str], None]) -> None:
+    isa = current()
+    filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, 0))) for number, out in enumerate((5, 33))]
+    for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + ARRANGED * isa.arranges):
+        sizes = Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
+        codes = conv_ops.quantize_conv(torch.randn(out * groups, channels, *kernel), sizes.format)
+        x = torch.randint(-128, 128, (2, 9, 7 + number, channels * groups), dtype=torch.int8)
         scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
-        table = conv_ops.conv_requantization_table(conv_ops.pack_conv(codes, 3), None, **scales)
-        data, run = transformed(codes, sizes), WinogradKernel(sizes)
+        packed = conv_ops.pack_conv(codes, kernel, groups)
+        table = conv_ops.conv_requantization_table(packed, None, **scales)
+        run: Any = (
+            WinogradKernel(sizes)
+            if winograd.supports(sizes, window, isa)
+            else ArrangedConvKernel(sizes, window, ConvKernel(sizes, torch.int8, "int8", "block").linear)
+        )
+        data = run.weights_of(codes)
         assert data is not None
         wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)
         for flush in ENDS:
-            tell(f"minimal filtering {sizes.numbers} {window.numbers} flush with {flush}")
+            tell(f"{run.form} {sizes.numbers} {window.numbers} flush with {flush}")
             images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
             given = placed(data.flatten(), flush).view(data.shape), placed(table.flatten(), flush).view(table.shape)
             scratch(flush)
             with guarded_allocations(flush):
                 same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
+
+
+def codes_alone(tell: Callable[[str], None]) -> None:
+    """What goes on between products of codes."""
+    for channels in (3, 17, 70):
+        a, b = (torch.randint(-128, 128, (2, 5, 7, channels), dtype=torch.int8) for _ in range(2))
+        how = Combination(torch.int8, 0.7, 3.0, 0.4, -100, 90)
+        move, size = Window((2, 2), (1, 1, 1, 1)), (3, 4)
+        wanted = elementwise.combine(a, how, b), max_pool(a.permute(0, 3, 1, 2), (3, 3), move, size)
+        for flush in ENDS:
+            tell(f"sums and pools of {channels} channels flush with {flush}")
+            here, there = (placed(codes.flatten(), flush).view(codes.shape) for codes in (a, b))
+            with guarded_allocations(flush):
+                same(elementwise.combine(here, how, there), wanted[0])
+                same(max_pool(here.permute(0, 3, 1, 2), (3, 3), move, size), wanted[1])
 
 
 def matrix_convolutions(tell: Callable[[str], None]) -> None:
@@ -356,7 +386,8 @@ def main(progress: str, one_too_far: bool) -> None:
         products_of_many_rows_or_outputs(tell)
         integer_products(tell)
         convolutions(tell)
-        minimal_filtering(tell)
+        own_weights(tell)
+        codes_alone(tell)
         matrix_convolutions(tell)
         attentions(tell)
         encoders_parts(tell)

@@ -13,6 +13,7 @@ from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu import jit, runtime, winograd
+from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.winograd import WinogradKernel, outputs, pixels, transformed
 from halfbyte.kernels.problem import Window
@@ -158,10 +159,17 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.minimal], ids=lambda isa: isa.name)
 def test_products_are_made_in_registers(isa) -> None:
     """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
-    loops = jit.compile_assembly(winograd.build(isa), isa).split("\n.L")
+    group = isa.direct_tile[0]
+    loops = jit.compile_assembly(winograd.build(group, isa), isa).split("\n.L")
     product = "vpdpwssd" if isa.sums_shorts else "vpmaddwd"
     (loop,) = (part.splitlines() for part in loops if product in part)
-    products = isa.direct_tile[0] * 2 * isa.lanes  # pairs of channels times tiles times vectors
+    products = group * 2 * isa.lanes  # pairs of channels times tiles times vectors
     assert sum(product in line for line in loop) == products
     assert sum("vpaddd" in line for line in loop) == (0 if isa.sums_shorts else products)
     assert not any("%rsp" in line for line in loop if "mm" in line)
+
+
+def test_groups_of_tiles_are_nearly_full() -> None:
+    isa = AVX512VNNI(intel=True)
+    groups = {side: winograd.group_of((side // 4) ** 2, isa) for side in (16, 28, 56)}
+    assert groups == {16: 8, 28: 10, 56: 11}

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, Quantize, Requantize, Scale
+from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize, Scale
 
 _MICROSOFT = "com.microsoft"
 
@@ -41,8 +41,6 @@ class _Writer:
                 self._node("Identity", [node.args[0].name], "y")
             elif node.op == "call_module":
                 self._module(node, modules[str(node.target)])
-            elif node.op == "call_method" and node.target == "to":  # codes of a pool of largest ones
-                self._same(node)
             else:
                 raise UnsupportedError(f"{node.format_node()} is not written as ONNX")
         graph = [field(2, "halfbyte"), *(field(1, node) for node in self.nodes)]
@@ -64,10 +62,6 @@ class _Writer:
         zero = torch.tensor(scale.zero + 128, dtype=torch.uint8)
         return [self._constant(f"{name}_scale", FLOAT, torch.tensor(scale.step)), self._constant(f"{name}_zero", UINT8, zero)]
 
-    def _same(self, node: fx.Node) -> None:
-        self._node("Identity", [_name(node, 0)], node.name)
-        self.scales[node.name] = self.scales[_name(node, 0)]
-
     def _module(self, node: fx.Node, module: nn.Module) -> None:
         ways: dict[type[nn.Module], Callable[[fx.Node, Any], None]] = {
             Quantize: self._quantize,
@@ -76,7 +70,7 @@ class _Writer:
             IntegerLinear: self._linear,
             Requantize: self._add,
             AveragePool: self._average,
-            nn.MaxPool2d: self._largest,
+            MaxPool: self._largest,
             nn.Flatten: self._flatten,
         }
         if type(module) not in ways:
@@ -133,7 +127,8 @@ class _Writer:
         self._node("QLinearGlobalAveragePool", inputs, node.name, domain=_MICROSOFT)
         self.scales[node.name] = module.scale
 
-    def _largest(self, node: fx.Node, pool: nn.MaxPool2d) -> None:
+    def _largest(self, node: fx.Node, module: MaxPool) -> None:
+        pool = module.pool
         sizes = {"kernel_shape": pool.kernel_size, "strides": pool.stride}
         attributes = [(name, [size, size], INTS) for name, size in sizes.items()]
         self._node("MaxPool", [_name(node, 0)], node.name, *attributes, ("pads", [pool.padding] * 4, INTS))

@@ -18,6 +18,8 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule
 from halfbyte.ops import conv, elementwise
+from halfbyte.ops.cpu_conv import max_pool2d
+from halfbyte.ops.library import plain
 
 LEAST, MOST = -128, 127
 
@@ -90,6 +92,20 @@ class AveragePool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         means = self.pool(x.float() - self.scale.zero)  # what pads is 0
         return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
+
+
+class MaxPool(nn.Module):
+    """A pool of largest codes."""
+
+    def __init__(self, pool: nn.MaxPool1d | nn.MaxPool2d) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.pool, nn.MaxPool2d) and x.is_cpu and x.dim() == 4 and plain(x):
+            return max_pool2d(x, self.pool)
+        # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
+        return cast(Tensor, self.pool(x.to(torch.bfloat16)).to(torch.int8))
 
 
 class IntegerModule(QuantModule):

@@ -21,7 +21,18 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
 from halfbyte.nn.forms import kind_of, pack_weight, quantize_weight
-from halfbyte.nn.integer import MOST, AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, Quantize, Requantize, Scale
+from halfbyte.nn.integer import (
+    MOST,
+    AveragePool,
+    Dequantize,
+    IntegerConv1d,
+    IntegerConv2d,
+    IntegerLinear,
+    MaxPool,
+    Quantize,
+    Requantize,
+    Scale,
+)
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.ops import conv
 
@@ -351,15 +362,12 @@ class _Rewriter:
             return self._call(node, module, x), scale, []
         return self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs)), scale, []
 
-    def _largest(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        """A pool of largest codes: in bfloat16, which holds them all, since torch's own of int8 fails for large images."""
+    def _largest(self, node: fx.Node, module: nn.MaxPool1d | nn.MaxPool2d | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        x = self.graph.call_method("to", (x, torch.bfloat16))
-        x = (
-            self._call(node, module, x)
-            if module is not None
-            else self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs))
-        )
+        if module is not None:
+            return self._call(node, MaxPool(module), x), scale, []
+        x = self.graph.call_method("to", (x, torch.bfloat16))  # as `MaxPool` does
+        x = self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs))
         return self.graph.call_method("to", (x, torch.int8)), scale, []
 
     def _average(self, node: fx.Node, pool: nn.Module) -> tuple[fx.Node, Scale, list[fx.Node]]:

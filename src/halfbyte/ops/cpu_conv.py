@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
@@ -226,3 +227,19 @@ def qconv2d(
         x = channels_last(x)
     kernel, weights = _kernel_of(weight, weights, plan)
     return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)
+
+
+def max_pool2d(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
+    """int8 [B, C, H, W] -> the largest codes under each place of the pool's window, channels_last."""
+    from halfbyte.kernels.cpu.pool import max_pool
+
+    kernel, window, out_size = _pooling(x.shape, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    return max_pool(channels_last(x), kernel, window, out_size)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _pooling(shape: torch.Size, *settings: Any) -> tuple[tuple[int, int], Window, tuple[int, int]]:
+    """The kernel's sizes, how it moves, and the sizes of what comes of images of a shape, which torch also checks."""
+    made = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
+    kernel, stride, (down, right), dilation = ((size, size) if isinstance(size, int) else tuple(size) for size in settings[:4])
+    return kernel, Window(stride, (down, down, right, right), dilation), tuple(made.shape[2:])

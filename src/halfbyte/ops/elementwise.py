@@ -9,6 +9,7 @@ from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
+from halfbyte.ops.library import plain
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -23,6 +24,8 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     Raises ArgumentError for other dtypes, shapes that differ, and a clamp that is empty or, for int8, not within -128 … 127.
     """
     dtype, scale_a, offset, scale_b, low, high = how
+    if plain(a, b):
+        return _combine(a, scale_a, offset, dtype, b, scale_b, low, high)
     return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, low, high)  # type: ignore[no-any-return]
 
 

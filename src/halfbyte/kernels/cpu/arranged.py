@@ -120,23 +120,6 @@ class _ArrangedTile(RequantizingDirectTile):
                 f.fence()
         return out
 
-    def _write_codes(self, to: Value, stride: Value, first: Value) -> None:
-        spec, isa, f = self.spec, self.isa, self.f
-        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
-        columns = [[self._column(row, first, v, isa.floats) for row in (0, 1)] for v in range(spec.vectors)]
-        together = 4 // spec.vectors  # rows
-        for start in range(0, spec.rows, together):
-            some = [min(start + i, spec.rows - 1) for i in range(together)]
-            reals = []
-            for i, (v, (offset, multiplier)) in itertools.product(some, enumerate(columns)):
-                total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
-                reals.append(f.fma(total, multiplier, offset).max_or(low).min_or(high))
-            codes = isa.narrowed(f, reals)
-            for at, i in enumerate(some):
-                part = range(at * spec.vectors * isa.lanes, (at + 1) * spec.vectors * isa.lanes)
-                (to + stride * i).store(codes.shuffle(part))
-            f.fence()
-
 
 _kept = Kept[ConvCall]()
 _numbers = itertools.count()

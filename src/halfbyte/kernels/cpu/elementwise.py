@@ -8,22 +8,37 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
+from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block((*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"), frozenset({"scales", "offset", "clamp"}))
+_TENSORS = ELEMENTWISE.offset("a")
+_pack_tensors = ELEMENTWISE.struct("a", "out").pack_into
 _TOGETHER = 4  # vectors in flight
 _ELEMENTS_A_THREAD = 1 << 16
+
+
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kind and size: the arguments, all but the tensors filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    threads: int
+
+
+_kept = Kept[_Call]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +63,20 @@ def build(spec: ElementwiseSpec, isa: ISA) -> Module:
     start = thread * n // threads
     stop = (thread + 1) * n // threads
     whole = start + (stop - start) // step * step
+    out = ELEMENTWISE.load(args, "out", "ptr")
     for i in f.loop(whole, start=start, step=step):
+        if spec.out == "i8" and isa.narrows:
+            out.store(isa.narrowed(f, [_sum(spec, isa, f, i + v * isa.lanes, isa.lanes) for v in range(_TOGETHER)]), i)
+            continue
         for v in range(_TOGETHER):
-            _elements(spec, isa, f, i + v * isa.lanes, isa.lanes)
+            _store(spec, isa, out, _sum(spec, isa, f, i + v * isa.lanes, isa.lanes), i + v * isa.lanes)
     for i in f.loop(stop, start=whole):
-        _elements(spec, isa, f, i, 1)
+        _store(spec, isa, out, _sum(spec, isa, f, i, 1), i)
     return module
 
 
-def _elements(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int) -> None:
+def _sum(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int) -> Value:
+    """The clamped sums of so many elements from the i-th on."""
     args = f.parameters[0]
 
     def number(field: str, half: int) -> Value:
@@ -65,13 +85,18 @@ def _elements(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int
     total = f.fma(_load(isa, ELEMENTWISE.load(args, "a", "ptr"), i, spec.a, lanes), number("scales", 0), number("offset", 0))
     if spec.b:
         total = f.fma(_load(isa, ELEMENTWISE.load(args, "b", "ptr"), i, spec.b, lanes), number("scales", 1), total)
-    low, high, out = number("clamp", 0), number("clamp", 1), ELEMENTWISE.load(args, "out", "ptr")
+    low, high = number("clamp", 0), number("clamp", 1)
     if spec.out == "i8":
-        y = (low.max_or(total).min_or(high) + ROUND).bits(vector("i32", lanes)).to("i8")  # in this order a NaN becomes low
-        out.store(y, i)
+        return low.max_or(total).min_or(high)  # in this order a NaN becomes low
+    return total.max_or(low).min_or(high)
+
+
+def _store(spec: ElementwiseSpec, isa: ISA, out: Value, total: Value, i: Value) -> None:
+    if spec.out == "i8":
+        out.store((total + ROUND).bits(vector("i32", lanes_of(total.type))).to("i8"), i)
     else:
-        y = isa.from_float(total.max_or(low).min_or(high), spec.out)
-        size = bytes_of(y.type) // lanes
+        y = isa.from_float(total, spec.out)
+        size = bytes_of(y.type) // lanes_of(total.type)
         out.store(y, i * size, size)
 
 
@@ -89,24 +114,23 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     """
     isa = current()
     out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
+    key = a.dtype, None if b is None else b.dtype, how, a.numel(), runtime.threads()
+    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(a, b, out, how))
+    _pack_tensors(call.buffer, _TENSORS, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr())
+    runtime.runner()(call.address, call.threads)
+    return out if out.dtype == how.dtype else out.to(how.dtype)
+
+
+def _prepare(a: Tensor, b: Tensor | None, out: Tensor, how: Combination) -> _Call:
     spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out.dtype])
-    block = ELEMENTWISE.buffer(
+    buffer = ELEMENTWISE.buffer(
         {
-            "first_phase": _phase(spec, isa),
+            "first_phase": jit.load(spec.name, functools.partial(build, spec), current())[spec.name],
             "openmp": runtime.openmp_address(),
-            "a": a.data_ptr(),
-            "b": 0 if b is None else b.data_ptr(),
-            "out": out.data_ptr(),
             "n": a.numel(),
             "scales": (how.scale_a, how.scale_b),
             "offset": (how.offset, 0.0),
             "clamp": (how.low, how.high),
         }
     )
-    runtime.runner()(ctypes.addressof(block), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))
-    return out.to(how.dtype)
-
-
-@functools.cache
-def _phase(spec: ElementwiseSpec, isa: ISA) -> int:
-    return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]
+    return _Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))

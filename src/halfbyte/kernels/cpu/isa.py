@@ -50,6 +50,7 @@ class ISA:
     half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
+    narrows = False  # has `narrowed`
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
     minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
     arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `arrange.py`

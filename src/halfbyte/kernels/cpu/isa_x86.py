@@ -43,6 +43,7 @@ class AVX2(ISA):
     register = "v"
     direct_tile = (4, 2)
     multiplies_sums = True
+    narrows = True
     minimal = 28, 22  # on Zen 3
     arranges = True
     streams = 4  # one core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four
@@ -141,10 +142,7 @@ class AVX2(ISA):
         return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
-        whole = [f.call(self.ints, "llvm.x86.avx.cvt.ps2dq.256", real) for real in reals]
-        shorts = [f.call(self.shorts, "llvm.x86.avx2.packssdw", *whole[at : at + 2]) for at in (0, 2)]
-        quads = f.call(self.quads, "llvm.x86.avx2.packsswb", *shorts)
-        return quads.bits(self.ints).shuffle([0, 4, 1, 5, 2, 6, 3, 7]).bits(self.quads)  # each half of a register was packed apart
+        return _narrowed(self, f, reals)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         """int16 sums of two products each."""
@@ -201,6 +199,7 @@ class AVXVNNI(ISA):
     register = "v"
     direct_tile = (5, 2)
     sums_shorts = True
+    narrows = True
     biases = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
@@ -216,6 +215,9 @@ class AVXVNNI(ISA):
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.shorts), b.bits(self.shorts))
+
+    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
+        return _narrowed(self, f, reals)
 
 
 class AVX512VNNI(AVXVNNI):
@@ -306,6 +308,22 @@ def nibble_map(first: int, signed: bool) -> tuple[int, int]:
     """
     rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
     return sum(row << 8 * (7 - i) for i, row in enumerate(rows)), -8 if signed else 0
+
+
+def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
+    """`ISA.narrowed` for registers of 256 or 512 bits: six instructions for four vectors, where each alone takes three."""
+    if isa.lanes == 16:
+        every, current = f.value("i16", -1), f.value("i32", 4)  # lanes; the rounding that is set
+        none = f.value(isa.ints, 0)
+        whole = [f.call(isa.ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, none, every, current) for real in reals]
+        to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
+    else:
+        whole = [f.call(isa.ints, "llvm.x86.avx.cvt.ps2dq.256", real) for real in reals]
+        to_shorts, to_bytes = "llvm.x86.avx2.packssdw", "llvm.x86.avx2.packsswb"
+    shorts = [f.call(isa.shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)]
+    quads = f.call(isa.quads, to_bytes, *shorts).bits(isa.ints)
+    # Each 128 bits of the registers were packed apart: there is a quad of each vector, side by side.
+    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
 
 
 def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> Iterator[tuple[int, Value]]:

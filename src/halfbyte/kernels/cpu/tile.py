@@ -20,6 +20,7 @@ through GELU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -557,9 +558,21 @@ class RequantizingTile(Tile):
         """All codes of the tile; rows lie `stride` bytes apart."""
         spec, isa, f = self.spec, self.isa, self.f
         low, high = (bound.splat(isa.lanes) for bound in self._clamp())
-        for v in range(spec.vectors):
-            offset, multiplier = (self._column(row, first, v, isa.floats) for row in (0, 1))
-            for i in range(spec.rows):
-                total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
-                value = f.fma(total, multiplier, offset).max_or(low).min_or(high)
-                (to + stride * i).store((value + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+        columns = [[self._column(row, first, v, isa.floats) for row in (0, 1)] for v in range(spec.vectors)]
+
+        def real(i: int, v: int) -> Value:
+            offset, multiplier = columns[v]
+            total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
+            return f.fma(total, multiplier, offset).max_or(low).min_or(high)
+
+        if not isa.narrows or 4 % spec.vectors:
+            for v, i in itertools.product(range(spec.vectors), range(spec.rows)):
+                (to + stride * i).store((real(i, v) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+            return
+        together, width = 4 // spec.vectors, spec.vectors * isa.lanes  # rows, and their outputs
+        for start in range(0, spec.rows, together):
+            some = [min(start + i, spec.rows - 1) for i in range(together)]
+            codes = isa.narrowed(f, [real(i, v) for i in some for v in range(spec.vectors)])
+            for at, i in enumerate(some):
+                (to + stride * i).store(codes.shuffle(range(at * width, (at + 1) * width)))
+            f.fence()

@@ -19,6 +19,7 @@ transformed into outputs. Tiles that reach beyond the image are first copied, wi
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TypeVar
@@ -60,6 +61,7 @@ SHIFT, INVERSE = 6, pow(9, -1, 1 << 32)  # 576 = 2^6 * 9
 POSITIONS = SIZE**2
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
+_GROUP_COST = 0.5  # of beginning and ending a group's products, in tiles
 _LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
 # A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
 _WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 8, 0.18, 0.37
@@ -90,16 +92,28 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
     return made.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4).contiguous()
 
 
-def build(isa: ISA) -> Module:
-    """A module with one phase: winograd(arguments, thread, threads)."""
+def group_of(tiles: int, isa: ISA) -> int:
+    """How many tiles are multiplied together, so that the last such group of a layer is nearly full."""
+    most = isa.direct_tile[0]
+    return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
+
+
+def name_of(rows: int) -> str:
+    return f"winograd_{rows}"
+
+
+def build(rows: int, isa: ISA) -> Module:
+    """A module with one phase: name_of(rows)(arguments, thread, threads)."""
     module = Module(isa.attributes)
-    _Winograd(isa, module.function("winograd", ["ptr", "i64", "i64"])).emit()
+    _Winograd(rows, isa, module.function(name_of(rows), ["ptr", "i64", "i64"])).emit()
     return module
 
 
 class _Winograd:
-    def __init__(self, isa: ISA, f: Function) -> None:
-        self.isa, self.f, self.rows = isa, f, isa.direct_tile[0]  # tiles that are multiplied together
+    """`rows` tiles are multiplied together."""
+
+    def __init__(self, rows: int, isa: ISA, f: Function) -> None:
+        self.isa, self.f, self.rows = isa, f, rows
         self.args, number, _ = f.parameters
         self.width = 2 * isa.lanes  # channels of a vector of int16, and outputs of a column
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
@@ -190,8 +204,8 @@ class _Winograd:
             for group in f.loop(groups):
                 sums = [f.variable(f.value(isa.ints, 0)) for _ in range(2 * rows)]
                 at, w = f.variable(tiles.value), f.variable(weights)
-                for _ in f.loop(channels, step=self.width):
-                    with f.when(group.equals(0)):  # the next position's, which lie behind these
+                for c in f.loop(channels, step=self.width):
+                    with f.when((c // self.width % groups).equals(group)):  # the next position's, which lie behind these, all the time
                         self._ask_for(w.value + matrix)
                     values = [s.value for s in sums]
                     for pair in range(self.width // 2):
@@ -251,10 +265,17 @@ class _Winograd:
         low, high = ((self.args + WINOGRAD.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
         for j in range(M):
             column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(SIZE)]
-            for i, value in enumerate(outputs(column)):
+            reals = []
+            for value in outputs(column):
                 exact = (value * INVERSE).shift_signed(SHIFT)
-                real = f.fma((exact + start).to("float"), multiplier, offset).max_or(low).min_or(high)
-                (to + steps[0] * i + steps[1] * j).store((real + ROUND).bits(isa.ints).to("i8"))
+                reals.append(f.fma((exact + start).to("float"), multiplier, offset).max_or(low).min_or(high))
+            codes = isa.narrowed(f, reals) if isa.narrows else None
+            for i, real in enumerate(reals):
+                here = to + steps[0] * i + steps[1] * j
+                if codes is None:
+                    here.store((real + ROUND).bits(isa.ints).to("i8"))
+                else:
+                    here.store(codes.shuffle(range(i * isa.lanes, (i + 1) * isa.lanes)))
             f.fence()
 
 
@@ -274,8 +295,8 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     assert isa.minimal is not None
     directly, by_this = isa.minimal
     batch, height, width = out
-    matrix, group = sizes.out * sizes.channels, isa.direct_tile[0]
-    tiles = batch * -(-height // M) * -(-width // M)
+    matrix, tiles = sizes.out * sizes.channels, batch * -(-height // M) * -(-width // M)
+    group = group_of(tiles, isa)
     products = POSITIONS * -(-tiles // group) * group * matrix
     ends = tiles * POSITIONS * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
     cycles = products / by_this + ends + 2 * POSITIONS * matrix / _WEIGHT_BYTES
@@ -311,12 +332,13 @@ class WinogradKernel:
         return out
 
     def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
-        sizes, rows, column = self.sizes, self.isa.direct_tile[0], 2 * self.isa.lanes
+        sizes, column = self.sizes, 2 * self.isa.lanes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
         high, wide, columns = -(-ho // M), -(-wo // M), -(-sizes.out // column)
         tiles = batch * high * wide
-        groups = -(-tiles // rows)
+        rows = group_of(tiles, self.isa)
+        name, groups = name_of(rows), -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         runs = -(-groups // max(_LEAST_GROUPS, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
         if most > 1:
@@ -334,7 +356,7 @@ class WinogradKernel:
         threads = min(most, items)
         buffer = WINOGRAD.buffer(
             {
-                "first_phase": jit.load("winograd", build, self.isa)["winograd"],
+                "first_phase": jit.load(name, functools.partial(build, rows), self.isa)[name],
                 "openmp": runtime.openmp_address(),
                 "n": sizes.out,
                 "out_stride": sizes.out,
