@@ -16,7 +16,7 @@ lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check
 
 types: $(VENV)/.dev ## mypy, strict
-	$(BIN)/mypy
+	$(BIN)/mypy -n auto
 
 demo: $(VENV)/.demo ## quantize a real model and compare it with the float one
 	$(BIN)/python examples/minilm/demo.py $(ARGS)

@@ -296,7 +296,7 @@ def test_auto_spends_its_bits_where_they_count() -> None:
     bits = sum(8 * row.bytes_after for row in linears) / sum(math.prod(row.shape) for row in linears)
     assert 5 < bits <= 5.5
     with pytest.raises(ArgumentError, match="allow more bits"):
-        Config.auto(language_model(), 4, tokens(), formats=choices)
+        Config.auto(language_model(), 4, tokens(), formats=choices, progress=lambda *_: pytest.fail("it is measured in vain"))
     for bad in ({"bits": math.nan}, {"bits": -1}, {"bits": 5, "formats": ()}, {"bits": 5, "overrides": {}}):
         with pytest.raises(ArgumentError, match="auto chooses format"):
             Config.auto(language_model(), calibration=tokens(), **bad)  # type: ignore[arg-type]
@@ -321,7 +321,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("method", ["gptq", "awq", "mse"])
 def test_from_disk_as_in_memory(folder: Path, tmp_path: Path, method: str) -> None:
     command = ["quantize", str(folder), str(tmp_path / "q"), "--format", "int4_g16", "--method", method, "--quiet"]
-    assert main([*command, "--calibration", str(folder / "text.txt"), "--length", "32", "--no-act-order"]) == 0
+    command += ["--calibration", str(folder / "text.txt"), "--length", "32", *(["--no-act-order"] if method == "gptq" else [])]
+    assert main(command) == 0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = calibration_tokens(tokenizer, (folder / "text.txt").read_text(encoding="utf-8"), 128, 32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -418,7 +419,7 @@ def plain_increase(tiny: Tiny) -> float:
 
 @pytest.mark.parametrize(("method", "part"), [("hqq", 0.9), ("gptq", 0.7), ("awq", 0.7)])
 def test_perplexity_increases_less_than_with_absmax(tiny: Tiny, plain_increase: float, method: str, part: float) -> None:
-    calibration = None if method == "hqq" else tiny.calibration[:4]
+    calibration = None if method == "hqq" else tiny.calibration[:2]
     assert tiny.increase(tiny.config("int4_g128", method=method), calibration) <= part * plain_increase
 
 

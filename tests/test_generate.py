@@ -222,7 +222,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def test_generate(run: Run, folder: Path, opened: tuple[Any, Any]) -> None:
+def test_generate(run: Run, folder: Path, opened: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer(*opened).text
     asked = ("generate", folder, "--format", "q4_0", "--prompt", PROMPT, "--max-new-tokens", 12)
     code, out, err = run(*asked)
@@ -234,6 +234,9 @@ def test_generate(run: Run, folder: Path, opened: tuple[Any, Any]) -> None:
     assert found["weight_bytes"] == weight_bytes(opened[0])
     drawn = [json.loads(run(*asked, "--json", "--temperature", 5, "--seed", seed)[1])["text"] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert json.loads(run(*asked, "--json", "--temperature", 5, "--top-k", 1)[1])["text"] == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n"))
+    assert run(*asked, "--quiet", "--prompt", "-") == (0, f"{PROMPT}{expected}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,10 @@ def test_generate(run: Run, folder: Path, opened: tuple[Any, Any]) -> None:
     [
         (("--max-new-tokens", 0), "--max-new-tokens"),
         (("--temperature", -1), "--temperature"),
+        (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
+        (("--top-k", 0), "--top-k is"),
+        (("--top-k", 9), "add --temperature"),
+        (("--repetition-penalty", -1), "--repetition-penalty"),
         (("--device", "abacus"), "--device"),
         (("--format", "q9"), "q9"),
     ],

@@ -1,5 +1,8 @@
 """What halfbyte raises. Every message is one sentence: what was wrong, what came, what is allowed, what to do."""
 
+import re
+from pathlib import Path
+
 
 class HalfbyteError(Exception):
     """The base of everything that halfbyte raises on purpose."""
@@ -23,6 +26,14 @@ class UnsupportedError(HalfbyteError, NotImplementedError):
 
 class KernelError(HalfbyteError, RuntimeError):
     """A kernel that could not be compiled, cached or linked."""
+
+
+def not_there(path: Path, kinds: str) -> CheckpointError:
+    """For a model that is in no such place; `kinds` says what to name in its stead."""
+    hub = ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix not in (".gguf", ".safetensors") and not path.parent.exists():
+        hub = f"; what is so called on the Hugging Face Hub is downloaded first, by hf download {path} --local-dir {path.name}"
+    return CheckpointError(f"there is no {path}: name {kinds}{hub}")
 
 
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:

@@ -28,6 +28,11 @@ IR_TYPES = {
 _numbers = itertools.count()
 
 
+def examples(isa: ISA, most: int) -> int:
+    """Of a random sweep on each instruction set: `most` on the best that the CPU has, and on others, which share most code, half."""
+    return most if isa is RUNNABLE[0] else most // 2
+
+
 def call(body: Callable[..., None], *tensors: Tensor, isa: ISA | None = None) -> None:
     """Compile body(f, address of each tensor) as a function of its own and run it."""
     isa = isa or current()

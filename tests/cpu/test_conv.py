@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE
+from support import RUNNABLE, examples
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
@@ -92,7 +92,7 @@ def test_convolutions_are_those_of_the_reference(isa, way, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     compute, activation = ("float", "block") if way == "float" else ("int8", way)
 
-    @few
+    @settings(few, max_examples=examples(isa, 12))
     @given(cases(), st.sampled_from(DTYPES), st.booleans())
     def sweep(case: Case, dtype: torch.dtype, more: bool) -> None:
         codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes
@@ -117,7 +117,7 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     zeros = st.integers(-128, 127)
 
-    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @settings(few, max_examples=examples(isa, 20))
     @given(st.booleans().flatmap(lambda d: cases(("int8_channel", "int8_tensor", "int4_channel"), d)), zeros, zeros, st.booleans())
     def sweep(case: Case, in_zero: int, out_zero: int, with_bias: bool) -> None:
         codes, x, sizes, window = case.codes(), case.image_of(torch.int8), case.sizes, case.window
@@ -139,7 +139,7 @@ def test_integer_convolutions_are_those_of_the_reference(isa, monkeypatch) -> No
 def test_many_integer_convolutions_are_those_of_the_reference() -> None:
     """Shapes, strides, paddings, dilations, groups and zero points by chance, on the best instruction set at hand."""
     rng, done = random.Random(0), 0
-    while done < 250:
+    while done < 150:
         alone = rng.random() < 0.3
         groups = rng.randint(1, 40) if alone else rng.choice((1, 1, 2, 3))
         channels, out = (1, 1) if alone else (rng.choice((1, 2, 3, 5, 8, 16, 20, 24, 32, 33, 64)), rng.choice((1, 5, 16, 32, 33, 64, 70)))
@@ -208,7 +208,7 @@ def test_stems(isa, channels: int, monkeypatch) -> None:
 def test_images_with_one_scale_each(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
 
-    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @settings(few, max_examples=examples(isa, 20))
     @given(cases(("int8_channel", "int8_tensor", "int4_channel")), st.sampled_from(DTYPES), st.booleans())
     def sweep(case: Case, dtype: torch.dtype, more: bool) -> None:
         codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes
@@ -250,7 +250,7 @@ def test_images_of_a_batch_do_not_influence_each_other(activation: str, groups: 
 def test_depthwise_convolutions_are_those_of_the_reference(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
 
-    @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+    @settings(few, max_examples=examples(isa, 20))
     @given(cases(depthwise=True), st.sampled_from(DTYPES))
     def sweep(case: Case, dtype: torch.dtype) -> None:
         codes, x, sizes = case.codes(), case.image_of(dtype), case.sizes

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, activations, pairwise, run_linear
+from support import RUNNABLE, activations, examples, pairwise, run_linear
 from torch import Tensor
 
 from halfbyte.dispatch.rules import choose_linear
@@ -112,7 +112,7 @@ def test_products_are_those_of_the_reference(case: Case) -> None:
     # Tiles are compiled for each number of rows: every fourth, another four for the next case.
     rows = st.sampled_from(range(1 + CASES.index(case) % 4, 21, 4))
 
-    @settings(max_examples=12)
+    @settings(max_examples=examples(RUNNABLE[case.isa], 10))
     @given(rows, st.integers(1, 100), st.integers(1, 700), st.booleans(), clamps, st.integers(0, 3), st.integers(0, 2**16))
     def sweep(m: int, n: int, k: int, with_bias: bool, clamp: tuple[float, float] | None, stride: int, seed: int) -> None:
         with pytest.MonkeyPatch.context() as patch:

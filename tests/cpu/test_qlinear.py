@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, run_linear
+from support import RUNNABLE, examples, run_linear
 from torch import Tensor
 
 from halfbyte import ops
@@ -40,7 +40,7 @@ def test_products_are_those_of_the_reference(isa: ISA, bits: int, scope: str) ->
     clamps = st.sampled_from([(-128, 127), (0, 127), (-20, 33), (5, 5)])
     zeros = st.integers(-128, 127)
 
-    @settings(max_examples=25)
+    @settings(max_examples=examples(isa, 25))
     @given(st.integers(1, 20), st.integers(1, 100), st.integers(1, 400), clamps, zeros, zeros, st.booleans(), st.integers(0, 2**16))
     def sweep(m: int, n: int, k: int, clamp: tuple[int, int], in_zero: int, out_zero: int, with_bias: bool, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE
+from support import RUNNABLE, examples
 from torch import Tensor
 
 from halfbyte.errors import HalfbyteError
@@ -61,7 +61,7 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 def test_dequantize(isa: ISA, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     use(isa, monkeypatch)
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(isa, 40))
     @given(formats, st.integers(1, 70), st.integers(1, 330), st.lists(st.integers(0, 10**6), max_size=10), st.integers(0, 2**16))
     def sweep(fmt: Format, n: int, k: int, picks: list[int], seed: int) -> None:
         codes = random_codes(fmt, (n, k), seed)
@@ -116,7 +116,7 @@ small_formats = st.one_of(
 def test_quantize_is_absmax(isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
     use(isa, monkeypatch)
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(isa, 200))
     @given(small_formats, weights())
     def sweep(fmt: Format, weight: Tensor) -> None:
         if reason := supports(weight, fmt):

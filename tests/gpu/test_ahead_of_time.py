@@ -10,6 +10,7 @@ from aot import Binary, compile_all, linear_job
 from halfbyte.machine import GPUS
 
 ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+ODD = ("sm_80", "sm_90", "gfx942")  # where what has no fast path is compiled
 PROBLEMS: dict[str, dict[str, Any]] = {
     "one row": {"m": 1, "n": 4096, "k": 4096, "format": "int4_g128", "dtype": "float16"},
     "some rows": {"m": 64, "n": 4096, "k": 4096, "format": "q4_0", "dtype": "bfloat16"},
@@ -21,16 +22,15 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def binaries() -> dict[tuple[str, str], list[Binary]]:
-    keys = [(what, arch) for arch in ARCHES for what in PROBLEMS]
+    keys = [(what, arch) for arch in ARCHES for what in PROBLEMS if what != "odd" or arch in ODD]
     wanted = {what: "resources" if what in ("many rows", "odd") else "assembly" for what in PROBLEMS}
     jobs = [linear_job(None, arch, wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys]
     return dict(zip(keys, compile_all(jobs), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("what", PROBLEMS)
-def test_compiles_without_spills(what: str, arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
-    for binary in binaries[what, arch]:
+def test_compiles_without_spills(arch: str, binaries: dict[tuple[str, str], list[Binary]]) -> None:
+    for what, binary in ((what, binary) for (what, on), found in binaries.items() for binary in found if on == arch):
         assert 0 < binary.registers <= (255 if arch.startswith("sm_") else 512)
         assert binary.shared <= GPUS[arch].shared
         # float32 activations in three pieces, an offset and blocks with gaps together take more registers than there are.

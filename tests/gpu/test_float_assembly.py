@@ -24,21 +24,21 @@ PROBLEMS = {
 }
 # What dispatch takes is compiled for sm_89 too, in test_ahead_of_time.py, as are odd sizes in float32: here its instructions are sm_80's.
 ARCHES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+SPILLS_ALONE = ("bfloat16, blocks of 32", "many rows, points")  # is what these are compiled for, once of each kind of matrix unit
+ALIKE = ("sm_80", "sm_100", "gfx942")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str], Binary]:
     """The best guess for each problem, all compiled at once."""
-    keys = [(what, arch) for what in PROBLEMS for arch in ARCHES]
-    wanted = {what: "assembly" if what in ("one row", "bytes", "bytes, one row") else "resources" for what in PROBLEMS}
+    keys = [(what, arch) for what in PROBLEMS for arch in (ALIKE if what in SPILLS_ALONE else ARCHES)]
+    wanted = {what: "resources" if what in SPILLS_ALONE else "assembly" for what in PROBLEMS}
     found = compile_all([linear_job(SKINNY, arch, configs=[0], wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys])
     return {key: binaries[0] for key, binaries in zip(keys, found, strict=True)}
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("what", PROBLEMS)
-def test_nothing_spills(what: str, arch: str, compiled: dict[tuple[str, str], Binary]) -> None:
-    assert compiled[what, arch].spills == 0
+def test_nothing_spills(compiled: dict[tuple[str, str], Binary]) -> None:
+    assert not {key: binary.spills for key, binary in compiled.items() if binary.spills}
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm_")])

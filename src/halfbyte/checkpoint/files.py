@@ -9,7 +9,7 @@ from pathlib import Path
 from halfbyte import __version__
 from halfbyte.checkpoint.manifest import CONFIG, plain_name
 from halfbyte.checkpoint.saving import INDEX
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, not_there
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are no tokenizers
@@ -25,7 +25,7 @@ def weight_files(source: Path) -> list[Path]:
     if isfile(source):
         return [source]
     if not isdir(source):
-        raise CheckpointError(f"there is no {source}: name a folder with safetensors files, or one such file")
+        raise not_there(source, "a folder with safetensors files, or one such file")
     if isfile(source / "model.safetensors"):
         return [source / "model.safetensors"]
     if isfile(source / INDEX):

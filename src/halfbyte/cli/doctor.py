@@ -97,9 +97,9 @@ def _cpu() -> dict[str, Any]:
 
 
 def _isa() -> dict[str, Any]:
-    from halfbyte.kernels.cpu.isas import ISAS, current
+    from halfbyte.kernels.cpu.isas import current, native
 
-    return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in ISAS if isa.name != current().name}}
+    return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in native() if isa.name != current().name}}
 
 
 def _threads() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.generate import add_device, asked_dtype, check_device
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ def _writes_text(path: Path) -> bool:
     from halfbyte.io.safetensors import load_json
 
     if not path.exists():
-        raise CheckpointError(f"there is no {path}: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+        raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
     if path.is_file() and is_gguf(path):
         return True
     if not (path / "config.json").is_file():

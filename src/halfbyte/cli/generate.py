@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 from halfbyte.cli.output import Commands, add_command, print_json
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, UnsupportedError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,7 +23,7 @@ def add(commands: Commands) -> None:
         "Print what the model writes as it comes, then to stderr the speed, the size of the weights and the peak memory.",
     )
     add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on after")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on after; - reads it from stdin")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to write at most (default: %(default)s)")
     add_device(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default: %(default)s)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens (default: the model's own, or 50)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="draw from the likeliest that together have the probability P")
+    parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: what has been written becomes less likely")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
 
@@ -53,8 +57,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     """(model, tokenizer, settings of `generate`) that the arguments ask for; `mesh` of the processes that share the model."""
     if args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
-    if not 0 <= args.temperature < float("inf"):
-        raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
+    drawn = _choice_of_tokens(args)
     check_device(args.device)
     import torch
 
@@ -66,8 +69,23 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     if args.compile and not args.quiet:
         print("the decoding step is compiled first, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)
-    drawn = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
+
+
+def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
+    """How `generate` of transformers chooses the next token. Raises ArgumentError."""
+    if not 0 <= args.temperature < float("inf"):
+        raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
+    if args.top_k is not None and args.top_k < 1:
+        raise ArgumentError(f"--top-k is 1 or more, got {args.top_k}")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ArgumentError(f"--top-p is a probability above 0, got {args.top_p}")
+    if args.repetition_penalty is not None and not 0 < args.repetition_penalty < float("inf"):
+        raise ArgumentError(f"--repetition-penalty is above 0, got {args.repetition_penalty}")
+    if not args.temperature and (args.top_k or args.top_p):
+        raise ArgumentError("--top-k and --top-p say what is drawn from, and nothing is: add --temperature, such as 0.7")
+    asked = {name: getattr(args, name) for name in ("top_k", "top_p", "repetition_penalty") if getattr(args, name) is not None}
+    return asked | ({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False})
 
 
 def check_device(name: str) -> None:
@@ -97,6 +115,8 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     from halfbyte.integrations.text import check_prompt, generate
 
     model, tokenizer, settings = opened
+    if args.prompt == "-":
+        args.prompt = _read_prompt(count)
     if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # as Python writes bytes that it cannot decode
         raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
@@ -115,6 +135,14 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     if not args.quiet:
         print(f"\n{in_words(facts)}", file=sys.stderr)
     return 0
+
+
+def _read_prompt(processes: int) -> str:
+    if processes > 1:
+        raise UnsupportedError("a prompt from stdin reaches the first process alone: give its text to --prompt")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin.read().removesuffix("\n")
 
 
 def show(text: str) -> None:

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
             if not model.weights:
                 raise CheckpointError(f"nothing in {args.path} is quantized, so there is nothing to compare: leave --against out")
             with progress(args, "comparing") as advance:
+                if _is_described(args.against):
+                    raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} is quantized")
                 _compare(model, Reader(weight_files(args.against)), rows, advance)
     elif args.against is not None:
         raise CheckpointError(f"{args.path} is no halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")

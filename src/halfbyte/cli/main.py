@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a × where the encoding has none is no reason to stop
     try:
         try:
-            args = _parser().parse_args(argv)
+            args = _parser().parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
             with warnings.catch_warnings():
                 warnings.showwarning = _warn  # type: ignore[assignment]
                 code: int = args.run(args)

@@ -12,6 +12,7 @@ from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
     from halfbyte.nn.calibrate import Calibration
+    from halfbyte.quantizers.gptq import GPTQ
 
 _MEASURED = 16  # passages by which --bits judges each layer
 
@@ -70,13 +71,19 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.checkpoint import convert
     from halfbyte.nn.convert import Config, take_calibration
     from halfbyte.quantizers import CALIBRATED, METHODS
+    from halfbyte.quantizers.gptq import GPTQ
 
     if args.method in CALIBRATED and args.calibration is None:
         raise ArgumentError(f"--method {args.method} chooses codes by a text: name one with --calibration, or use {', '.join(METHODS)}")
     settings: dict[str, Any] = {"method": args.method, "skip": args.skip}
     if args.embedding is not None:
         settings["embedding"] = args.embedding
-    calibration = None if args.calibration is None else _calibration(args)
+    options = GPTQ(act_order=args.act_order, static_groups=args.static_groups, damping=args.damping)
+    if args.method != "gptq" and options != GPTQ():
+        raise ArgumentError(f"--act-order, --static-groups and --damping are options of --method gptq, got --method {args.method}")
+    if args.device is not None and args.calibration is None:
+        raise ArgumentError("--device says where calibration runs the model: name a text with --calibration, or leave it out")
+    calibration = None if args.calibration is None else _calibration(args, options)
     if args.bits is None:
         config = Config(args.format, overrides=overrides, **settings)
     elif overrides or calibration is None:
@@ -106,12 +113,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _calibration(args: argparse.Namespace) -> Calibration:
+def _calibration(args: argparse.Namespace, options: GPTQ) -> Calibration:
     from halfbyte.integrations.text import open_tokenizer
     from halfbyte.nn.calibrate import Calibration, calibration_tokens
-    from halfbyte.quantizers.gptq import GPTQ
 
-    options = GPTQ(act_order=args.act_order, static_groups=args.static_groups, damping=args.damping)
     try:
         text = args.calibration.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

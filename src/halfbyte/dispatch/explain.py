@@ -17,7 +17,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import grouped, probe, runtime
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import ISAS, current
+from halfbyte.kernels.cpu.isas import current, native
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
 from halfbyte.kernels.problem import Activation, Problem
@@ -49,7 +49,7 @@ class Explanation:
             "activation": problem.activation,
             "machine": machine().cpu,
             "isa": self.isa.name,
-            "isas_rejected": {isa.name: isa.missing() for isa in ISAS if isa.missing()},
+            "isas_rejected": {isa.name: isa.missing() for isa in native() if isa.missing()},
             "threads": self.threads,
             "kernel": self.choice.taken.inner,
             "tile": {"rows": self.tile[0], "vectors": self.tile[1]},
@@ -70,7 +70,7 @@ class Explanation:
             f"tiles  up to {self.tile[0]} rows x {self.tile[1] * self.isa.lanes} outputs",
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
-        lines += [f"  not {isa.name}: {isa.missing()}" for isa in ISAS if isa.missing()]
+        lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
         lines.append(weight_text(problem, self.weight_bytes))
         if roof is not None:
             parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"

@@ -36,6 +36,14 @@ _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "inferllm_q8_0": (8, 32, "none", torch.float32, "inferllm", False),
 }
 _USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "int8_channel", "int8_tensor", "int8_g128")  # to suggest
+# What is nearest to formats that are read from others' files, or not at all: K-quants, nf4, fp8, w4a16.
+_ELSEWHERE = {
+    r"i?q[1-4]_.*": "q4_0",
+    r"i?q[5-8]_.*": "q8_0",
+    r"(nf|[a-z]*fp)4.*": "int4_g64",
+    r"w4.*|4_?bits?": "int4_g128",
+    r"fp8.*|w8.*|8_?bits?": "int8_channel",
+}
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
 _GRAMMAR = re.compile(
     r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?", re.ASCII
@@ -124,12 +132,14 @@ _NAMES = {preset: name for name, preset in PRESETS.items()}
 
 
 def _suggestion(name: object) -> str:
-    """ " (did you mean …?)" for what is spelled nearly like a format."""
+    """ " (did you mean …?)" for what is spelled nearly like a format, " (the nearest is …)" for formats of others."""
     if not isinstance(name, str):
         return ""
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())
     if spelled in PRESETS or _GRAMMAR.fullmatch(spelled):
         return f" (did you mean {spelled}?)"
+    if nearest := next((ours for theirs, ours in _ELSEWHERE.items() if re.fullmatch(theirs, spelled)), None):
+        return f" (the nearest is {nearest})"
     usual = [*_USUAL, *PRESETS]
     begun = [known for known in usual if spelled and known.startswith(spelled)]
     near = begun or difflib.get_close_matches(spelled, usual, n=1)

@@ -21,7 +21,7 @@ from halfbyte import checkpoint
 from halfbyte.checkpoint.foreign import settings_of
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
-from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
@@ -83,7 +83,7 @@ def open_model(
     if dtype is None and _is_cpu(device):
         dtype = torch.float32
     if not path.exists():
-        raise CheckpointError(f"there is no {path}: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+        raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
     if path.is_file() and is_gguf(path):
         from halfbyte.integrations.gguf import load_gguf
 

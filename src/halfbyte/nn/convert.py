@@ -133,8 +133,12 @@ class Config:
                 raise ArgumentError(f"{type(model).__name__} has no Linear or experts to choose a format for that no skip pattern keeps")
             weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
             sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
+            count = sum(weight.numel() for weight in weights.values())
+            if bits < (least := 8 * sum(map(min, sizes)) / count):  # before the minutes that measuring takes
+                what = f"the smallest formats take {least:.2f} bits a weight, got {bits}"
+                raise ArgumentError(f"{what}: allow more bits or smaller formats")
             losses = measure_losses(model, weights, choices, as_calibration(calibration), progress)
-            budget = int(bits * sum(weight.numel() for weight in weights.values()) / 8)
+            budget = int(bits * count / 8)
             chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
         most = max(range(len(choices)), key=list(chosen.values()).count)
         overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}

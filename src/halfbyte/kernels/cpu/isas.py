@@ -11,6 +11,7 @@ from halfbyte.kernels.cpu.isa_amx import AMXInt8
 from halfbyte.kernels.cpu.isa_arm import SVE, Neon, NeonDotprod, NeonI8mm
 from halfbyte.kernels.cpu.isa_riscv import RV64GC, RVV
 from halfbyte.kernels.cpu.isa_x86 import AVX2, AVX512, AVX512BF16, AVX512VNNI, AVXVNNI
+from halfbyte.machine import machine
 
 ISAS: tuple[ISA, ...] = (
     *(AMXInt8(), AVX512BF16(), AVX512VNNI(), AVXVNNI(), AVX512(), AVX2()),
@@ -18,6 +19,11 @@ ISAS: tuple[ISA, ...] = (
     *(RVV(), RV64GC()),
     ISA(),
 )  # of each architecture the best first
+
+
+def native() -> list[ISA]:
+    """Those for this machine's architecture, whether its CPU has them or not, the best first."""
+    return [isa for isa in ISAS if isa.arch in ("", machine().arch)]
 
 
 @functools.cache
