@@ -35,6 +35,7 @@ from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.pool import max_pool
+from halfbyte.kernels.cpu.stem import StemKernel
 from halfbyte.kernels.cpu.winograd import WinogradKernel
 from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts import convolution
@@ -238,18 +239,17 @@ ARRANGED = [(40, 1, 33, (1, 1), Window()), (16, 2, 5, (3, 3), AROUND), (3, 1, 32
 def own_weights(tell: Callable[[str], None]) -> None:
     isa = current()
     filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, 0))) for number, out in enumerate((5, 33))]
-    for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + ARRANGED * isa.arranges):
+    others = ARRANGED if isa.arranges else ARRANGED[-1:] if isa.mixed_dot else []
+    for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + others):
         sizes = Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
         codes = conv_ops.quantize_conv(torch.randn(out * groups, channels, *kernel), sizes.format)
         x = torch.randint(-128, 128, (2, 9, 7 + number, channels * groups), dtype=torch.int8)
         scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
         packed = conv_ops.pack_conv(codes, kernel, groups)
         table = conv_ops.conv_requantization_table(packed, None, **scales)
-        run: Any = (
-            WinogradKernel(sizes)
-            if winograd.supports(sizes, window, isa)
-            else ArrangedConvKernel(sizes, window, ConvKernel(sizes, torch.int8, "int8", "block").linear)
-        )
+        form: Any = ArrangedConvKernel if isa.arranges else StemKernel
+        plain = ConvKernel(sizes, torch.int8, "int8", "block").linear
+        run = WinogradKernel(sizes) if winograd.supports(sizes, window, isa) else form(sizes, window, plain)
         data = run.weights_of(codes)
         assert data is not None
         wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)

@@ -122,12 +122,13 @@ def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], 
 
 def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu import arranged, conv_amx, winograd
+    from halfbyte.kernels.cpu import arranged, conv_amx, stem, winograd
     from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
     from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
     from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
     from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.stem import StemKernel
     from halfbyte.kernels.cpu.winograd import WinogradKernel
 
     sizes, window = from_numbers(format, numbers, moves)
@@ -157,6 +158,8 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
             other = WinogradKernel(sizes)
         elif x.dtype == torch.int8 and arranged.supports(sizes, isa):
             other = ArrangedConvKernel(sizes, window, direct.linear)
+        elif x.dtype == torch.int8 and stem.supports(sizes, window, isa):
+            other = StemKernel(sizes, window, direct.linear)
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
 

@@ -104,6 +104,7 @@ class LinesSpec:
                 that whole vectors are added; "single": one by one
     masked      behind a pixel's codes lies memory that may be read
     columns     of outputs that a tile makes: a panel's
+    unsigned    codes are copied with 128 added
     """
 
     copied: int
@@ -117,11 +118,13 @@ class LinesSpec:
     sums: str
     masked: bool
     columns: int = PANEL
+    unsigned: bool = False
 
     @property
     def name(self) -> str:
+        copied = f"{self.copied}{'u' if self.unsigned else ''}"
         starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else "") if self.started else "unstarted"
-        return f"lines_{self.copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
+        return f"lines_{copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
 
 
 def build(spec: LinesSpec, isa: ISA) -> Module:
@@ -205,6 +208,8 @@ class Lines:
         kind, last = vector("i8", spec.copied), size - spec.copied
 
         def laid_out(codes: Value) -> Value:
+            if spec.unsigned:
+                return codes ^ 0x80
             return codes if width == 1 else self.isa.laid_out(codes, 8)
 
         outside = laid_out(self.pointer("outside").load(kind))

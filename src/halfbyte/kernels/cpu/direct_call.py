@@ -34,27 +34,31 @@ class OwnTiles(NamedTuple):
 
     name_of, build   as those of `direct.py`; they need no sums
     panel_bytes      of the weights of `columns` outputs
+    run, unit        of tiles that read unsigned codes, from lines that are copied, and not in lanes: codes of a run, with what pads
+                     it, and codes taken at a time; else 0
     """
 
     name_of: Callable[[TileSpec], str]
     build: Callable[[TileSpec, ISA], Module]
     panel_bytes: int
     columns: int
+    run: int = 0
+    unit: int = 0
 
 
-def _line_run(sizes: Filter, window: Window) -> int:
+def line_run(sizes: Filter, window: Window) -> int:
     """Codes of a patch that lie side by side in a line of the image."""
     joined = window.dilation[1] == 1 and sizes.groups == 1  # the taps of a line lie side by side
     return sizes.kernel[1] * sizes.channels if joined else sizes.channels
 
 
-def _written(sizes: Filter) -> bool:
-    return sizes.channels % 8 != 0
+def _written(sizes: Filter, own: OwnTiles | None = None) -> bool:
+    return sizes.channels % 8 != 0 and (own is None or not own.run)
 
 
 def run_of(sizes: Filter, window: Window) -> int:
     """Codes of a patch that lie side by side where tiles read them: in a line of the image, or in a patch that is written out."""
-    return sizes.k if _written(sizes) else _line_run(sizes, window)
+    return sizes.k if _written(sizes) else line_run(sizes, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +96,18 @@ class _Walk:
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
         top, _, left, _ = window.padding
-        run = _line_run(sizes, window)
+        run = line_run(sizes, window)
         runs = kw * sizes.channels // run
         step, padded = math.gcd(run, 32), linear.geometry.padded
         near_width, reach = (wo - 1) * sw + (kw - 1) * dw + 1, (kh - 1) * dh + 1
         inside = (ho - 1) * sh - top + reach <= height and near_width - left <= width
         laid_out = 1 if own is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
-        in_image = top == left == 0 and inside and (step if own is None else run) >= _LEAST_STEP and laid_out == 1
-        written = _written(sizes)
+        unsigned = own is not None and own.run > 0
+        in_image = top == left == 0 and inside and not unsigned and (step if own is None else run) >= _LEAST_STEP and laid_out == 1
+        written = _written(sizes, own)
         copied = 1 if written else laid_out
+        if own is not None and own.run:
+            run, step = own.run, own.unit
         return cls(
             in_image,
             runs,
@@ -148,7 +155,7 @@ class _Memory(NamedTuple):
 
 
 def _lines_spec(
-    walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str, columns: int, *, started: bool
+    walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str, columns: int, *, started: bool, unsigned: bool
 ) -> LinesSpec:
     isa, bits, kh = linear.isa, sizes.format.bits, sizes.kernel[0]
     at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
@@ -165,6 +172,7 @@ def _lines_spec(
         sums=sums,
         masked=not walk.in_image,
         columns=columns,
+        unsigned=unsigned,
     )
 
 
@@ -207,7 +215,7 @@ def plan(
     copied_codes = min(width, walk.near_width - left_pixels) * channels
     alone = own is not None or written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
     sums = "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single"
-    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None)
+    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None, unsigned=own is not None and own.run > 0)
     pixels = m if written else near_lines * (line // pixel)
     memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
     y, x = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")

@@ -51,6 +51,7 @@ class ISA:
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
     narrows = False  # has `narrowed`
+    mixed_dot = False  # `dot` multiplies bytes, of which one is unsigned and the other signed
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
     minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
     arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `arrange.py`

@@ -200,6 +200,7 @@ class AVXVNNI(ISA):
     direct_tile = (5, 2)
     sums_shorts = True
     narrows = True
+    mixed_dot = True
     biases = True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:

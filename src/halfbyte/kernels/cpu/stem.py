@@ -1,0 +1,147 @@
+"""Convolutions of int8 codes whose taps have few channels, as in stems, by products of unsigned codes with signed weights: int8 -> int8.
+
+    acc[m, co] = sum over kh, runs of codes  w[co, kh, …] * (x[image + place of output m + kh * line + …] + 128)  -  128 * sum(w[co])
+
+The loops are those of `direct.py`. It writes such patches out one by one, so that runs of 21 codes become one of 147, and sums each. Here
+tiles read the runs where they lie in a thread's copy of the image's lines, with weights of 0 for what pads a run to whole quads; 128 is
+added while lines are copied, so that what it adds to each output depends on the weights alone.
+
+    weights = for each tile's outputs: corrections | of each quad of codes, four weights for each output
+
+Weights are kept in this second form, made at the first call, of a little more than a byte for each code.
+
+Arithmetic: that of `tile.RequantizingTile`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import direct_call, runtime
+from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct_call import OwnTiles
+from halfbyte.kernels.cpu.ir import Module, Value
+from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.linear import CALL, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
+
+_MOST_QUADS = 8  # whose products are written out
+_MOST_PADDED = 1.2  # times the codes of a patch
+
+
+def _unit(run: int) -> int:
+    """Codes that a tile takes at a time."""
+    return 4 * max(n for n in range(1, _MOST_QUADS + 1) if run // 4 % n == 0)
+
+
+def _width(isa: ISA) -> int:
+    """Outputs of a tile."""
+    return isa.lanes * isa.direct_tile[1]
+
+
+def build_tile(spec: TileSpec, isa: ISA) -> Module:
+    """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
+    module = Module(isa.attributes)
+    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    _StemTile(spec, isa, f).emit(f.value("i64", 0))
+    return module
+
+
+def name_of(spec: TileSpec) -> str:
+    return f"stem_{spec.unit}_{spec.rows}x{spec.vectors}"
+
+
+class _StemTile(RequantizingDirectTile):
+    """R outputs of an image times the weights of a group of columns."""
+
+    def emit(self, first: Value) -> None:
+        spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
+        starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(spec.vectors)]
+        kept = [f.variable(start) for start in starts * spec.rows]
+        lines, line_step, runs, run_step, steps = (
+            DIRECT.load(self.args, f"walk_{name}") for name in ("lines", "line_step", "runs", "run_step", "steps")
+        )
+        w = f.variable(self.weights + size * spec.vectors)
+        for line in f.loop(lines):
+            for run in f.loop(runs):
+                at = f.variable(line * line_step + run * run_step)
+                for _ in f.loop(steps):
+                    here, sums = [row + at.value for row in rows], [k.value for k in kept]
+                    for quad in range(spec.unit // 4):
+                        weights = [w.value.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
+                        for i, row in enumerate(here):
+                            codes = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
+                            for v, weight in enumerate(weights):
+                                n = i * spec.vectors + v
+                                sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.bits))
+                        f.fence()
+                    for k, total in zip(kept, sums, strict=True):
+                        k.value = total
+                    w.value = w.value + spec.unit * spec.vectors * isa.lanes
+                    at.value = at.value + spec.unit
+        self._finish([k.value for k in kept], self.weights, first)
+        self._write(first)
+
+
+_kept = Kept[ConvCall]()
+_numbers = itertools.count()
+
+
+def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
+    """Whether `StemKernel` takes int8 images and weights of these sizes."""
+    fmt = sizes.format
+    plain = fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
+    run = direct_call.line_run(sizes, window)
+    return isa.mixed_dot and plain and sizes.channels % 8 != 0 and round_up(run, 4) <= _MOST_PADDED * run
+
+
+class StemKernel:
+    """The compiled convolution of int8 images of any size.
+
+    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
+    `weights_of` made; `table` is the tables of the groups.
+
+    linear   the kernel of the same matrix
+    """
+
+    def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
+        self.sizes, self.isa, self.linear = sizes, current(), linear
+        self.run = direct_call.line_run(sizes, window)
+        self.padded = round_up(self.run, 4)
+        self.form = f"runs of {self.run} in quads"
+        self.number = next(_numbers)
+
+    def weights_of(self, codes: Codes) -> Tensor:
+        """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]."""
+        sizes, width, n = self.sizes, _width(self.isa), self.sizes.out // self.sizes.groups
+        columns = round_up(n, PANEL)
+        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.padded, dtype=torch.int8)
+        w[:, :n, :, : self.run] = codes.values().reshape(sizes.groups, n, -1, self.run)
+        quads = w.view(sizes.groups, columns // width, width, -1, 4).transpose(2, 3).flatten(2)
+        corrections = w.sum((2, 3), dtype=torch.int32).mul_(-128).view(sizes.groups, columns // width, width)
+        return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
+
+    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
+        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
+        key = self.number, x.shape, window.numbers, outside, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        _memory, scratch = thread.memory(call.memory)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
+        self.linear.run(call.address, call.threads)
+        return out
+
+    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
+        own = OwnTiles(name_of, build_tile, weights.shape[2], _width(self.isa), self.padded, _unit(self.padded))
+        return direct_call.plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, own)

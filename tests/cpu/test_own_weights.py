@@ -1,0 +1,84 @@
+"""Convolutions of codes by kernels with weights in a form of their own are those of the reference, and of the kernel without."""
+
+import random
+
+import pytest
+import torch
+from samples import random_codes
+from support import RUNNABLE
+from torch import Tensor
+
+from halfbyte.formats import as_format
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels import conv_reference
+from halfbyte.kernels.cpu import direct_call, jit, runtime, stem
+from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.isas import ISAS
+from halfbyte.kernels.cpu.stem import StemKernel
+from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.ops import conv as ops
+from halfbyte.ops import cpu_conv
+
+KERNELS = [pytest.param(isa, ArrangedConvKernel, id=f"arranged-{isa.name}") for isa in RUNNABLE if isa.arranges]
+KERNELS += [pytest.param(isa, StemKernel, id=f"stem-{isa.name}") for isa in RUNNABLE if isa.mixed_dot and isa.matrix is None]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_call, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(runtime, "threads", lambda: 2)
+
+
+def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
+    return {"in_scale": 0.02, "in_zero": in_zero, "out_scale": 0.02 * k**0.5, "out_zero": out_zero}
+
+
+@pytest.mark.parametrize(("isa", "form"), KERNELS)
+def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    cpu_conv._plans.clear()
+    rng, torchs, taken = random.Random(1), torch.Generator().manual_seed(1), list[Tensor]()
+    kernel = form.__call__
+    monkeypatch.setattr(form, "__call__", lambda *a, **k: taken.append(kernel(*a, **k)) or taken[-1])
+    for case in range(12):
+        groups = rng.choice((1, 1, 1, 2, 3))
+        channels = rng.choice((3, 5, 7, 11, 17) if form is StemKernel else (1, 2, 3, 5, 8, 16, 17, 24, 40, 64, 100))
+        out = rng.choice((1, 5, 16, 17, 33, 64)) * groups
+        kernel_size = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 1, 2, 3, 7))
+        sizes = Filter(as_format(rng.choice(("int8_channel", "int8_tensor"))), out, channels, kernel_size, groups)
+        moves = (rng.randint(1, 3), rng.randint(1, 3)), (rng.randint(1, 2), rng.randint(1, 2))
+        window = Window(moves[0], tuple(rng.choice((0, 0, 1, 2)) for _ in range(4)), moves[1])  # type: ignore[arg-type]
+        shape = rng.randint(1, 2), rng.randint(9, 14), rng.randint(13, 17), channels * groups
+        x = torch.randint(-128, 128, shape, generator=torchs, dtype=torch.int8).permute(0, 3, 1, 2)
+        codes = random_codes(sizes.format, sizes.codes_shape, case)
+        if case % 3:
+            codes = Codes(codes.format, codes.shape, codes.data // 2, codes.scale, None)
+        bias = torch.randn(out, generator=torchs) * 10 if rng.random() < 0.5 else None
+        more = scales(sizes.k, rng.randint(-128, 127), rng.randint(-128, 127))
+        (top, bottom, left, right) = window.padding
+        packed = ops.pack_conv(codes, kernel_size, groups)
+        around = (top, bottom), (left, right)
+        y = ops.qconv2d(x, packed, bias, moves[0], around, moves[1], clamp=(-100, 120), **more)  # type: ignore[arg-type]
+        wanted = conv_reference.qconv2d(x, codes, kernel_size, window, bias, groups=groups, clamp=(-100, 120), **more)  # type: ignore[arg-type]
+        assert bool(wanted.agrees(y).all()), (sizes, window, x.shape)
+        # What adds products in another way has the same sums, so the same codes, bit for bit.
+        plan = list(cpu_conv._plans.values())[-1]
+        if isinstance(plan.other, form):
+            assert isinstance(plan.kernel, ConvKernel)
+            table = ops.conv_requantization_table(packed, bias, **more)  # type: ignore[arg-type]
+            assert torch.equal(y, plan.kernel(x, window, packed.data, table, -100.0, 120.0, outside=int(more["in_zero"])))
+    assert len(taken) > 3
+    cpu_conv._plans.clear()
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.mixed_dot], ids=lambda isa: isa.name)
+def test_products_of_stems_are_made_in_registers(isa) -> None:
+    """A loop over units: each quad of codes of each row times two vectors, and no accumulator leaves its register."""
+    (rows, vectors), unit = isa.direct_tile, 24
+    spec = TileSpec("int8", 8, "f32", "none", True, unit, False, True, False, rows, vectors, "i8")
+    loops = [part.splitlines() for part in jit.compile_assembly(stem.build_tile(spec, isa), isa).split("\n.L") if "vpdpbusd" in part]
+    assert [sum("vpdpbusd" in line for line in loop) for loop in loops] == [unit // 4 * rows * vectors]
+    assert not any("%rsp" in line for loop in loops for line in loop if "mm" in line)
