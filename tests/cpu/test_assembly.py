@@ -16,6 +16,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import Inner, TileSpec
+from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 from halfbyte.machine import machine
 
 BY_NAME = {isa.name: isa for isa in ISAS}
@@ -104,6 +105,15 @@ def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tu
         assert sum("vdpbf16ps" in line for line in loop) == spec.rows * spec.vectors * unit[0] // 2
         assert text.count("\tvpermw\t") == spec.vectors * unit[0] // 2  # a lookup makes two weights of each lane
         assert not spills(loop)
+
+
+@pytest.mark.parametrize(("unit", "panels"), [((32, True), 1), ((32, False), 1), ((32, True), 4), ((32, False), 4)])
+def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int) -> None:
+    isa = AVX512VNNI(intel=True)
+    text = assembly(isa, replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels))
+    lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pairs=False)) // 64  # of a unit, and of what is behind its block
+    assert count(text.splitlines(), "prefetcht0") == lines
+    assert count(text.splitlines(), "prefetcht1") == (lines if panels == 1 else 0)
 
 
 def test_avx512_float_tiles_look_nibbles_up() -> None:

@@ -248,7 +248,7 @@ def test_panels_at_once_are_as_one_at_a_time(case: Case, monkeypatch: pytest.Mon
         x, residual = activations(m, k, case.dtype, m), torch.randn(m, n).to(case.dtype)
         results = []
         for streams in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
-            monkeypatch.setattr(type(RUNNABLE[case.isa]), "streams", streams)
+            monkeypatch.setattr(type(RUNNABLE[case.isa]), "streams", lambda *_, streams=streams: streams)
             kernel = case.kernel(n, k, monkeypatch)
             results.append([run_linear(kernel, x, packed, b, (-9.0, 9.0), r) for b in (None, bias) for r in (None, residual)])
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(results[0], one, strict=True))

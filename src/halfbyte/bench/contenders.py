@@ -107,6 +107,6 @@ def contender(name: str) -> Contender:
 
 def select(formats: Sequence[str], peers: Sequence[str]) -> list[str]:
     """Names of the contenders, halfbyte's first. Raises ArgumentError or FormatError for a name that means nothing."""
-    ways = ("", ":float", ":bf16") if current().bf16_dot else ("", ":float")
+    ways = ("", ":float", ":bf16") if current().bf16_dot and current().bf16_pays else ("", ":float")
     own_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
     return [contender(name).name for name in (*own_names, *peers)]

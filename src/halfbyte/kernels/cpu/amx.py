@@ -12,7 +12,7 @@ import functools
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.tile import FIELDS, PREFETCH_BYTES, ROUND_BITS, RequantizingTile, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, ROUND_BITS, RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
@@ -21,7 +21,7 @@ _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 def build(spec: TileSpec, isa: AMXTiles) -> Module:
     """As `tile.build`."""
     module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
+    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 4)
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
     tile.configure()
     for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
@@ -35,6 +35,7 @@ class MatrixTile(Tile):
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
+        self.asks = f.parameters[-2].equals(0)  # the first row tile does
         self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
@@ -145,9 +146,9 @@ class MatrixTile(Tile):
     def ask_for(self, unit: Value) -> None:
         """Ask for the memory that the stream of weights comes to some time after this unit."""
         f = self.f
-        with f.when(self.prefetching.equals(1)):
+        with f.when(self.asks):
             for line in range(0, self.unit_bytes + (self.tail_bytes if self.spec.single else 0), 64):
-                f.prefetch(unit + (PREFETCH_BYTES + line))
+                f.prefetch(unit + (self.isa.ahead + line))
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):

@@ -81,7 +81,9 @@ LINEAR = Block(
         "n",
         "panel_bytes",
         "group",
-        "at_once",  # panels that a tile takes, 0 for one
+        "at_once",  # panels that a tile takes
+        "together",  # panels that all row tiles pass over before the next ones
+        "in_turn",  # 1: row tiles ask for the next ones in turn
         "zeros",
         "out_stride",
         "out_bytes",

@@ -200,7 +200,7 @@ def _multiply(f: Function, isa: ISA, linear: Value, gated: bool) -> None:
 
     for group in f.draw(following, groups):
         start, stop = ((shares + group * 8).load("i64", at, 8) for at in (0, 8))
-        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias)
+        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else None)
         if gated:
             driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
             _gates(f, isa, linear, out, start * (4 * PANEL), (stop - start) * PANEL, gate * (4 * PANEL))

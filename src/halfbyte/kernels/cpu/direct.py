@@ -334,7 +334,7 @@ class _DirectTile(Tile):
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         self.image, self.places, self.sums, out, bias, self.scale, columns = f.parameters[2:]
-        super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns, f.value("i64", 0)))
+        super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns))
         self.in_registers = False
 
     def emit(self, first: Value) -> None:

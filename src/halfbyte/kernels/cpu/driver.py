@@ -46,18 +46,37 @@ def _panels(f: Function) -> None:
     a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
     groups = (panels + (group - 1)) // group
-    for item in f.draw(lambda: f.fetch_add(counter), groups * chunks):
+    upcoming = f.variable(f.fetch_add(counter))  # drawn before it is due: row tiles ask for its weights while they compute
+
+    def draw() -> Value:
+        item = upcoming.value
+        upcoming.value = f.fetch_add(counter)
+        return item
+
+    for item in f.draw(draw, groups * chunks):
         chunk, start = item // groups, item % groups * group
         first, stop = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
         row = big * f.umin(first, count) + (big - 1) * (first - f.umin(first, count))
         at = a + row * LINEAR.load(args, "row_bytes"), out + row * LINEAR.load(args, "out_stride")
-        multiply(f, args, (first, stop), (start, f.umin(start + group, panels)), *at, weights, bias)
+        following = (upcoming.value < groups * chunks).select(upcoming.value % groups * group, panels)
+        multiply(f, args, (first, stop), (start, f.umin(start + group, panels)), *at, weights, bias, following)
 
 
 def multiply(
-    f: Function, args: Value, tiles: tuple[Value, Value], panels: tuple[Value, Value], a: Value, out: Value, weights: Value, bias: Value
+    f: Function,
+    args: Value,
+    tiles: tuple[Value, Value],
+    panels: tuple[Value, Value],
+    a: Value,
+    out: Value,
+    weights: Value,
+    bias: Value,
+    following: Value | None = None,
 ) -> None:
-    """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0."""
+    """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0.
+
+    following   the panel that this thread goes on with, if that is known; none if it is beyond all
+    """
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
     panel_bytes, zeros = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "zeros", "ptr")
@@ -77,14 +96,26 @@ def multiply(
         for p in f.loop(panels[1], panels[0]):
             panel, at_out, panel_bias, columns = of_panel(p, p + 1)
             f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, columns, *tiles)
-    row = f.variable(f.value("i64", 0))
-    for t in f.loop(plain.select(tiles[1], tiles[0]), tiles[0]):
-        first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
-        tile = first_kind.select(function, lesser)
-        prefetch = t.equals(tiles[0]).select(f.value("i64", 1), 0)
-        for step in f.loop((panels[1] - panels[0] + (at_once - 1)) // at_once):
-            p = panels[0] + step * at_once
-            panel, at_out, panel_bias, columns = of_panel(p, f.umin(p + at_once, panels[1]))
-            at = a + row.value * row_bytes, out + row.value * out_stride + at_out
-            f.call_pointer(tile, args, panel, *at, panel_bias, columns, prefetch)
-        row.value = row.value + first_kind.select(big, big - 1)
+    together, in_turn = LINEAR.load(args, "together"), LINEAR.load(args, "in_turn").equals(1)
+    turns, all_panels = in_turn.select(tiles[1] - tiles[0], 0), (n + (PANEL - 1)) // PANEL
+    some = f.variable(panels[0])
+
+    def draw() -> Value:
+        return some.value
+
+    for first in f.draw(draw, plain.select(panels[1], panels[0])):
+        stop = f.umin(first + together, panels[1])
+        behind = stop.equals(panels[1]).select(all_panels if following is None else following, stop)
+        row = f.variable(f.value("i64", 0))
+        for t in f.loop(tiles[1], tiles[0]):
+            first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
+            tile = first_kind.select(function, lesser)
+            for step in f.loop((stop - first + (at_once - 1)) // at_once):
+                p = first + step * at_once
+                after = ((p + at_once) < stop).select(p + at_once, behind)
+                ahead = (after < all_panels).select((after - p) * panel_bytes, 0)
+                panel, at_out, panel_bias, columns = of_panel(p, f.umin(p + at_once, stop))
+                at = a + row.value * row_bytes, out + row.value * out_stride + at_out
+                f.call_pointer(tile, args, panel, *at, panel_bias, columns, ahead, t - tiles[0], turns)
+            row.value = row.value + first_kind.select(big, big - 1)
+        some.value = stop

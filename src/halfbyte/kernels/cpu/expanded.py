@@ -54,7 +54,7 @@ class ExpandedTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         args, weights, activations, out, bias, sums, columns, self.count_blocks, self.last_units, self.stage = f.parameters
         floats = replace(spec, scale="f32", zero="none" if takes_points_off(spec) else spec.zero)
-        super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns, f.value("i64", 0)))
+        super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
         self.sums = sums
         if not self.in_registers:
             self.scratch = sums

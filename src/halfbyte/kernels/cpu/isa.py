@@ -56,13 +56,15 @@ class ISA:
     minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
     arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `arrange.py`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
+    bf16_pays = True  # faster than by float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     expanded_tile: tuple[int, int] | None = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
     expanded_rows = 0  # from so many rows on
-    streams: ClassVar[int] = 1  # panels that a tile takes at once where it is the only one, so that weights are read from as many places
+    ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
+    asks_in_turn = False  # where several row tiles pass over a panel, each asks for a share of the next one
     expanded_long_tile: tuple[int, int] | None = None  # the same for blocks of more than 32, where it is another
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
     expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
@@ -89,6 +91,10 @@ class ISA:
         bits, block   of the weight's format: `block` elements are summed before a scale comes
         """
         return (1, 8) if m == 1 else (2, 4)
+
+    def streams(self, m: int, inner: str, bits: int) -> int:
+        """Panels that a tile of all M rows takes at once, so that weights are read from as many places."""
+        return 1
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""

@@ -57,6 +57,7 @@ class AMXTiles(AVX512BF16):
     def __init__(self) -> None:
         super().__init__(intel=True)
         self.expanded_tile = None
+        self.ahead, self.asks_in_turn, self.bf16_pays = 8192, False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
@@ -107,6 +108,9 @@ class AMXTiles(AVX512BF16):
     def tile_zero(self, f: Function, register: int) -> None:
         f.call("void", "llvm.x86.tilezero", f.value("i8", register))
 
+    def streams(self, m: int, inner: str, bits: int) -> int:
+        return 1
+
     def tile_load(self, f: Function, register: int, at: Value, stride: Value | int) -> None:
         f.call("void", "llvm.x86.tileloadd64", f.value("i8", register), at, f.value("i64", stride))
 
@@ -137,7 +141,7 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expanded_tile = None
+        self.expanded_tile, self.bf16_pays = None, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

@@ -46,7 +46,6 @@ class AVX2(ISA):
     narrows = True
     minimal = 28, 22  # on Zen 3
     arranges = True
-    streams = 4  # one core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four
     expanded_tile: tuple[int, int] | None = 5, 2
     expanded_rows = 48
 
@@ -54,6 +53,11 @@ class AVX2(ISA):
         if m <= 2:
             return m, 4
         return (5, 2) if compute == "int8" and bits == 4 else (6, 2)
+
+    def streams(self, m: int, inner: str, bits: int) -> int:
+        # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
+        # do not wait for memory.
+        return 4 if bits == 4 or m <= 2 else 1
 
     def activation_bytes(self, inner: str, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
@@ -170,10 +174,12 @@ class AVX512(AVX2):
     direct_tile = (10, 2)
     arranges = False  # not measured
     expanded_tile = None  # not measured
-    streams = 1
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         return min(m, 6), 2
+
+    def streams(self, m: int, inner: str, bits: int) -> int:
+        return 1
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
@@ -248,6 +254,8 @@ class AVX512VNNI(AVXVNNI):
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expanded_tile, self.expanded_long_tile = (6, 2), (12, 2)  # the former's totals are in registers
+        if self.intel:
+            self.ahead, self.streams_ahead, self.asks_in_turn = 2048, 1024, True
 
     def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
         if compute != "int8":
@@ -255,6 +263,9 @@ class AVX512VNNI(AVXVNNI):
         if block >= _LONG_BLOCK:
             return min(m, 12 if bits == 8 and self.intel else 10), 2
         return (m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8), 2
+
+    def streams(self, m: int, inner: str, bits: int) -> int:
+        return 4 if self.intel and m <= (3 if inner == "int8" else 2) else 1
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
@@ -275,6 +286,10 @@ class AVX512BF16(AVX512VNNI):
     cpu = "cooperlake"
     needs = AVX512VNNI.needs | {"avx512bf16"}
     bf16_dot = True
+
+    def __init__(self, intel: bool | None = None) -> None:
+        super().__init__(intel)
+        self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
 
     # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
     bf16_pairs = ((0, 2), (4, 6), (1, 3), (5, 7))

@@ -200,17 +200,19 @@ class LinearKernel:
         """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""
         geo, taken = self.geometry, self.taking(m)
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
-        fields = taken.fields(m, min(taken.isa.streams, share))
+        fields = taken.fields(m, share)
         group = round_up(max(1, min(_GROUP_BYTES // geo.panel_bytes, share)), fields["at_once"])
+        if taken.isa.asks_in_turn:
+            fields |= {"in_turn": int(fields["at_once"] == 1), "together": fields["at_once"]}
         phases = jit.load("driver", driver.build, self.isa)
         chunks = max(1, min(m * taken.row_bytes // taken.isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
         return LINEAR.buffer(fields), m * taken.row_bytes
 
-    def fields(self, m: int, at_once: int = 1) -> dict[str, int]:
+    def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
 
-        at_once   panels that a tile takes if no other one reads them too
+        most_at_once   panels that a tile may take
         """
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
         most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
@@ -221,9 +223,9 @@ class LinearKernel:
             most, vectors = expands
         count = -(-m // most)
         rows, more = divmod(m, count)
-        if count > 1 or (spec.bits == 8 and m > 2):  # these do not wait for memory
-            at_once = 1
-        spec = replace(spec, panels=self.isa.streams if at_once > 1 else 1)
+        streams = self.isa.streams(m, spec.inner, spec.bits) if count == 1 else 1
+        at_once = min(streams, most_at_once)
+        spec = replace(spec, panels=streams if at_once > 1 else 1)
         function = _tile_function(self.isa, spec, rows + (more > 0), vectors, expands is not None)
         lesser = _tile_function(self.isa, spec, rows, vectors, expands is not None) if more else function
         return {
@@ -245,6 +247,7 @@ class LinearKernel:
             "lesser_tile_function": lesser,
             "n": geo.n,
             "at_once": at_once,
+            "together": geo.panels,
             "panel_bytes": geo.panel_bytes,
             "zeros": _ZEROS.data_ptr(),
             "out_stride": geo.n * element,

@@ -29,6 +29,7 @@ import torch
 
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.asking import Asking
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
@@ -40,7 +41,6 @@ FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and blo
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
 HIGHEST_CODE = 15  # of 4 bits
-PREFETCH_BYTES = 8192  # how far ahead of the stream of weights the first row tile asks for memory
 
 
 def biasable(fmt: Format, block: int) -> bool:
@@ -104,9 +104,12 @@ class TileSpec:
 
 
 def build(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, prefetch)."""
+    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, ahead, turn, turns).
+
+    ahead, turn, turns   as `asking.Asking` has them
+    """
     module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64", "i64"])
+    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 4)
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     sides = PANEL // (isa.lanes * spec.vectors)
     if spec.panels > 1 or (sides > 1 and not tile.in_registers):
@@ -138,7 +141,8 @@ class Part:
 class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.prefetching = parameters or f.parameters
+        self.args, self.weights, self.activations, self.out, self.bias, self.columns, *asking = parameters or f.parameters
+        self.asking = Asking(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, *asking) if asking else None
         self.unit_bytes = PANEL * spec.unit * spec.bits // 8
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
@@ -177,7 +181,7 @@ class Tile:
 
     def emit_parts(self, sides: int) -> None:
         """All outputs of each panel, which takes so many tiles, in turn: so that weights are read once, and all the time."""
-        f, isa, prefetching = self.f, self.isa, self.prefetching
+        f, isa = self.f, self.isa
         width, size = isa.lanes * self.spec.vectors, 4 * isa.lanes * self.count
         parts = sides * self.spec.panels
         totals = f.alloca(isa.floats, self.count * parts, 4 * isa.lanes)
@@ -190,8 +194,8 @@ class Tile:
             for n in f.loop(panels * sides):
                 side, panel = n & (sides - 1), n // sides
                 self.scratch = totals + n * size
-                # Where several places are read from, the CPU itself asks for what comes next.
-                self.prefetching = f.value("i64", 0) if self.spec.panels > 1 else side.equals(0).select(prefetching, 0)
+                if self.asking is not None and sides > 1:
+                    self.asking.side = side
                 yield Part(n, panel * LINEAR.load(self.args, "panel_bytes"), side * width, n * width)
 
         for part in each():
@@ -208,12 +212,18 @@ class Tile:
         spec, f = self.spec, self.f
         units = LINEAR.load(self.args, "units")
         w, a = f.variable(self.weights), f.variable(self.activations)
+        done = f.variable(f.value("i64", 0))
         unit_activations = spec.rows * self.row_unit_bytes
         for b in f.loop(blocks):
             n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
             weights, activations = w.value, a.value
             tail = weights + (self.unit_bytes if spec.single else n * self.unit_bytes)
             fields = activations + (unit_activations if spec.single else n * unit_activations)
+            if self.asking is not None:
+                self.asking.begin_block(done.value)
+                if spec.single:
+                    self.asking.begin_unit()
+                done.value = done.value + n * self.unit_bytes + self.tail_bytes
             if spec.single or self.accumulators is None:
                 for part in parts():
                     self._block(weights + part.weights, activations, tail + part.weights, fields, n, part.first)
@@ -244,6 +254,8 @@ class Tile:
         for part in parts():
             keep(part, self._block_start(tail + part.weights, fields, part.first))
         for u in f.loop(units):
+            if self.asking is not None:
+                self.asking.begin_unit()
             at, activations = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
             for part in parts():
                 keep(part, self._unit(at + part.weights, activations, part.first, values(part)))
@@ -282,6 +294,8 @@ class Tile:
         else:
             kept = [f.variable(v) for v in start]
             for u in f.loop(units):
+                if self.asking is not None:
+                    self.asking.begin_unit()
                 at = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
                 for k, v in zip(kept, self._unit(*at, first, [k.value for k in kept]), strict=True):
                     k.value = v
@@ -298,6 +312,8 @@ class Tile:
 
     def _block_end(self, sums: list[Value], tail: Value, fields: Value, units: Value, first: Value) -> None:
         totals, weight_sums = sums[: self.count], sums[self.count :]
+        if self.asking is not None and not self.spec.single:
+            self.asking.ask(tail, self.tail_bytes)
         if self.spec.inner == "int8":
             totals = self.isa.turned(self.int8, totals)
         if self.apart and not self.spec.folded:  # now, so that it takes no registers meanwhile; for the same reason scales come late
@@ -343,9 +359,8 @@ class Tile:
     def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
         """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
         spec, f = self.spec, self.f
-        with f.when(self.prefetching.equals(1)):
-            for line in range(0, self.unit_bytes + (self.tail_bytes if spec.single else 0), 64):
-                f.prefetch(w + (PREFETCH_BYTES + line))
+        if self.asking is not None:
+            self.asking.ask(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + first * 4
         if spec.inner == "int8":
             activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]
