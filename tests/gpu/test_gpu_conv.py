@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_teams
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
@@ -70,7 +70,7 @@ def test_weights_come_back(shape: str, format: str) -> None:
 
 
 def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: Any = None, module: Any = conv) -> None:
-    batch, height, width, channels, groups, outputs, kernel, window = (SHAPES | FEW)[shape]
+    batch, height, width, channels, groups, outputs, kernel, window = (SHAPES | FEW | HOPPER | TEAMS)[shape]
     codes, sizes = codes_of(name, channels, groups, outputs, kernel)
     problem = Convolution(sizes, window, batch, (height, width), dtype)
     assert module.supports(problem, gpu) is None
@@ -291,22 +291,22 @@ def test_depthwise(
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
 
 
-HOPPER = [
-    (9, 13, 9, 64, 80, (3, 3), Window((1, 1), (1, 1, 1, 1))),
-    (17, 5, 6, 128, 48, (3, 2), Window((1, 1), (0, 2, 1, 3), (2, 1))),
-    (20, 7, 7, 192, 144, (3, 3), Window((1, 1), (1, 1, 1, 1))),
-    (1, 5, 4, 64, 64, (1, 1), Window()),
-    (9, 6, 5, 128, 80, (1, 1), Window()),
-]
+HOPPER = {
+    "3x3 of 64": (9, 13, 9, 64, 1, 80, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "3x2 of 128": (17, 5, 6, 128, 1, 48, (3, 2), Window((1, 1), (0, 2, 1, 3), (2, 1))),
+    "3x3 of 192": (20, 7, 7, 192, 1, 144, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "one tap of 64": (1, 5, 4, 64, 1, 64, (1, 1), Window()),
+    "pixels of 128": (9, 6, 5, 128, 1, 80, (1, 1), Window()),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", range(len(HOPPER)))
-def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+@pytest.mark.parametrize("shape", HOPPER)
+def test_hopper(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """Without a GPU: integers, and a tile of each kind, in the interpreter of `test_gluon_interpreter.py`, which has the others."""
-    if gpu.capability != (9, 0) or (interpreted and (case > 1 or dtype != torch.int8)):
+    if gpu.capability != (9, 0) or (interpreted and (shape not in list(HOPPER)[:2] or dtype != torch.int8)):
         pytest.skip("it is made of Hopper's instructions")
-    batch, height, width, channels, outputs, kernel, window = HOPPER[case]
+    batch, height, width, channels, _, outputs, kernel, window = HOPPER[shape]
     codes, sizes = codes_of("int8_channel" if dtype == torch.int8 else "int4_g32", channels, 1, outputs, kernel)
     problem = Convolution(sizes, window, batch, (height, width), dtype)
     assert conv_hopper.supports(problem, gpu) is None
@@ -317,26 +317,40 @@ def test_hopper(case: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, i
     if interpreted:
         configs = tuple(replace(next(config for config in configs if config.sweep == sweep), programs=2) for sweep in (False, True))
     for config in configs:
-        out = torch.full((problem.m, outputs), 99, dtype=dtype, device=device)
-        if dtype == torch.int8:
-            for in_zero in (0, -7):
-                scales = 0.02, in_zero, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
-                table = table_of(codes, sizes, bias, *scales).to(device)
-                with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
-                    conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
-                wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
-                assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
+        if dtype != torch.int8:
+            check("int4_g32", shape, dtype, gpu, device, config, conv_hopper)
             continue
-        residual = torch.randn(problem.m, outputs).to(dtype)
-        epilogue = Epilogue(bias.to(device), residual.to(device), -1.5, 2.5)
-        conv_hopper.launch(problem, config, in_memory(x, device), weight, out, epilogue)
-        more = residual.view(batch, *problem.out, outputs).permute(0, 3, 1, 2).double()
-        expected = (conv_reference.conv2d(x, codes, kernel, window, bias) + more).clamp(-1.5, 2.5)
-        size = conv_reference.conv2d(x.abs(), codes_abs(codes), kernel, window)
-        error = 2 * conv_reference.error_bound(x, codes, kernel, window, bias) + 2 * UNIT[dtype] * size + 2.0**-21 * more.abs()
-        assert reference.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2), expected, error).all(), config
+        out = torch.full((problem.m, outputs), 99, dtype=dtype, device=device)
+        for in_zero in (0, -7):
+            scales = 0.02, in_zero, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
+            table = table_of(codes, sizes, bias, *scales).to(device)
+            with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
+                conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
+            wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
+            assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
 
 
-def codes_abs(codes: Codes) -> Codes:
-    """Codes of the weight's magnitudes, for a symmetric format."""
-    return Codes.from_values(codes.format, codes.values().abs().clamp(max=codes.format.q_max), codes.scale, codes.zero)
+TEAMS = {
+    "records of two taps": (1, 4, 6, 64, 1, 80, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "more records than stages": (1, 5, 6, 128, 1, 48, (3, 2), Window((1, 1), (0, 2, 1, 3), (2, 1))),
+    "long": (1, 7, 7, 448, 1, 72, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "less than a record": (1, 5, 4, 64, 1, 64, (1, 1), Window()),
+    "pixels": (2, 5, 4, 256, 1, 80, (1, 1), Window()),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"), [*zip(TEAMS, ("int4_g32", "int8_channel", "int8_channel", "q4_1", "int4_g64_zp"), strict=True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_teams(shape: str, format: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """Without a GPU: some, in the interpreter of `test_gluon_interpreter.py`."""
+    if gpu.capability != (9, 0) or (interpreted and (shape == "long" or dtype == torch.bfloat16)):
+        pytest.skip("it is made of Hopper's instructions")
+    batch, height, width, channels, _, outputs, kernel, window = TEAMS[shape]
+    _, sizes = codes_of(format, channels, 1, outputs, kernel)
+    configs = conv_teams.configs(Convolution(sizes, window, batch, (height, width), dtype), gpu)
+    for config in configs[:1] if interpreted else configs:
+        stages = 5 if shape == "more records than stages" else config.stages
+        with gluon_interpreter.interpreted(conv_teams) if interpreted else nullcontext():
+            check(format, shape, dtype, gpu, device, replace(config, stages=stages), conv_teams)

@@ -7,7 +7,7 @@ import torch
 from aot import Binary, Job, compile_all
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_teams
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.problem import Activation, Epilogue, Window
 from halfbyte.layouts import convolution
@@ -29,7 +29,6 @@ CASES = {
     "offsets of blocks": ("launch_block_offset", "float16", "int4_g32", 128, 128, 28),
     "images": ("launch_image", "float16", "int8_channel", 128, 128, 28),
     "float32": ("launch", "float32", "int8_channel", 128, 128, 28),
-    "few, 8 bits": ("launch_few", "bfloat16", "int8_channel", 256, 256, 5),
     "few, 4 bits": ("launch_few", "bfloat16", "int4_g32", 256, 256, 5),
     "depthwise": ("launch_depthwise", "float16", "int8_channel", 1, 128, 28),
 }
@@ -38,6 +37,7 @@ HOPPER = {
     "int8, 64": ("launch_hopper", "int8", "int8_channel", 64, 64, 56),
     "int8, 7": ("launch_hopper", "int8", "int8_channel", 512, 512, 7),
     "float": ("launch_hopper", "float16", "int4_g32", 128, 128, 28),
+    "teams": ("launch_teams", "bfloat16", "int4_g32", 512, 512, 3),
 }
 
 
@@ -112,6 +112,13 @@ def launch_hopper(gpu: Gpu, **case: int) -> None:
         conv_hopper.launch_integer(problem, config, x, weight, table, out, -3, (-128, 127))
     else:
         conv_hopper.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
+
+
+def launch_teams(gpu: Gpu, **case: int) -> None:
+    problem = _problem(**case)  # type: ignore[arg-type]
+    assert conv_teams.supports(problem, gpu) is None
+    x, weight, table, out = _tensors(problem)
+    conv_teams.launch(problem, conv_teams.configs(problem, gpu)[0], x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 
 
 NAMES = [

@@ -230,7 +230,7 @@ def test_no_gpu() -> None:
         ("sm_90", 32, 128, torch.int8, "conv_hopper"),
         ("sm_90", 32, 128, torch.bfloat16, "conv_hopper"),
         ("sm_90", 1, 128, torch.int8, "conv"),
-        ("sm_90", 1, 128, torch.bfloat16, "conv"),
+        ("sm_90", 1, 128, torch.bfloat16, "conv_teams"),
         ("sm_90", 32, 96, torch.bfloat16, "conv_library"),
         ("sm_90", 32, 128, torch.float32, "conv"),
         ("sm_80", 32, 128, torch.int8, "conv"),
@@ -245,15 +245,16 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
     sizes = Filter(as_format("int8_channel" if dtype == torch.int8 else "int4_g32"), 128, channels, (3, 3))
     choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
     assert choice.name == taken, choice.rejected
-    assert len(choice.rejected) == ("conv_few", "conv_hopper", "conv_library", "conv").index(taken)
+    assert len(choice.rejected) == ("conv_teams", "conv_few", "conv_hopper", "conv_library", "conv").index(taken)
 
 
 @pytest.mark.parametrize(
     ("outputs", "channels", "kernel", "batch", "taken", "beats"),
     [
-        (256, 256, 3, 1, "conv_few", True),
-        (256, 1024, 1, 1, "conv_few", True),
-        (256, 256, 1, 1, "conv", False),
+        (256, 256, 3, 1, "conv_teams", True),
+        (256, 256, 1, 1, "conv_teams", True),
+        (256, 160, 3, 1, "conv_few", True),
+        (256, 96, 1, 1, "conv", False),
         (256, 1024, 1, 32, "conv_hopper", True),
     ],
 )

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.gpu import conv, conv_few, conv_hopper, conv_library
+from halfbyte.kernels.gpu import conv, conv_few, conv_hopper, conv_library, conv_teams
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
+_FEW_ROWS = 64  # up to which linear layers have a kernel of their own
 
 
 class ConvChoice(NamedTuple):
@@ -32,6 +33,7 @@ def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
     """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
     rejected: list[tuple[str, str]] = []
     for name, reason, module in (
+        ("conv_teams", _against_teams(problem, gpu), conv_teams),
         ("conv_few", _against_few(problem, gpu), conv_few),
         ("conv_hopper", _against_hopper(problem, gpu), conv_hopper),
         ("conv_library", _against_library(problem, gpu), conv_library),
@@ -50,11 +52,20 @@ def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
     """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
+    if _against_teams(problem, gpu) is None and problem.m > _FEW_ROWS:
+        return True
     if _against_few(problem, gpu) is None or (problem.m >= _LEAST_WRITTEN and _against_hopper(problem, gpu) is None):
         return True
     # 196 pixels of 1024 channels and bytes with one scale take 7.4 us on an H100, as a linear layer 9.0.
     fmt = problem.sizes.format
     return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_WRITTEN
+
+
+def _against_teams(problem: Convolution, gpu: Gpu) -> str | None:
+    if reason := conv_teams.supports(problem, gpu):
+        return reason
+    tiles = conv_teams.tiles(problem, conv_teams.configs(problem, gpu)[0])
+    return None if tiles <= gpu.sms else f"its {tiles} tiles are more than {gpu.sms} multiprocessors compute at once"
 
 
 def _against_few(problem: Convolution, gpu: Gpu) -> str | None:

@@ -62,12 +62,18 @@ def clamped(total, low, high):
 
 
 @triton.jit
-def requantized(acc, table, rn, row, low, high, BITS: tl.constexpr):
-    """int8 clamp(rne(multiplier * (acc + start) + constant)): the rows of the table are constant, multiplier and start (its bits)."""
+def requantization(table, rn, row):
+    """Of outputs rn: constant, multiplier and start (its bits), the rows of the table."""
+    return tl.load(table + rn), tl.load(table + row + rn), tl.load(table + 2 * row + rn)
+
+
+@triton.jit
+def requantized(acc, told, low, high, BITS: tl.constexpr):
+    """int8 clamp(rne(multiplier * (acc + start) + constant)) with what `requantization` tells."""
     total = acc >> 4 if BITS == 4 else acc
-    total += tl.load(table + 2 * row + rn).to(tl.int32, bitcast=True)[:, None]
-    constant = tl.broadcast_to(tl.load(table + rn)[:, None], total.shape)
-    multiplier = tl.broadcast_to(tl.load(table + row + rn)[:, None], total.shape)
+    total += told[2].to(tl.int32, bitcast=True)[:, None]
+    constant = tl.broadcast_to(told[0][:, None], total.shape)
+    multiplier = tl.broadcast_to(told[1][:, None], total.shape)
     y = tl.fma(total.to(tl.float32), multiplier, constant)
     y = tl.minimum(tl.maximum(y, low), high)
     return ((y + MAGIC) - MAGIC).to(tl.int8)

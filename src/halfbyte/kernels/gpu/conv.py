@@ -22,10 +22,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import decode, dequantize
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantized
+from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
 from halfbyte.kernels.gpu.conv_tile import (
     Config,
     Convolution,
@@ -94,7 +95,9 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     stages = 1 if gpu.backend == "hip" else 2 if wide else 4 if gpu.shared > 120 << 10 else 3
     warps = 8 if block_n * block_m >= 128 * 128 else 4
-    return (Config(block_n, block_m, step, stages, warps, split, False, ptx, gpu.backend == "cuda"),)
+    # Floats took longer so, and integers whose blocks are more (H100).
+    early = integer and 2 * tiles * split <= gpu.sms and launcher.starts_early(gpu)
+    return (Config(block_n, block_m, step, stages, warps, split, False, ptx, gpu.backend == "cuda", early),)
 
 
 def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> str:
@@ -185,6 +188,7 @@ def _start(
         (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
         static,
         num_warps=config.warps,
+        **({"launch_pdl": True} if config.pdl else {}),
     )
 
 
@@ -266,6 +270,8 @@ def _spread(values, S: tl.constexpr):
 def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
+    if S.pdl:
+        gdc_launch_dependents()
     n_padded, _k_padded, _group_bytes, steps = packed
     height, width, _ho, _wo, pixel, channels = image
     group = tl.program_id(2)
@@ -280,6 +286,14 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, steps)
     wp, scale, zero = weight_at(weight, group, pn, rni, packed, S)
+    # What sums are finished with is on its way before there are any.
+    told = rn
+    if S.mode == "int8":
+        told = requantization(table + group * rows[1], tl.minimum(rn, N - 1), rows[0])
+    elif S.sums_scaled:
+        told = tl.load(scale + rni)
+    if S.pdl:
+        gdc_wait()
     if S.integer:
         acc = tl.zeros([BN, BM], tl.int32)
         for t in tl.range(first, end, num_stages=S.stages):
@@ -326,12 +340,12 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         acc = collect(acc, place, apart)
         tl.store(scratch[1] + tile, 0)
     if S.mode == "int8":
-        y = requantized(acc, table + group * rows[1], tl.minimum(rn, N - 1), rows[0], bounds[0], bounds[1], 8)
+        y = requantized(acc, told, bounds[0], bounds[1], 8)
         at, mask = of_y(rn, rm, M, N, group)
         tl.store(out + at, y, mask=mask)
     else:
         if S.mode == "sums":
-            acc *= tl.load(scale + rni).to(tl.float32)[:, None]
+            acc *= told.to(tl.float32)[:, None]
         elif S.mode == "image":
-            acc = acc.to(tl.float32) * (tl.load(scale + rni).to(tl.float32)[:, None] * tl.load(table + b)[None, :])
+            acc = acc.to(tl.float32) * (told.to(tl.float32)[:, None] * tl.load(table + b)[None, :])
         finish(acc, out, added, rn, rm, M, N, group, bounds, S)

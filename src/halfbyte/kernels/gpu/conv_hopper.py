@@ -59,7 +59,7 @@ class Config:
         return self.box[0] * self.box[1] * self.box[2]
 
     def tiles(self, problem: Convolution) -> int:
-        return _count(problem, self.box) * -(-problem.n // self.rows)
+        return count_boxes(problem, self.box) * -(-problem.n // self.rows)
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         if problem.sizes.kernel[1] > 1:
             sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
-                box = min(sweeps, key=lambda box: (_count(problem, box), -box[2]))
+                box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))
                 found.append(_config(problem, gpu, rows, box, sweep=True))
         paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64
-        boxes = [box for box in _boxes(pixels) if not paired or box[2] == 2]
-        found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (_count(problem, box), -box[2])), paired=paired))
+        boxes = [box for box in boxes_of(pixels) if not paired or box[2] == 2]
+        found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (count_boxes(problem, box), -box[2])), paired=paired))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
 
@@ -173,7 +173,7 @@ def _config(
 ) -> Config | None:
     """With what fits in shared memory, if that is enough."""
     line, pixels, weight = _step(problem) * problem.dtype.itemsize, math.prod(box), rows * problem.sizes.k * problem.dtype.itemsize
-    tiles = _count(problem, box) * -(-problem.n // rows)
+    tiles = count_boxes(problem, box) * -(-problem.n // rows)
     resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
     left = gpu.shared - (16 << 10) - (weight if resident else 0)
     together = problem.sizes.kernel[1] if sweep else 1
@@ -205,12 +205,12 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
 
 
-def _boxes(pixels: int) -> list[tuple[int, int, int]]:
+def boxes_of(pixels: int) -> list[tuple[int, int, int]]:
     powers = [1 << i for i in range(pixels.bit_length())]
     return [(pixels // h // w, h, w) for h in powers for w in powers if h * w <= pixels and w <= 64 and h <= 64]
 
 
-def _count(problem: Convolution, box: tuple[int, int, int]) -> int:
+def count_boxes(problem: Convolution, box: tuple[int, int, int]) -> int:
     """Boxes that cover all of y."""
     return -(-problem.batch // box[0]) * -(-problem.out[0] // box[1]) * -(-problem.out[1] // box[2])
 

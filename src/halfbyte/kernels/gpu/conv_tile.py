@@ -55,6 +55,7 @@ class Config:
     """block_n rows of the weight by block_m patches a program, `step` of K at a time; K split over `split` programs. `written`: the weight
     is written out in x's type first, in memory that later calls use again. `ptx`: inline PTX.
     `chosen`: where a patch leaves the image its address is chosen, elsewhere what was read (Triton's passes for AMD know no such address).
+    `pdl`: it starts before the kernel before has ended, and lets the next one do so.
     """
 
     block_n: int
@@ -66,6 +67,7 @@ class Config:
     written: bool = False
     ptx: bool = True
     chosen: bool = True
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ class Static:
         return self.config.chosen
 
     @property
+    def pdl(self) -> bool:
+        return self.config.pdl
+
+    @property
     def bitwise(self) -> bool:
         """Where patches reach beyond the image is looked up."""
         return self.bounded and self.taps < 32
@@ -149,6 +155,11 @@ class Static:
     def scaled(self) -> bool:
         """Weights are, before they are multiplied."""
         return self.mode in ("weights", "exact")
+
+    @property
+    def sums_scaled(self) -> bool:
+        """Sums are multiplied by the scale."""
+        return self.mode in ("sums", "image")
 
     @property
     def groups(self) -> int:

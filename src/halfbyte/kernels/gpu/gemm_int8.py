@@ -29,7 +29,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized, round_up
-from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantized
+from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantization, requantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -406,7 +406,7 @@ def _gemm(
         acc = collect(acc, partials + place, apart)
         tl.store(locks + tl.program_id(0), 0)
     if table is not None:
-        y = requantized(acc, table, tl.minimum(rn, N - 1), table_row, low, high, BITS)
+        y = requantized(acc, requantization(table, tl.minimum(rn, N - 1), table_row), low, high, BITS)
         tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=(rn < N)[:, None] & (rm < M)[None, :])
         return
     if ROW:

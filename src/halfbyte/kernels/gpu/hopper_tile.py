@@ -65,6 +65,11 @@ class Static:
         return self.bits // 4
 
     @property
+    def block_n(self) -> int:
+        """Rows of the weight that a stage holds."""
+        return 2 * self.rows
+
+    @property
     def pairs(self) -> gl.DistributedLinearLayout:
         """Of the pairs of bytes [rows, 16] that a lane's registers of an operand hold."""
         further = [[64, 0]] if self.rows == 128 else []
@@ -206,7 +211,7 @@ def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S
     """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
     if S.bits == 8:  # by twos: [rows, 16]
-        twos = ws._reinterpret(gl.int16, [2 * ROWS, 32], _TWOS)
+        twos = ws._reinterpret(gl.int16, [S.block_n, 32], _TWOS)
         return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE % 2 * 16, 16, dim=1).load(S.pairs)
     else:
         PANELS: gl.constexpr = S.rows // 64
@@ -232,7 +237,7 @@ def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE
 
 
 @gluon.jit
-def _two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+def two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Planes FIRST and FIRST + 1 of the record in shared memory, or of its half, as weights in DTYPE."""
     first = _codes(ws, FIRST, HALF, OPERAND, S)
     second = first
@@ -295,7 +300,7 @@ def sums(
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
     if S.bits == 8:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-    w0, w1 = _two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
+    w0, w1 = two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
     for r in range(count):
         last = step + S.parts - 1  # of the stages of this record
         following = last + gl.where(r + 1 < count, 1, 0)
@@ -304,7 +309,7 @@ def sums(
         # the other warpgroup whose products lie over this one's work.
         a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
         a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-        w2, w3 = _two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
+        w2, w3 = two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
         a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
         a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
         a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
@@ -315,7 +320,7 @@ def sums(
         if S.bits == 8:
             mbarrier.arrive(empty.index(step % STAGES), count=1, pred=(r + HELD < count) | (not S.sent))
         mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        w0, w1 = _two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
+        w0, w1 = two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
         # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
         ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
         mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
