@@ -66,6 +66,14 @@ def test_pack_keeps_the_numbers(fmt: str) -> None:
     assert torch.equal(hb.embedding(one, packed), codes.dequantize()[one])
 
 
+def test_weights_are_printed_in_a_line() -> None:
+    codes = hb.quantize(torch.randn(25, 40), "int4_g128_zp")
+    assert str(codes) == "Codes(int4_g128_zp, [25, 40], on cpu)"
+    assert str(hb.pack(codes)) == "Packed(int4_g128_zp, [25, 40], cpu_tiles on cpu)"
+    kernel = hb.pack_conv(hb.quantize_conv(torch.randn(8, 4, 3, 3), "int8_channel"), 3, 2)
+    assert str(kernel) == "PackedConv(int8_channel, [8, 4, 3, 3], 2 groups, cpu_tiles on cpu)"
+
+
 def test_a_weight_of_three_dimensions_is_dequantized_in_its_shape() -> None:
     codes = hb.quantize(torch.randn(3, 5, 40), "q8_0")
     assert torch.equal(hb.dequantize(hb.pack(codes)), codes.dequantize())

@@ -70,7 +70,7 @@ def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
     with torch.no_grad():
         wanted, got = model(x), quantized(x)
     assert float((got - wanted).norm() / wanted.norm()) < 0.05
-    assert notes(quantized) == ("6 batch norms were folded into the layers before them",)
+    assert notes(quantized) == ("6 batch norms were folded into the layers before",)
     found = kinds(quantized)
     assert found.count(Quantize) == found.count(Dequantize) == 1  # at the edges alone
     assert found.count(IntegerConv2d) == 9
@@ -100,7 +100,7 @@ def test_a_network_of_lines_is_on_codes_too(tmp_path: Path) -> None:
     quantized = on_codes(model, [lines(8) for _ in range(2)])
     with torch.no_grad():
         assert float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
-    assert notes(quantized) == ("1 batch norms were folded into the layers before them",)
+    assert notes(quantized) == ("1 batch norm was folded into the layers before",)
     found = kinds(quantized)
     assert found.count(Quantize) == found.count(Dequantize) == 1
     assert found.count(IntegerConv1d) == 4

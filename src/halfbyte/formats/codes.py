@@ -70,6 +70,9 @@ class Codes:
                     f"the {name} of {fmt} codes of shape {list(shape)} is {dtype} {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
 
+    def __repr__(self) -> str:
+        return f"Codes({self.format}, {list(self.shape)}, on {self.data.device})"
+
     def check_values(self) -> None:
         """Raises FormatError where a value is one that no quantizer writes. Codes from outside are checked before use."""
         for name, tensor in {"scale": self.scale, "offset": self.zero}.items():

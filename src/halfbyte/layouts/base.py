@@ -37,6 +37,9 @@ class Packed:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.format))
 
+    def __repr__(self) -> str:
+        return f"Packed({self.name}, {list(self.shape)}, {self.layout} on {self.data.device})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.format, self.shape, self.layout, self.data)
 

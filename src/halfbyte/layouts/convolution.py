@@ -155,6 +155,10 @@ class PackedConv:
         object.__setattr__(self, "name", str(self.sizes.format))
         object.__setattr__(self, "numbers", self.sizes.numbers)
 
+    def __repr__(self) -> str:
+        groups = f", {self.sizes.groups} groups" if self.sizes.groups > 1 else ""
+        return f"PackedConv({self.name}, {list(self.shape)}{groups}, {self.layout} on {self.data.device})"
+
     @property
     def format(self) -> Format:
         return self.sizes.format

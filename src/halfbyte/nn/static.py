@@ -110,7 +110,7 @@ def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, obser
             watcher.run(_image_of(batch))
     if not watcher.seen:
         raise ArgumentError("there are no calibration images: pass at least one batch")
-    notes = (f"{len(folded)} batch norms were folded into the layers before them",) if folded else ()
+    notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
     return _Rewriter(traced, watcher.scales(), weights).result(notes)
 
 
