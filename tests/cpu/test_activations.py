@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import RUNNABLE, examples
+from support import RUNNABLE, examples, pairwise
 from torch import Tensor
 
 from halfbyte.formats import Format, as_format
@@ -129,9 +129,7 @@ def test_particular_rows(isa: ISA, way: Activation, monkeypatch: pytest.MonkeyPa
         check(kernel, rows.to(kernel.dtype), way)
 
 
-@isas
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(("isa", "dtype", "fmt"), pairwise(RUNNABLE, DTYPES, FORMATS), ids=lambda v: getattr(v, "name", None) or str(v))
 def test_float_rows_are_copied_and_summed(isa: ISA, dtype: torch.dtype, fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     k = 141

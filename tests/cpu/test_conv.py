@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, examples
+from support import RUNNABLE, examples, pairwise
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
@@ -164,9 +164,7 @@ def test_many_integer_convolutions_are_those_of_the_reference() -> None:
         assert bool(wanted.agrees(y).all()), case
 
 
-@isas
-@pytest.mark.parametrize("channels", [8, 32, 64])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("isa", "channels", "bits"), pairwise(RUNNABLE, (8, 32, 64), (4, 8)), ids=lambda v: getattr(v, "name", v))
 def test_integer_patches_of_whole_units(isa, channels: int, bits: int, monkeypatch) -> None:
     """Units of 8, of 32 and of more codes, with kernels of one tap and of several."""
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)

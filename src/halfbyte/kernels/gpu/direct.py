@@ -24,13 +24,6 @@ from halfbyte.kernels.gpu.launch import Call
 Replay = Callable[..., None]
 
 
-class _Slot(NamedTuple):
-    """An argument that is an address: that of an operand, and so many bytes on."""
-
-    operand: int
-    offset: int
-
-
 class _Address(NamedTuple):
     """Stands where Triton asks a tensor for its address."""
 
