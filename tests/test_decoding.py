@@ -31,7 +31,7 @@ from halfbyte.integrations import decoding
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.nn.convert import Config, quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops.decoding import attend, normed_linear, rms_norm
+from halfbyte.ops.decoding import attend, normed_linear
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -178,29 +178,6 @@ def test_normed_linear() -> None:
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rms_norm(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(3, 2, 40, dtype=dtype), torch.randn(40, dtype=dtype)
-    wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-    # rounded once; before that, a few roundings of float32
-    assert torch.allclose(rms_norm(x, weight, 1e-3).double(), expected, rtol=torch.finfo(dtype).eps / 2 + 8 * 2**-24, atol=1e-7)
-
-
-def test_the_last_norm_of_a_model_is_short_too(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, short = pair("qwen3")
-    assert [type(model.model.norm).__name__ for model in (plain, short)] == ["Qwen3RMSNorm", "OneTokenQwen3RMSNorm"]
-    calls = []
-    monkeypatch.setattr(decoding, "rms_norm", lambda *x: calls.append(x) or rms_norm(*x))
-    x = torch.randn(2, 3, 64)
-    with torch.inference_mode():
-        assert torch.equal(short.model.norm(x), plain.model.norm(x)), "several tokens go the way of transformers"
-        assert not calls
-        assert torch.allclose(short.model.norm(x[:, :1]), plain.model.norm(x[:, :1]), rtol=1e-6)
-    assert short.model.norm(x[:, :1].requires_grad_()).requires_grad
-    assert len(calls) == 1
-
-
 def test_arguments() -> None:
     packed = ops.pack(ops.quantize(torch.randn(3, 32), "q8_0"))
     assert isinstance(ops.unpack(packed), Codes)
@@ -211,8 +188,6 @@ def test_arguments() -> None:
     ):
         with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., K\] and its weight \[K\] of one dtype"):
             normed_linear(x, norm, 1e-5, packed)
-        with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., K\] and its weight \[K\] of one dtype"):
-            rms_norm(x, norm, 1e-5)
     with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., 32\], got \[1, 31\]"):
         normed_linear(torch.randn(1, 31), torch.randn(31), 1e-5, packed)
     with pytest.raises(ArgumentError, match="half of 3 outputs"):

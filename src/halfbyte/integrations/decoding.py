@@ -7,10 +7,11 @@ NVIDIA GPU six kernels:
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
-The model's last norm is a kernel that starts early, too. With several sequences all norms have kernels of their own before the products,
-and gates may have one after theirs. Prompts, training, on a GPU caches that are not static, and everything else goes the way of
-transformers' own layer. `halfbyte.report` says which layers were left and why, and where one of these steps is computed in torch's
-operations; `steps` says it for any GPU.
+With several sequences the norms have kernels of their own before the products, and gates may have one after theirs.
+Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
+says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
+The model's last norm stays an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time,
+and those of the ops that gave them, which behind a chain of custom ops alone doubles with each layer.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.integrations import decoding_cpu, encoding
 from halfbyte.integrations.ahead import watched
@@ -34,11 +35,10 @@ from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.nn.report import REMARK
-from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, rms_norm, why_not_attend
+from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 
 # Their forward is this file's formula; others differ in norms, activations or what is added where.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 DEVICES = ("cuda",)
 LONG = "one token takes the steps of transformers"
 ONE_CALL = "a few tokens take one call"
@@ -66,10 +66,6 @@ def shorten_(model: nn.Module) -> nn.Module:
             module.__class__ = _SHORT[type(module)]
         else:
             setattr(module, REMARK, f"{LONG}: {reason}")
-    for module in model.modules():  # those that end with a norm of what their layers gave
-        layers, norm = getattr(module, "layers", None), getattr(module, "norm", None)
-        if isinstance(layers, nn.ModuleList) and type(norm) in _SHORT_NORMS and any(map(is_short, layers)):
-            norm.__class__ = _SHORT_NORMS[type(norm)]
     return model
 
 
@@ -226,19 +222,6 @@ class _OneToken:
         return linear_added(self.mlp.down_proj, inner, hidden_states)
 
 
-class _LastNorm:
-    """Comes before a norm's class."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Any:
-        few = hidden_states.device.type in DEVICES and hidden_states.dim() == 3 and hidden_states.shape[1] == 1
-        if few and hidden_states.dtype == self.weight.dtype and not torch.is_grad_enabled():
-            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return super().forward(hidden_states)  # type: ignore[misc]
-
-
 def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
     """Those of a head's queries and keys, where there are any."""
     if not hasattr(attention, "q_norm"):
@@ -247,7 +230,6 @@ def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
 
 
 _SHORT: dict[type, Any] = {cls: type(f"OneToken{cls.__name__}", (_OneToken, cls), {}) for cls in LAYERS}
-_SHORT_NORMS: dict[type | None, Any] = {cls: type(f"OneToken{cls.__name__}", (_LastNorm, cls), {}) for cls in NORMS}
 
 
 def _in_floats(layer: Any) -> bool:

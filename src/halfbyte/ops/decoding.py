@@ -1,5 +1,5 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
-`halfbyte::rms_norm`, `halfbyte::normed_linear` and `halfbyte::attend`.
+`halfbyte::normed_linear` and `halfbyte::attend`.
 
 A language model's step for one token is a chain of short kernels. Each of these ops is one to three of them on an NVIDIA GPU, where it
 fits, that start while the one before is still running; and the same formula in torch's operations everywhere else.
@@ -29,7 +29,6 @@ from halfbyte.ops.library import OPS
 _START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
 _BANDWIDTH = 1e12  # bytes a second, of a GPU that does not tell
 _library = torch.library.Library("halfbyte", "FRAGMENT")
-_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
 )
@@ -37,14 +36,6 @@ _library.define(
     "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, Tensor? q_norm, "
     "Tensor? k_norm, float eps, float scale, int advance) -> Tensor"
 )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x², over the last dimension) + eps) * weight, in float32, rounded once (Zhang and Sennrich, 2019).
-
-    x [..., K], weight [K] of one dtype; no gradients. Raises ArgumentError for shapes and dtypes that do not fit.
-    """
-    return OPS.rms_norm.default(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def normed_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
@@ -87,7 +78,7 @@ def attend(
     return OPS.attend.default(qkv, *rotary, keys, values, length, mask, q_norm, k_norm, eps, scale, advance)  # type: ignore[no-any-return]
 
 
-# rms_norm
+# The norm
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
@@ -337,11 +328,6 @@ def _attend_fake(*args: Any) -> Tensor:
     return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 
 
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check_norm(x, weight)
-    return x.new_empty(x.shape)
-
-
 def _normed_fake(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool
 ) -> Tensor:
@@ -349,12 +335,9 @@ def _normed_fake(
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
 
 
-_library.impl("rms_norm", _rms_norm, "CPU")
-_library.impl("rms_norm", _rms_norm_cuda, "CUDA")
 _library.impl("normed_linear", _normed, "CPU")
 _library.impl("normed_linear", _normed_cuda, "CUDA")
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend_cuda, "CUDA")
-torch.library.register_fake("halfbyte::rms_norm", _rms_norm_fake, lib=_library)
 torch.library.register_fake("halfbyte::normed_linear", _normed_fake, lib=_library)
 torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
