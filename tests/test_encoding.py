@@ -16,7 +16,8 @@ pytest.importorskip("transformers")
 
 import transformers as tf
 
-from halfbyte.integrations import encoding
+from halfbyte.errors import ArgumentError
+from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.nn.convert import Config, quantize_
 from halfbyte.nn.fused import fuse_
@@ -232,3 +233,37 @@ def test_what_stays_as_it_is() -> None:
     odd = pair(shortened=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
     assert reason(odd) == "heads of 6 are no multiple of 4"
     assert states(odd, inputs(odd, 3)).shape == (3, 24)
+
+
+@pytest.mark.parametrize("kind", ["bert", "electra", "xlm-roberta", "distilbert"])
+def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    model = KINDS[kind]().eval()
+    torch.nn.init.normal_(model.embeddings.LayerNorm.bias)
+    quantize_(model, Config("int4_g32", compute="float"))
+    plain, short = model.embeddings, shorten_(copy.deepcopy(model)).embeddings
+    assert (text := short.halfbyte_remark) == embedding.ONE_CALL
+    assert text in "".join(remarks(short))
+    calls: list[object] = []
+    monkeypatch.setattr(embedding, "_computed", lambda *args, run=embedding._computed: (calls.append(0), run(*args))[1])
+    ids = torch.randint(3, 60, (3, 7))
+    ids[1, 4:] = 1
+    more = {"position_ids": torch.randint(0, 20, (3, 7))}, {"position_ids": torch.arange(5, 12)[None]}
+    if kind != "distilbert":
+        more += {"token_type_ids": torch.randint(0, plain.token_type_embeddings.num_embeddings, (3, 7))}, {"past_key_values_length": 0}  # type: ignore[assignment]
+    # Sums are the same; a norm of 32 numbers is right to a few units of float32's last place, here of numbers of up to 10.
+    settings: Any
+    with torch.no_grad():
+        for settings in ({}, *more):
+            assert torch.allclose(short(ids, **settings), plain(ids, **settings), rtol=0, atol=64 * 2.0**-23)
+        assert len(calls) == 1 + len(more)
+        with pytest.raises(ArgumentError, match=r"0 … 59, got 3 … 60"):
+            short(torch.tensor([[3, 60]]))
+        vectors = torch.randn(3, 7, plain.word_embeddings.embedding_dim)
+        assert torch.equal(short(None, inputs_embeds=vectors), plain(None, inputs_embeds=vectors))
+        short.LayerNorm.weight.data = short.LayerNorm.weight.data * 2
+        assert torch.allclose(short(ids) - short.LayerNorm.bias, 2 * (plain(ids) - plain.LayerNorm.bias), atol=1e-5)
+        short.position_embeddings.register_forward_hook(lambda *_: calls.clear())
+        short(ids)
+        assert not calls
+    assert short(ids).requires_grad

@@ -37,14 +37,14 @@ Shapes = Sequence[tuple[int, int]]
 SECONDS = 2.0
 FORMATS = ("q8_0", "int8_channel", "q4_0")
 CONTENDERS = (
-    *(f"{name}{way}" for name in ("torch fp32", *(f"halfbyte {fmt}" for fmt in FORMATS)) for way in ("", " compiled")),
+    *(f"{name}{way}" for name in ("torch fp32", "torch bf16", *(f"halfbyte {fmt}" for fmt in FORMATS)) for way in ("", " compiled")),
     *("ONNX Runtime fp32", "ONNX Runtime int8"),
 )
 
 
-def float_model(attending: str = "sdpa") -> nn.Module:
+def float_model(attending: str = "sdpa", dtype: torch.dtype = torch.float32) -> nn.Module:
     """Without the layer above the first token, which is no part of the export, and which no embedding of a sentence takes."""
-    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attending, "add_pooling_layer": False}
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attending, "add_pooling_layer": False}
     model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, **settings)
     return model.eval()
 
@@ -80,7 +80,7 @@ def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
         session = onnxruntime.InferenceSession(folder / f"{kind}.onnx", options, providers=["CPUExecutionProvider"])
         return lambda ids: session.run(None, {"ids": ids.numpy(), "mask": torch.ones_like(ids).numpy()})
     hb.keep_freed_memory()
-    model = float_model(attention.NAME if runtime == "halfbyte" else "sdpa")
+    model = float_model(attention.NAME if runtime == "halfbyte" else "sdpa", torch.bfloat16 if kind == "bf16" else torch.float32)
     if runtime == "halfbyte":
         hb.quantize_(model, hb.Config(kind))
         fuse_(model)

@@ -20,8 +20,8 @@ from halfbyte.kernels.cpu import encoder, gelu, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.ops import attention
-from halfbyte.ops.encoder import EncoderLayer, LayerNorm, run_layers
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.encoder import EncoderLayer, run_layers
+from halfbyte.ops.layers import LayerNorm, Weight
 
 U = 2.0**-24
 HEADS, SCALE = 3, 0.3

@@ -28,7 +28,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from halfbyte.integrations import decoding_cpu, encoding
+from halfbyte.integrations import decoding_cpu, embedding, encoding
 from halfbyte.integrations.ahead import watched
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
@@ -47,13 +47,16 @@ QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 def shorten_(model: nn.Module) -> nn.Module:
     """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), and
-    encoder layers whole sequences in one call (on a CPU), in place; returns `model`.
+    encoder layers whole sequences, and what embeds these, in one call each (on a CPU), in place; returns `model`.
 
     What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
     float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are;
     `report(model)` tells which, and why.
     """
     for module in model.modules():
+        if embedding.tables_of(module) is not None:
+            embedding.shorten(module)
+            continue
         if encoding.parts_of(module) is not None:
             encoding.shorten(module)
             continue

@@ -8,7 +8,7 @@ everything else go the way of transformers' own layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import Ahead, following, given, watched
+from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.report import REMARK
-from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, LayerNorm, fits, run_layers, why_not
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, fits, run_layers, why_not
+from halfbyte.ops.layers import LayerNorm, Weight
 from halfbyte.ops.library import plain
 
 LONG = "whole sequences take the steps of transformers"
@@ -165,29 +166,18 @@ def _ahead(layer: Any, x: Tensor, mask: Tensor | None) -> list[Ahead]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Made:
-    """A layer as it was when it was made: its modules and tensors, with the dictionaries and names to find each by."""
+    """A layer as it was when it was made."""
 
     computed: EncoderLayer
-    modules: tuple[tuple[dict[str, Any], str, Any], ...]
-    hooks: tuple[Mapping[int, Any], ...]
-    tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+    parts: Unchanged
     linears: tuple[tuple[QuantLinear, str, str], ...]
     config: Any
 
     def is_still(self) -> bool:
-        """It is asked before every call, when caches are full of other things: plain loops, few calls."""
-        for place, name, module in self.modules:
-            if place.get(name) is not module:
-                return False
-        for place, name, tensor, address in self.tensors:
-            if place.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
         for linear, compute, activation in self.linears:
             if linear.compute != compute or linear.activation != activation:
                 return False
-        if any(self.hooks) and any(watched(module) for _, _, module in self.modules):
-            return False
-        return self.config._attn_implementation in _ATTENTION
+        return self.config._attn_implementation in _ATTENTION and self.parts.is_still()
 
 
 _made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
@@ -205,18 +195,9 @@ def _computed(layer: Any) -> EncoderLayer | None:
         attention = layer.get_submodule(parts.attention)
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), attention.scaling, before=parts.before)
         linears = [module for _, module in _linears(layer)]
-        inner = tuple((parent._modules, name, child) for parent in layer.modules() for name, child in parent._modules.items())
         made = _made[layer] = _Made(
             computed,
-            inner,
-            tuple(hooks for _, _, module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)),
-            tuple(
-                (place, name, tensor, tensor.data_ptr())
-                for module in (*linears, *norms)
-                for place in (module._parameters, module._buffers)
-                for name, tensor in place.items()
-                if tensor is not None and name != "dtype_mark"
-            ),
+            Unchanged.of(layer, (*linears, *norms)),
             tuple((linear, linear.compute, linear.activation) for linear in linears),
             attention.config,
         )

@@ -119,7 +119,7 @@ def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str
     """Why `DecoderLayer` does not take these; None where it does."""
     from halfbyte.kernels.cpu import decoder
 
-    if (reason := why_not_packed(weights)) is not None:
+    if (reason := why_not_packed([weight.packed for weight in weights])) is not None:
         return reason
     return decoder.supports(weights[2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
 

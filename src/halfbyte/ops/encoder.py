@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.layers import Addresses, Weight, why_not_packed
+from halfbyte.ops.layers import Addresses, LayerNorm, Weight, why_not_packed
 
 MOST_TOKENS = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class LayerNorm(NamedTuple):
-    """Weight and bias, [K] each, and what is added to the variance."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
 
 
 class EncoderLayer:
@@ -94,7 +86,7 @@ def fits(k: int, x: Tensor, mask: Tensor | None) -> bool:
 def why_not(weights: Sequence[Weight], heads: int) -> str | None:
     """Why `EncoderLayer` does not take these; None where it does."""
     dim = weights[1].packed.shape[1] // heads
-    return f"heads of {dim} are no multiple of 4" if dim % 4 else why_not_packed(weights)
+    return f"heads of {dim} are no multiple of 4" if dim % 4 else why_not_packed([weight.packed for weight in weights])
 
 
 def _check_weights(weights: Sequence[Weight], norms: Sequence[LayerNorm], heads: int) -> None:

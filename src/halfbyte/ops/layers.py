@@ -25,6 +25,14 @@ class Weight(NamedTuple):
     activation: str
 
 
+class LayerNorm(NamedTuple):
+    """Weight and bias, [K] each, and what is added to the variance."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
 class Addresses:
     """The tensors whose addresses a layer has; they live as long as this."""
 
@@ -62,10 +70,10 @@ class Addresses:
             copy.copy_(source)
 
 
-def why_not_packed(weights: Sequence[Weight]) -> str | None:
-    """Why products of a layer are not computed by these; None where they are."""
-    if any(weight.packed.layout != cpu_tiles.NAME for weight in weights):
+def why_not_packed(weights: Sequence[Packed]) -> str | None:
+    """Why kernels of whole layers do not read these; None where they do."""
+    if any(weight.layout != cpu_tiles.NAME for weight in weights):
         return "its weights are not packed for CPUs"
-    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in weights):
+    if any(weight.data.data_ptr() % 64 or not weight.data.is_contiguous() for weight in weights):
         return "its packed weights do not begin at multiples of 64 bytes"
     return None

@@ -115,7 +115,7 @@ def _prepare(f: Function, isa: ISA, step: Step, linear: Value, rows: tuple[Value
     scratch = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
     row_bytes, big, count = (LINEAR.load(linear, field) for field in ("row_bytes", "tile_rows", "tiles"))
     split = big * count
-    norm = _Norm(
+    norm = RowNorm(
         f, isa, k, (PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")), args + PRODUCT.offset("eps"), step.centred
     )
     plain = f.emit("i1", f"icmp eq ptr {norm.weight.name}, null")
@@ -134,12 +134,12 @@ def _norms(f: Function, isa: ISA, *, centred: bool) -> None:
     args, thread, threads = f.parameters
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride"))
-    norm = _Norm(f, isa, k, (NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")), args + NORM.offset("eps"), centred)
+    norm = RowNorm(f, isa, k, (NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")), args + NORM.offset("eps"), centred)
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
         norm.emit(x + r * x_stride, out + r * out_stride)
 
 
-class _Norm:
+class RowNorm:
     """Of rows of k elements. Sums are four side by side, those of squares by fused multiply-adds."""
 
     def __init__(self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, centred: bool) -> None:

@@ -57,11 +57,12 @@ def build(spec: DequantizeSpec, isa: ISA) -> Module:
         chosen.value = r
         with f.when(has_ids):
             chosen.value = (ids + r * 8).load("i64", align=8)
-        _row(f, spec, isa, args, chosen.value, out + r * stride)
+        row(f, spec, isa, args, chosen.value, out + r * stride)
     return module
 
 
-def _row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value) -> None:
+def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value, *, add: bool = False) -> None:
+    """One row of the weight that `args`, a block of DEQUANTIZE, describes; added to what is there, float32, if asked."""
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
     lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
@@ -85,15 +86,16 @@ def _row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, o
                 w = f.fma(w, scale.splat(8), _number(isa, tail + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
             else:
                 w = w * scale.splat(8)
-            value, left, to = isa.from_float(w, spec.out), real - g * 8, out.value + g * (8 * out_bytes)
+            left, to = real - g * 8, out.value + g * (8 * out_bytes)
             whole = left > 7
             with f.when(whole):
-                to.store(value)
+                to.store(isa.from_float(w + to.load(w.type, 0, 4) if add else w, spec.out))
             with f.when(whole.equals(0)):
-                buffer.store(value)
+                buffer.store(isa.from_float(w, spec.out))
                 for i in f.loop(left):
                     at = i * out_bytes
-                    (to + at).store((buffer + at).load("float" if spec.out == "f32" else "i16"))
+                    value = (buffer + at).load("float" if spec.out == "f32" else "i16")
+                    (to + at).store(value + (to + at).load("float", 0, 4) if add else value)
         record.value = tail + tail_bytes
         out.value = out.value + block * out_bytes
 
@@ -114,9 +116,13 @@ def _codes(f: Function, spec: DequantizeSpec, data: Value) -> Value:
     return u - (1 << (spec.bits - 1)) if spec.zero == "none" else u
 
 
+def spec_of(fmt: Format, unit: int, out: str) -> DequantizeSpec:
+    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out, cpu_tiles.has_pairs(fmt))
+
+
 @functools.lru_cache(maxsize=1024)
 def _phase(fmt: Format, unit: int, out: str) -> int:
-    spec = DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out, cpu_tiles.has_pairs(fmt))
+    spec = spec_of(fmt, unit, out)
     return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
 
 

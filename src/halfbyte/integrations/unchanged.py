@@ -1,0 +1,46 @@
+"""Whether a module still has the parts whose addresses were taken: it is asked before every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.integrations.ahead import watched
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unchanged:
+    """A module's parts and tensors as they were, with the dictionaries and names to find each by."""
+
+    modules: tuple[tuple[dict[str, Any], str, Any], ...]
+    hooks: tuple[Mapping[int, Any], ...]
+    tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+
+    @classmethod
+    def of(cls, module: Any, read: Iterable[nn.Module]) -> Unchanged:
+        """`read`: those of its parts whose tensors count."""
+        inner = tuple((parent._modules, name, child) for parent in module.modules() for name, child in parent._modules.items())
+        return cls(
+            inner,
+            tuple(hooks for _, _, part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)),
+            tuple(
+                (place, name, tensor, tensor.data_ptr())
+                for part in read
+                for place in (part._parameters, part._buffers)
+                for name, tensor in place.items()
+                if tensor is not None and name != "dtype_mark"
+            ),
+        )
+
+    def is_still(self) -> bool:
+        """Caches are full of other things when it is asked: plain loops, few calls."""
+        for place, name, module in self.modules:
+            if place.get(name) is not module:
+                return False
+        for place, name, tensor, address in self.tensors:
+            if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return not (any(self.hooks) and any(watched(module) for _, _, module in self.modules))
