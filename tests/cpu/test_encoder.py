@@ -81,7 +81,9 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(number)
     monkeypatch.setattr(runtime, "threads", lambda: 1 + number % 2)
     monkeypatch.setattr(encoder, "WORK_A_THREAD", 1)
-    monkeypatch.setattr(encoder, "_BYTES", 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
+    for most in ("_BYTES", "_LANE_BYTES"):
+        monkeypatch.setattr(encoder, most, 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
+    monkeypatch.setattr(encoder, "_SEQUENCES_A_LANE", 1 + number % 4)  # a few for each thread, or all for all
     made = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
     x, mask = torch.randn(batch, tokens, SIZES["k"]), None
     if seen != "none":

@@ -1,6 +1,7 @@
 """Steps that follow each other in one call: threads are woken once, and meet between the steps.
 
     chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
+    lanes(chains)       every thread runs chains of its own, alone
     norm(args)          y = norm(x)
     product(args)       y = epilogue(norm(x) · dequantize(W)ᵀ): `linear.LinearKernel`'s tiles, with what comes before and after them
 
@@ -34,6 +35,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 
 _HEADER = LINEAR.fields[:4]
 CHAIN = Block((*_HEADER, "steps", "count"))
+LANES = Block((*_HEADER, "chains", "count"))
 NORM = Block((*_HEADER, "x", "x_stride", "out", "out_stride", "rows", "k", "weight", "shift", "eps"), frozenset({"eps"}))
 PRODUCT = Block(
     (
@@ -52,7 +54,7 @@ PRODUCT = Block(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """name: "chain", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    """name: "chain", "lanes", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); centred: norms are layer norms."""
 
     name: str
@@ -68,6 +70,11 @@ def build(step: Step, isa: ISA) -> Module:
         _chain(f)
         return module
     args, thread, threads = f.parameters
+    if step.name == "lanes":
+        for i in f.loop((LANES.load(args, "count") - thread + (threads - 1)) // threads):
+            chain = (LANES.load(args, "chains", "ptr") + (thread + i * threads) * 8).load("ptr", 0, 8)
+            f.call_pointer(chain.load("ptr", 0, 8), chain, f.value("i64", 0), f.value("i64", 1))
+        return module
     if step.name == "norm":
         _norms(f, isa, centred=step.centred)
         return module
@@ -256,11 +263,24 @@ class Chain:
         self._address = ctypes.addressof(self._buffer)
         self._run = runtime.runner()
 
-    def run(self) -> None:
+    def ready(self) -> int:
+        """Its address, for one run."""
         ctypes.memset(self._steps[0] + LINEAR.offset("counter"), 0, 8)
+        return self._address
+
+    def run(self) -> None:
+        self.ready()
         if self._threads == 1 or runtime.openmp_address():
             self._run(self._address, self._threads)
             return
         for address in self._steps:  # a pool of threads that cannot meet within a call
             ctypes.memset(address + LINEAR.offset("counter"), 0, 8)
             self._run(address, self._threads)
+
+
+def run_lanes(chains: Sequence[Chain]) -> None:
+    """Chains that know nothing of each other, each made for one thread, side by side."""
+    addresses = (ctypes.c_int64 * len(chains))(*(chain.ready() for chain in chains))
+    fields = {"first_phase": phase(Step("lanes")), "openmp": runtime.openmp_address()}
+    block = LANES.buffer(fields | {"chains": ctypes.addressof(addresses), "count": len(chains)})
+    runtime.runner()(ctypes.addressof(block), len(chains))

@@ -11,7 +11,8 @@ or, where the norms come before (ViT):
     qkv = norm(x) · Wqkvᵀ + bias,  h = a · Woᵀ + bias + x,  g = gelu(norm(h) · Wupᵀ + bias),  y = g · Wdownᵀ + bias + h
 
 A norm is computed with the laying out of its rows, so the last one of a layer with that of the next layer. Everything between the steps is
-float32. Many sequences are taken some at a time, so that what lies between the steps stays in caches.
+float32. Many sequences are taken some at a time, so that what lies between the steps stays in caches; where there are enough of them each
+thread takes its own, so that nothing goes from core to core and nobody waits for others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,12 +32,14 @@ from torch import Tensor
 from halfbyte.kernels.cpu import attend_whole, driver, jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase
+from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase, run_lanes
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
 
-_BYTES = 1 << 23  # of what lies between the steps at a time
+_BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
+_LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
+_SEQUENCES_A_LANE = 4  # fewer are shared: a lane may have one sequence more than another
 _PLANS = 128
 _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
@@ -54,12 +58,13 @@ class Norm(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Of a call."""
+    """Of a call. `lane`: which of those that run side by side; each has memory of its own."""
 
     batch: int
     tokens: int
     masked: bool
     threads: int
+    lane: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +94,25 @@ class Layer:
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
 
-class _Memory(threading.local):
-    """What lies between the steps of a thread's calls. It grows, and moves then."""
+class _Room:
+    """What lies between the steps of a lane's calls. It grows, and moves then."""
 
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
         self.start = 0  # a multiple of 64
 
-    def room(self, size: int) -> int:
+    def of(self, size: int) -> int:
         if self.start + size > self.block.data_ptr() + self.block.numel():
             self.block = torch.empty(size + 64, dtype=torch.uint8)
             self.start = self.block.data_ptr() + 63 & ~63
         return self.start
+
+
+class _Memory(threading.local):
+    """Each Python thread has its own."""
+
+    def __init__(self) -> None:
+        self.lanes = defaultdict[int, _Room](_Room)
 
 
 _memory = _Memory()
@@ -118,7 +130,7 @@ class _Plan:
         widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
         *starts, end = accumulate((n + 63 & ~63 for n in sizes), initial=0)
-        self.base = _memory.room(end)
+        self.base = _memory.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
         self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
         self._panels = jit.load("driver", driver.build, current())["panels"]
@@ -187,13 +199,13 @@ class _Plan:
         self._blocks += [rows, linear]
         return rows, linear
 
-    def run(self, addresses: Sequence[int], mask: tuple[int, int, int]) -> None:
+    def ready(self, addresses: Sequence[int], mask: tuple[int, int, int]) -> Chain:
         """addresses: of x and of what each layer gives; mask: as `attend_whole.mask_fields` gives it."""
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
                 _pack_one(block, offset, sign * address + summand)
         _pack_three(self._attend, _MASK, *mask)
-        self._chain.run()
+        return self._chain
 
 
 def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
@@ -246,15 +258,25 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None) -> list[Tensor]
     if mask is not None:
         mask = attend_whole.readable(mask, attend_whole.sizes(tokens, first.dim, current())[0])
     seen = attend_whole.mask_fields(mask)
-    parts = -(-batch // max(1, _BYTES // (tokens * first.row_bytes)))
-    for part in range(parts):
-        start, stop = part * batch // parts, (part + 1) * batch // parts
-        work = (stop - start) * tokens * first.up.n * first.up.k
-        size = _Size(stop - start, tokens, mask is not None, max(1, min(runtime.threads(), work // WORK_A_THREAD)))
-        plan: _Plan | None = first.plans.plans.get(size)
-        if plan is None or plan.layers != key or plan.base != _memory.start:
-            first.plans.plans.pop(size, None)
-            plan = first.plans.get(size, lambda size=size: _Plan(key, size))  # type: ignore[misc]
-        at = 4 * start * tokens * width
-        plan.run([t.data_ptr() + at for t in (x, *outputs)], (seen[0] + start * seen[1], *seen[1:]))
+    threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
+    lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
+    at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
+    rounds = -(-batch // (lanes * at_once))
+    for parts in range(0, rounds * lanes, lanes):
+        chains = list[Chain]()
+        for lane in range(lanes):
+            start, stop = ((parts + lane + i) * batch // (rounds * lanes) for i in (0, 1))
+            if start == stop:
+                continue
+            size = _Size(stop - start, tokens, mask is not None, threads // lanes, lane)
+            plan: _Plan | None = first.plans.plans.get(size)
+            if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
+                first.plans.plans.pop(size, None)
+                plan = first.plans.get(size, lambda size=size: _Plan(key, size))  # type: ignore[misc]
+            at = 4 * start * tokens * width
+            chains.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], (seen[0] + start * seen[1], *seen[1:])))
+        if lanes > 1:
+            run_lanes(chains)
+        else:
+            chains[0].run()
     return outputs
