@@ -262,10 +262,11 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None) -> list[Tensor]
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
     rounds = -(-batch // (lanes * at_once))
-    for parts in range(0, rounds * lanes, lanes):
+    for i in range(rounds):
         chains = list[Chain]()
         for lane in range(lanes):
-            start, stop = ((parts + lane + i) * batch // (rounds * lanes) for i in (0, 1))
+            first_one, last = lane * batch // lanes, (lane + 1) * batch // lanes
+            start, stop = (first_one + j * (last - first_one) // rounds for j in (i, i + 1))
             if start == stop:
                 continue
             size = _Size(stop - start, tokens, mask is not None, threads // lanes, lane)
