@@ -16,10 +16,11 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu import encoder, gelu, runtime
+from halfbyte.kernels.cpu import embed, encoder, gelu, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.ops import attention
+from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer, run_layers
 from halfbyte.ops.layers import LayerNorm, Weight
 
@@ -184,3 +185,24 @@ def test_arguments() -> None:
         EncoderLayer(tuple(weights), tuple(norms), 5, SCALE, before=False)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="heads of 2 are no multiple of 4"):
         EncoderLayer(tuple(weights), tuple(norms), 12, SCALE, before=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", [("q8_0",), ("int4_g20_zp", "q4_0"), ("int4_g64_offset_bf16", "int8_channel", "q4_1")])
+def test_embeddings_are_their_parts(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setattr(embed, "_ELEMENTS_A_THREAD", 64)
+    k = SIZES["k"]
+    codes = [random_codes(as_format(name), (40 + i, k), i) for i, name in enumerate(names)]
+    norm = LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5)
+    embeddings = NormedEmbeddings([ops.pack(c) for c in codes], norm)
+    ids = [torch.randint(0, 40, (3, 14))[:, ::2], torch.randint(0, 40, (1, 7)), torch.zeros(1, 1, dtype=torch.int64).expand(3, 7)]
+    rows = [c.dequantize()[which].expand(3, 7, k) for c, which in zip(codes, ids, strict=False)]
+    assert torch.equal(embeddings(ids[: len(names)]), normed(sum(rows[1:], rows[0]).contiguous(), norm))
+    assert embeddings([which[:, :0] for which in ids[: len(names)]]).shape == (3, 0, k)
+    for wrong in (-1, 40):
+        with pytest.raises(ArgumentError, match="ids lie in 0 … 39"):
+            embeddings([ids[0].where(ids[0] != ids[0][1, 3], wrong), *ids[1 : len(names)]])
+    with pytest.raises(ArgumentError, match=r"tables take on the CPU ids int64 \[B, T\]"):
+        embeddings([which.int() for which in ids[: len(names)]])
+    with pytest.raises(ArgumentError, match="one to 3 tables"):
+        NormedEmbeddings([], norm)
