@@ -50,6 +50,7 @@ DIRECT = Block(
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
 _ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
 _STRIP_OUTPUTS = 1 << 13
+_LEAST_OUTPUTS = 1 << 8  # of a strip, which share what is loaded of the weights
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
 
 
@@ -73,7 +74,10 @@ class Strips(NamedTuple):
         lines = next((n for n in range(height, 0, -1) if strip_bytes(n) <= _STRIP_BYTES and n * width <= _STRIP_OUTPUTS), 1)
         wanted = threads * _ITEMS_A_THREAD if threads > 1 else 1
         if threads > 1:
-            lines = max(1, min(lines, -(-batch * height * sizes.groups * panels // wanted)))
+            fewest = -(-batch * height * sizes.groups // wanted)
+            if fewest * width < _LEAST_OUTPUTS:  # then threads share strips, and each copies them
+                fewest = -(-batch * height * sizes.groups * panels // wanted)
+            lines = max(1, min(lines, fewest))
         number = -(-height // lines)
         group = -(-panels // max(1, min(panels, -(-wanted // (batch * number * sizes.groups)))))
         parts = -(-panels // group)
