@@ -8,12 +8,13 @@ from float_support import check_linear
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import gemm_hopper
+from halfbyte.kernels.gpu.hopper_tile import parts_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import GPUS, Gpu
 
 H, B = torch.float16, torch.bfloat16
 CONFIGS = {
-    4: [(64, 256, 3), (64, 128, 5), (128, 128, 4), (128, 64, 6)],
+    4: [(64, 256, 6), (64, 128, 5), (128, 128, 4), (128, 64, 6)],
     8: [(64, 256, 5), (64, 128, 9), (64, 64, 13), (64, 32, 16), (128, 128, 6), (128, 64, 9)],
 }
 FORMATS = {
@@ -83,5 +84,6 @@ def test_configs_fit(name: str, m: int) -> None:
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
-            x_bytes = 256 * config.block_m * 4 // asked.format.bits
-            assert config.stages * (x_bytes + 128 * config.rows) + (8 << 10) <= gpu.shared
+            parts = parts_of(asked.format.bits, config.block_m)
+            weight = 128 * config.rows if asked.format.bits == 8 else 128 * config.rows // parts
+            assert config.stages * (256 * config.block_m // parts + weight) + (8 << 10) <= gpu.shared

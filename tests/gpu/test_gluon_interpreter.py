@@ -45,6 +45,7 @@ def _quiet() -> Iterator[None]:
         ("int4_g128", torch.bfloat16, (64, 64, 3), 3, 140),
         ("int4_g128", torch.bfloat16, (64, 64, 2), 8, 256),
         ("q4_0", torch.float16, (64, 128, 2), 2, 144),
+        ("int4_g64", torch.bfloat16, (64, 256, 6), 3, 256),
         ("int4_g64_zp", torch.bfloat16, (128, 64, 2), 1, 140),
         ("int4_g64_zp", torch.bfloat16, (128, 64, 3), 9, 256),
         ("int4_channel", torch.float16, (64, 64, 4), 5, 144),

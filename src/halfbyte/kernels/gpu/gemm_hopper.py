@@ -28,9 +28,11 @@ from halfbyte.kernels.gpu.hopper_tile import (
     HIGH_BYTES,
     PIECES,
     Static,
+    keep_free,
     load_stage,
     load_weight,
     load_x,
+    parts_of,
     pieces_of,
     ring,
     send_tile,
@@ -48,15 +50,15 @@ RECORD_US = {
     8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
 _START_US = 3.0
-_MEETING_US, _MEETINGS_US = 7.0, 12.0
+_MEETINGS_US = 12.0
 _MOST = gl.constexpr(2**31 - 1)
 _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 2 * rows of the weight by block_m of x, `stages` records (8 bits: halves of them) in flight, `group` tiles along M together
-    in the L2 cache."""
+    """Tiles of 2 * rows of the weight by block_m of x, `stages` records or halves of them in flight (`Static.parts`), `group` tiles along M
+    together in the L2 cache."""
 
     rows: int
     block_m: int
@@ -92,16 +94,22 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     found = []
     for (rows, block_m), record_us in RECORD_US[bits].items():
         tiles = -(-problem.n // (2 * rows)) * -(-problem.m // block_m)
-        stages = (gpu.shared - (8 << 10)) // (256 * block_m * 4 // bits + 128 * rows)
         waves = -(-tiles // gpu.sms)
         whole = -(-tiles // waves)
         split = tiles * max(1, min(gpu.sms // tiles, records // 8))
         for programs in {whole, gpu.sms if waves > 1 else split, min(gpu.sms, tiles * records)}:
             us = _START_US + -(-tiles * records // programs) * record_us
             if tiles % programs:  # programs meet, each once or twice
-                us += (_MEETING_US if programs % tiles == 0 else _MEETINGS_US) * (0.3 + 0.7 * rows * block_m / (64 * 256))
-            found.append((us, Config(rows, block_m, min(2 * bits, stages), 8, programs)))
+                meeting = 3.0 * (programs // tiles) - 1.0 if programs % tiles == 0 else _MEETINGS_US
+                us += meeting * (0.3 + 0.7 * rows * block_m / (64 * 256))
+            found.append((us, Config(rows, block_m, most_stages(bits, rows, block_m, gpu), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
+
+
+def most_stages(bits: int, rows: int, block_m: int, gpu: Gpu) -> int:
+    """That fit beside barriers and what is written by lanes."""
+    parts = parts_of(bits, block_m)
+    return min(2 * bits, (gpu.shared - (8 << 10)) // (256 * block_m // parts + (128 if bits == 8 else 128 // parts) * rows))
 
 
 def launch(
@@ -176,7 +184,7 @@ def multiply(
 
 def _sent(problem: Problem, static: Static, out: Tensor, epilogue: Epilogue) -> bool:
     """Whether TMA can write the tiles."""
-    fits = static.rows <= static.width and static.stages >= (static.held + 1) * static.parts and problem.k > 128 * (static.held - 1)
+    fits = static.rows <= static.width and static.stages > static.parts + static.places
     return fits and epilogue.residual is None and problem.n % 8 == 0 and out.data_ptr() % 16 == 0
 
 
@@ -265,6 +273,9 @@ def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
             step += 1
         done = done - done
         at += count
+        if S.sent:
+            keep_free(full, empty, step, S)
+            step += S.places
 
 
 @gluon.jit
@@ -281,7 +292,7 @@ def _rows(pn, sizes, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr)
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -290,7 +301,6 @@ def _consume(xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, b
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
     high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     step = 0
-    turn = 0
     owed = 0
     end, whole, start, rest = _share(sizes, S)
     order = _order(sizes, S)
@@ -301,33 +311,26 @@ def _consume(xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, b
     gdc_wait()
     while at < end:
         acc, step = sums(xs, ws, full, empty, tails, now, owed, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
-        if S.sent:
-            mbarrier.arrive(both, count=1)
         before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
         at += count
-        owed = gl.minimum(count, S.held) * S.parts
         # Scales of the next tile are on their way while this one is written.
         tile, pm, pn, first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
         rn = _rows(pn, sizes, HALF, OPERAND, S)
         now = tails_of(tails, first, rn, sizes, S)
-        if S.sent:  # all warpgroups have read what x's stages held
-            mbarrier.wait(both, turn & 1)
-            turn += 1
         ready = done == sizes[3]
         if scratch is not None:
             if done < sizes[3]:
                 number = before - whole * gl.num_programs(0)
                 acc, ready = _meet(acc, before, number, rest, scratch, sizes, HALF, S)
-        if ready:
-            if not S.sent:
-                _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
-            elif S.held > 1:
-                if done >= S.held:
-                    send_tile(acc, tails[0], yd, added[0], xs, step, first_n, first_m, sizes, bounds, HALF, S)
-                else:
-                    _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
-            else:
-                send_tile(acc, tails[0], yd, added[0], xs, step, first_n, first_m, sizes, bounds, HALF, S)
+        if S.sent:
+            place = step + HALF // S.beside
+            mbarrier.wait(full.index(place % S.stages), (place // S.stages) & 1)
+            if ready:
+                send_tile(acc, tails[0], yd, added[0], xs.index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
+            step += S.places
+            owed = 1
+        elif ready:
+            _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
     if S.sent:
         tma.store_wait(0)
 
@@ -402,14 +405,11 @@ def _as_summed(held, S: gl.constexpr):
 def _gemm(xd, wd, tails, yd, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
     xs, ws, full, empty = ring(xd, wd, S)
-    both = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    if S.sent:
-        mbarrier.init(both, count=2)
     sizes = (M, N, n_padded, records)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, 0, S)),
-            (_consume, (xs, ws, full, empty, both, tails, yd, out, added, scratch, sizes, bounds, 1, S)),
+            (_consume, (xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, 0, S)),
+            (_consume, (xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, 1, S)),
             (_produce, (xd, wd, tails, xs, ws, full, empty, sizes, S)),
         ],
         [4, 1],

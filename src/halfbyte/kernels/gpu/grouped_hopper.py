@@ -36,7 +36,7 @@ _GROUP = 8  # tiles along the list together in the L2 cache
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 128 rows of the weight by `block_m` of x, `stages` records in flight."""
+    """Tiles of 128 rows of the weight by `block_m` of x, `stages` stages in flight."""
 
     block_m: int
     stages: int
@@ -60,7 +60,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     mean, found = problem.m / problem.experts, []
     for (rows, block_m), record_us in gemm_hopper.RECORD_US[4].items():
         if rows == _ROWS:
-            stages = min(8, (gpu.shared - (8 << 10)) // (256 * block_m + 128 * _ROWS))
+            stages = gemm_hopper.most_stages(4, _ROWS, block_m, gpu)
             tiles = max(1.0, mean / block_m + 0.5) * problem.experts * -(-problem.n // (2 * _ROWS))
             found.append((max(1.0, tiles / gpu.sms) * geo.records * record_us, Config(block_m, stages, gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))

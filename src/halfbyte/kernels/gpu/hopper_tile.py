@@ -1,9 +1,10 @@
 """float32 sums [rows, block_m] of many rows of x with a weight in 4 or 8 bits on Hopper: the tile that `gemm_hopper.py` and
 `grouped_hopper.py` are made of.
 
-One warp keeps records (128 k; of bytes half a record) of both operands on their way to shared memory; two warpgroups multiply `rows` rows
-of the weight each by `block_m` rows of x. Half a record (two planes) becomes floating point while the wgmma of the half before it runs,
-and one warpgroup's waits lie under the other's products.
+One warp keeps records (128 k; of bytes and of large tiles half a record) of both operands on their way to shared memory; two warpgroups
+multiply `rows` rows of the weight each by `block_m` rows of x. Half a record (two planes) becomes floating point while the wgmma of the
+half before it runs, and one warpgroup's waits lie under the other's products. They never wait for each other, so that one multiplies while
+the other ends its tile: it puts the sums into a stage of the ring that the first warp has kept free, from where TMA writes them.
 
     4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
              and constant, one that multiplies by the scale
@@ -45,6 +46,11 @@ _PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f00
 _PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
 
+def parts_of(bits: int, block_m: int) -> int:
+    """Stages that a record takes: two where few whole ones fit."""
+    return 2 if bits == 8 or block_m > 128 else 1
+
+
 @dataclass(frozen=True)
 class Static:
     rows: int
@@ -57,12 +63,22 @@ class Static:
     whole: bool  # one block along K: its scale is multiplied with the sums
     zero: str
     clamp: bool
-    sent: bool = False  # tiles are written by TMA, from where their last stages of x were
+    sent: bool = False  # tiles are written by TMA, from stages of x
 
     @property
     def parts(self) -> int:
         """Stages that a record takes."""
-        return self.bits // 4
+        return parts_of(self.bits, self.block_m)
+
+    @property
+    def weights(self) -> int:
+        """Stages of the weight: of 4 bits, whole records."""
+        return -(-self.stages // self.each)
+
+    @property
+    def each(self) -> int:
+        """Stages of x that a stage of the weight serves."""
+        return self.parts if self.bits == 4 else 1
 
     @property
     def block_n(self) -> int:
@@ -82,9 +98,14 @@ class Static:
         return gpu_tiles.RECORD // self.parts
 
     @property
-    def held(self) -> int:
-        """Records whose stages of x a tile fills that TMA writes."""
-        return 2 * self.rows // gpu_tiles.RECORD
+    def places(self) -> int:
+        """Stages that a tile fills which TMA writes: one for each warpgroup, or one for both. A whole number of records."""
+        return 2 * self.rows // self.width
+
+    @property
+    def beside(self) -> int:
+        """Warpgroups that share such a stage."""
+        return self.width // self.rows
 
 
 # Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
@@ -97,7 +118,7 @@ def ring(xd, wd, S: gl.constexpr):
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
-    ws = gl.allocate_shared_memory(wd.dtype, [STAGES, ROWS * S.parts, 64], wd.layout)
+    ws = gl.allocate_shared_memory(wd.dtype, [S.weights, ROWS * S.bits // 4, 64], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -120,14 +141,19 @@ def load_stage(xd, wd, tails, xs, ws, full, empty, first_m, before, pn, r, step,
 def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
     """The weight's half of it, and how many bytes are to come in all."""
     PANELS: gl.constexpr = S.rows // 32
-    stage = step % S.stages
-    mbarrier.expect(full.index(stage), S.block_m * S.width * 2 + S.rows * 128)
-    if S.bits == 4:
+    X_BYTES: gl.constexpr = S.block_m * S.width * 2
+    bar = full.index(step % S.stages)
+    to = weight_stage(ws, step, S)
+    if S.bits == 8:
+        mbarrier.expect(bar, X_BYTES + S.rows * 128)
+        tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], bar, to)
+    elif r % S.each == S.each - 1:  # with the last of its stages of x: with the first, another record would still be read where it goes
+        mbarrier.expect(bar, X_BYTES + S.rows * 128)
         for p in gl.static_range(PANELS):
-            row = before + ((pn * PANELS + p) * sizes[3] + r) * 32
-            tma.async_copy_global_to_shared(wd, [row, 0], full.index(stage), ws.index(stage).slice(p * 32, 32, dim=0))
+            row = before + ((pn * PANELS + p) * sizes[3] + r // S.each) * 32
+            tma.async_copy_global_to_shared(wd, [row, 0], bar, to.slice(p * 32, 32, dim=0))
     else:
-        tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], full.index(stage), ws.index(stage))
+        mbarrier.expect(bar, X_BYTES)
 
 
 @gluon.jit
@@ -137,6 +163,22 @@ def load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S: gl.constexpr):
     tma.async_copy_global_to_shared(xd, [first_m, r * S.width], full.index(stage), xs.index(stage))
     if not S.whole:
         _fetch(tails, pn, r // S.parts, sizes, S)
+
+
+@gluon.jit
+def weight_stage(ws, step, S: gl.constexpr):
+    """Shared memory of the weight's record or half of one that belongs to a stage of x."""
+    return ws.index(step // S.each % S.weights)
+
+
+@gluon.jit
+def keep_free(full, empty, step, S: gl.constexpr):
+    """The places of a tile's sums: the stages from `step` on, with nothing to come."""
+    PLACES: gl.constexpr = S.places
+    for i in gl.static_range(PLACES):
+        stage = (step + i) % S.stages
+        mbarrier.wait(empty.index(stage), (((step + i) // S.stages) & 1) ^ 1)
+        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
@@ -288,44 +330,61 @@ def sums(
     """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them.
 
     now   `tails_of` the first record
-    owed  stages in front of `step` that the tile before is written from, if S.sent; those of the last S.held records are kept in turn
+    owed  if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
     """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
-    PARTS: gl.constexpr = S.parts
-    HELD: gl.constexpr = S.held
+    BESIDE: gl.constexpr = S.beside
+    ONE: gl.constexpr = S.parts == 1
     MMA: gl.constexpr = OPERAND.parent
     acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    if S.bits == 8:
+    if not ONE:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-    w0, w1 = two_planes(ws.index(step % STAGES), high, now, 0, HALF, OPERAND, DTYPE, S)
+    if ONE:
+        w0 = _plane(_codes(weight_stage(ws, step, S), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
+    else:
+        w0, w1 = two_planes(weight_stage(ws, step, S), high, now, 0, HALF, OPERAND, DTYPE, S)
     for r in range(count):
         last = step + S.parts - 1  # of the stages of this record
         following = last + gl.where(r + 1 < count, 1, 0)
+        ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
         after = tails_of(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
-        # While two planes are multiplied the next two are made. What follows a wgmma waits until its operand was taken, so that it is
-        # the other warpgroup whose products lie over this one's work.
+        # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
+        # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
+        if ONE:
+            codes = _codes(weight_stage(ws, step, S), 1, HALF, OPERAND, S)
         a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
+        if ONE:
+            w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
         a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
-        w2, w3 = two_planes(ws.index(last % STAGES), high, now, 2, HALF, OPERAND, DTYPE, S)
+        if ONE:
+            w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
+        else:
+            w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
         a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
+        if ONE:
+            w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
         a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
         a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
-        if S.sent:  # the tile before, from which `owed` stages are not free yet, has been read
+        if S.sent:  # TMA has read the tile before
             tma.store_wait(0)
-            for i in gl.static_range(HELD * PARTS):
-                mbarrier.arrive(empty.index((step + (STAGES - 1 - i)) % STAGES), count=1, pred=(r == 0) & (i < owed))
-        if S.bits == 8:
-            mbarrier.arrive(empty.index(step % STAGES), count=1, pred=(r + HELD < count) | (not S.sent))
+            place = (step + STAGES - S.places + HALF // BESIDE) % STAGES
+            mbarrier.arrive(empty.index(place), count=2 // BESIDE, pred=(r == 0) & (owed > 0))
+        if not ONE:
+            mbarrier.arrive(empty.index(step % STAGES), count=1)
         mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-        w0, w1 = two_planes(ws.index(following % STAGES), high, after, 0, HALF, OPERAND, DTYPE, S)
+        if S.each == 2:  # the words come with the second half
+            mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
+        if ONE:
+            w0 = _plane(_codes(weight_stage(ws, following, S), 0, HALF, OPERAND, S), high, after, 0, OPERAND, DTYPE, S)
+        else:
+            w0, w1 = two_planes(weight_stage(ws, following, S), high, after, 0, HALF, OPERAND, DTYPE, S)
         # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-        ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
         mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
         acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
-        mbarrier.arrive(empty.index(last % STAGES), count=1, pred=(r + HELD < count) | (not S.sent))
+        mbarrier.arrive(empty.index(last % STAGES), count=1)
         now = after
         step += S.parts
     return acc, step
@@ -378,17 +437,15 @@ def write_tile(total, scale, out, added, first_n, first_m, places, sizes, bounds
 
 
 @gluon.jit
-def send_tile(acc, scale, yd, bias, xs, step, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
-    """A tile's sums by TMA, from where the last stages of x were, which all warpgroups have read: those in front of `step`."""
+def send_tile(acc, scale, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    """A warpgroup's sums by TMA, from a stage of x."""
     ROWS: gl.constexpr = S.rows
     MMA: gl.constexpr = acc.type.layout
-    STAGES: gl.constexpr = S.stages
     row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     if S.whole:
         acc *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     y = finish(acc, (bias, None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, yd.dtype, None)
-    unit: gl.constexpr = HALF * ROWS
-    place = xs.index((step + (STAGES - 1 - unit // S.width)) % STAGES).slice(unit % S.width, ROWS, dim=1)
+    place = place.slice(HALF % S.beside * ROWS, ROWS, dim=1)
     place.permute([1, 0]).store(y)
     fence_async_shared()
     tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
