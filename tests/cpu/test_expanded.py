@@ -42,7 +42,7 @@ def test_results_are_those_of_packed_codes(
     fmt = Format(4, block, zero, scale)
     for isa, (m, n, k) in itertools.product(ISAS, SHAPES):
         kernel, plain = kernels(isa, fmt, n, k, dtype, way, monkeypatch)
-        if block != "channel" or k <= expanded.LONGEST:
+        if block != "channel" or k <= isa.expanded_longest:
             assert kernel.fields(m)["panel_function"]
         packed, x, residual = pack(random_codes(fmt, (n, k), m)), activations(m, k, dtype, 1, n % 3), activations(m, n, dtype, 2)
         for bias, clamp, added in ((torch.randn(n), (-3.0, 4.0), residual), (None, (-torch.inf, torch.inf), None)):
@@ -59,7 +59,7 @@ def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
         (Format(4, 32, "offset"), 100, isa.expands_offsets),
         (Format(8, 32), 100, False),
     ):
-        kernel = LinearKernel(fmt, 32, expanded.LONGEST + 32, torch.float32, "int8", "block", isa=isa)
+        kernel = LinearKernel(fmt, 32, isa.expanded_longest + 32, torch.float32, "int8", "block", isa=isa)
         assert ("panel_function" in kernel.fields(m)) == takes
 
 

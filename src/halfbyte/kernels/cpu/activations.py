@@ -20,6 +20,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
 
 _TOGETHER = 16  # blocks whose scales are found at once
+_AHEAD = 4096  # bytes: from where the memory that a row is read from is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,9 @@ class _Int8Row(_Row):
     def _extent(self, x: Value, real: Value, n: Value) -> Value:
         """The bits of the largest magnitude of `real` elements from x on: the order of integers is the same, and NaN is the largest."""
         size = self.f.variable(self.f.value(self.ints, 0))
-        for _, _, raw in self.units(x, real, n):
+        for u, _, raw in self.units(x, real, n):
+            for line in range(0, bytes_of(self.raw_type), 64):
+                self.f.prefetch(x + u * bytes_of(self.raw_type) + (_AHEAD + line))
             size.value = self._greater(size.value, self.isa.to_float(raw, self.spec.source))
         return size.value.reduce("umax")
 

@@ -95,7 +95,9 @@ def multiply(
     with f.when(plain.equals(0)):
         for p in f.loop(panels[1], panels[0]):
             panel, at_out, panel_bias, columns = of_panel(p, p + 1)
-            f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, columns, *tiles)
+            after = p + 1 if following is None else (p + 1 < panels[1]).select(p + 1, following)
+            numbers = columns, *tiles, weights + after * panel_bytes
+            f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, *numbers)
     together, in_turn = LINEAR.load(args, "together"), LINEAR.load(args, "in_turn").equals(1)
     turns, all_panels = in_turn.select(tiles[1] - tiles[0], 0), (n + (PANEL - 1)) // PANEL
     some = f.variable(panels[0])

@@ -23,8 +23,8 @@ from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 RECORD_BYTES = 24 << 10  # of expanded records at a time
-LONGEST = 1 << 10  # elements of a block, of which at least one is expanded at a time
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
+_LINE = 64  # bytes
 _FIRST, _LAST = 1, 2  # the call of a tile that begins the sums, and the one that writes outputs
 
 
@@ -33,11 +33,20 @@ def record_bytes(width: int, padded: int, zero: str) -> int:
     return width * (padded + 4 * (1 + (zero != "none")))
 
 
+def packed_tail(scale: str, zero: str) -> int:
+    """Bytes behind the codes of a block as it is stored."""
+    size = 4 if scale == "f32" else 2
+    return tail_bytes(size, {"none": 0, "point": 1, "offset": size}[zero], pairs=False)
+
+
 def build(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function:
-    name_of(spec)(arguments, weights, activations, out, bias, sums, columns, blocks, units of the last, _FIRST and _LAST)."""
+    name_of(spec)(arguments, weights, activations, out, bias, sums, asked, columns, blocks, units of the last, _FIRST and _LAST, lines).
+
+    With each unit so many lines of memory are asked for, the first of them as far behind `asked` as its packed codes are behind those
+    of the first unit."""
     module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 6 + ["i64"] * 4)
+    f = module.function(name_of(spec), ["ptr"] * 7 + ["i64"] * 5)
     ExpandedTile(spec, isa, f).emit(f.value("i64", 0))
     return module
 
@@ -52,9 +61,10 @@ def takes_points_off(spec: TileSpec) -> bool:
 
 class ExpandedTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
-        args, weights, activations, out, bias, sums, columns, self.count_blocks, self.last_units, self.stage = f.parameters
+        args, weights, activations, out, bias, sums, asked, columns, self.count_blocks, self.last_units, self.stage, lines = f.parameters
         floats = replace(spec, scale="f32", zero="none" if takes_points_off(spec) else spec.zero)
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
+        self.asked, self.lines, self.packed_tail = f.variable(asked), lines, packed_tail(spec.scale, spec.zero)
         self.sums = sums
         if not self.in_registers:
             self.scratch = sums
@@ -65,7 +75,9 @@ class ExpandedTile(Tile):
 
     def emit(self, first: Value) -> None:
         f, size = self.f, 4 * self.isa.lanes
-        begins = (self.stage & _FIRST).equals(_FIRST)
+        begins, ends = (self.stage & _FIRST).equals(_FIRST), (self.stage & _LAST).equals(_LAST)
+        with f.when(ends):
+            self._ask_for_outputs(first)
         with f.when(begins):
             self._begin(first)
         if self.in_registers:
@@ -74,13 +86,26 @@ class ExpandedTile(Tile):
                     total.value = self.sums.load(self.isa.floats, n * size, size)
         part = Part(first, first, first, first)
         behind = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
-        ends = (self.stage & _LAST).equals(_LAST)
         with f.when(ends):
             self._end(first, behind)
         if self.in_registers:
             with f.when(ends.equals(0)):
                 for n, total in enumerate(self.totals):
                     self.sums.store(total.value, n * size, size)
+
+    def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
+        if self.spec.single:  # the next tile's activations; those of long blocks would not stay near
+            for line in range(0, self.spec.rows * (self.row_unit_bytes + 4 * FIELDS), _LINE):
+                self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
+        super()._block(w, a, tail, fields, units, first)
+        self.asked.value = self.asked.value + self.packed_tail
+
+    def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
+        asked = self.asked.value
+        for line in self.f.loop(self.lines):
+            self.f.prefetch(asked + line * _LINE)
+        self.asked.value = asked + PANEL * self.spec.unit // 2
+        return super()._unit(w, a, first, sums)
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
         return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width)
@@ -111,9 +136,11 @@ class PanelSpec:
 
 
 def build_panel(spec: PanelSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, first tile, behind the last)."""
+    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, first tile, behind the last, following).
+
+    `following`: the weights that are read after this panel's."""
     module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 3)
+    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 3 + ["ptr"])
     _Panel(spec, isa, f).emit()
     return module
 
@@ -121,12 +148,13 @@ def build_panel(spec: PanelSpec, isa: ISA) -> Module:
 class _Panel:
     def __init__(self, spec: PanelSpec, isa: ISA, f: Function) -> None:
         self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop = f.parameters
+        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.scale_bytes = 4 if spec.scale == "f32" else 2
-        self.tail_bytes = tail_bytes(self.scale_bytes, {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero], pairs=False)
         self.units, self.blocks = (LINEAR.load(self.args, field) for field in ("units", "blocks"))
-        self.records = f.alloca("i8", max(RECORD_BYTES, record_bytes(self.width, LONGEST, spec.zeros)), 64)
+        self.unit_bytes, self.tail_bytes = PANEL * spec.unit // 2, packed_tail(spec.scale, spec.zero)
+        self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
+        self.records = f.alloca("i8", max(RECORD_BYTES, record_bytes(self.width, isa.expanded_longest, spec.zeros)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:
@@ -158,29 +186,31 @@ class _Panel:
         def rows_before(tile: Value) -> Value:
             return tile * big - (tile - f.umin(tile, count))
 
+        asked = ends.select(self.following, self.weights + stop * self.packed_bytes)
+        lines, shares = (self.unit_bytes + self.tail_bytes) // _LINE, tiles[1] - tiles[0]
         row, sums = f.variable(rows_before(tiles[0]) - rows_before(self.first)), f.variable(self.sums + column * (4 * WAITING_ROWS))
         for t in f.loop(tiles[1], tiles[0]):
             larger = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
             rows = larger.select(big, big - 1)
             a = self.activations + row.value * row_bytes + start * rows * block_bytes
             to = out + row.value * out_stride
-            numbers = self.columns - column, stop - start, last_units, stage
-            f.call_pointer(larger.select(*functions), self.args, self.records, a, to, bias, sums.value, *numbers)
+            share = t - tiles[0]
+            before = share * lines // shares  # each tile asks for its share of each unit: at once they would keep it waiting
+            numbers = self.columns - column, stop - start, last_units, stage, (share + 1) * lines // shares - before
+            pointers = self.records, a, to, bias, sums.value, asked + before * _LINE
+            f.call_pointer(larger.select(*functions), self.args, *pointers, *numbers)
             row.value = row.value + rows
             sums.value = sums.value + rows * (4 * self.width)
 
     def _expand(self, column: Value, start: Value, blocks: Value, last_units: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        unit_bytes = PANEL * spec.unit // 2
-        packed_bytes = self.units * unit_bytes + self.tail_bytes
-        w, to = f.variable(self.weights + start * packed_bytes), f.variable(self.records)
+        w, to = f.variable(self.weights + start * self.packed_bytes), f.variable(self.records)
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(last_units, self.units)
-            tail, floats = w.value + units * unit_bytes, to.value + units * (self.width * spec.unit)
+            tail, floats = w.value + units * self.unit_bytes, to.value + units * (self.width * spec.unit)
             left = self._left_of_points(tail, column) if spec.points_off else None
             for t in f.loop(units * (spec.unit // 8)):
                 at = w.value + t * (4 * PANEL) + column * 4
-                f.prefetch(at + blocks * packed_bytes)  # what is expanded next but one
                 stored = isa.stored(at, spec.vectors)
                 for v, steps in enumerate(zip(*(isa.unit_weights(s, 4) for s in stored), strict=True)):
                     for n, code in enumerate(steps):

@@ -67,6 +67,8 @@ class ISA:
     asks_in_turn = False  # where several row tiles pass over a panel, each asks for a share of the next one
     expanded_long_tile: tuple[int, int] | None = None  # the same for blocks of more than 32, where it is another
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
+    expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
+    expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded
     expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
@@ -95,6 +97,10 @@ class ISA:
     def streams(self, m: int, inner: str, bits: int) -> int:
         """Panels that a tile of all M rows takes at once, so that weights are read from as many places."""
         return 1
+
+    def expands_from(self, block: int) -> int:
+        """Rows from which on codes are expanded, in blocks of so many elements."""
+        return self.expanded_rows
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""

@@ -245,7 +245,7 @@ class AVX512VNNI(AVXVNNI):
     register_totals = 12
     direct_tile = (12, 2)
     minimal = 112, 58  # on Sapphire Rapids
-    expanded_rows = 64
+    expanded_rows = 32
     expands_offsets = True
 
     def __init__(self, intel: bool | None = None) -> None:
@@ -254,6 +254,7 @@ class AVX512VNNI(AVXVNNI):
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expanded_tile, self.expanded_long_tile = (6, 2), (12, 2)  # the former's totals are in registers
+            self.expanded_longest, self.expanded_chunk_bytes = 1 << 14, 3 << 18
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn = 2048, 1024, True
 
@@ -266,6 +267,9 @@ class AVX512VNNI(AVXVNNI):
 
     def streams(self, m: int, inner: str, bits: int) -> int:
         return 4 if self.intel and m <= (3 if inner == "int8" else 2) else 1
+
+    def expands_from(self, block: int) -> int:
+        return self.expanded_rows * (1 if block < _LONG_BLOCK else 2)
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")

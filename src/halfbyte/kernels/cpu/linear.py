@@ -205,7 +205,8 @@ class LinearKernel:
         if taken.isa.asks_in_turn:
             fields |= {"in_turn": int(fields["at_once"] == 1), "together": fields["at_once"]}
         phases = jit.load("driver", driver.build, self.isa)
-        chunks = max(1, min(m * taken.row_bytes // taken.isa.chunk_bytes, fields["tiles"] + fields["lesser_tiles"]))
+        near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
+        chunks = max(1, min(m * taken.row_bytes // near, fields["tiles"] + fields["lesser_tiles"]))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
         return LINEAR.buffer(fields), m * taken.row_bytes
 
@@ -258,10 +259,10 @@ class LinearKernel:
     def _expands(self, m: int) -> tuple[int, int] | None:
         """Rows and vectors of the tiles for M rows if they read expanded codes."""
         spec, isa = self.tile_spec, self.isa
-        fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= expanded.LONGEST
+        fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= isa.expanded_longest
         # On AVX2 float offsets take so many instructions at a block's end that it is slower.
         fits = fits and (spec.zero != "offset" or isa.expands_offsets)
-        if not fits or m < isa.expanded_rows:
+        if not fits or m < isa.expands_from(self.geometry.padded):
             return None
         return (self.geometry.padded > 32 and isa.expanded_long_tile) or isa.expanded_tile
 

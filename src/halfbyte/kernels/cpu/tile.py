@@ -173,6 +173,7 @@ class Tile:
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
+        self._ask_for_outputs(first)
         self._begin(first)
         none = self.f.value("i64", 0)
         part = Part(none, none, first, first)
@@ -280,6 +281,12 @@ class Tile:
 
     def _initial(self, first: Value, v: int) -> Value:
         return self.f.value(self.isa.floats, 0.0)
+
+    def _ask_for_outputs(self, first: Value) -> None:
+        """Lines of outputs that are not near hold up what is stored after them."""
+        stride, size = LINEAR.load(self.args, "out_stride"), self.isa.lanes * self.spec.vectors * self.out_bytes
+        for row, at in itertools.product(range(self.spec.rows), range(0, size, 64)):
+            self.f.prefetch(self.out + first * self.out_bytes + stride * row + at)
 
     # One block along K
 
