@@ -319,6 +319,11 @@ def _warpgroup_mma_wait(left: int, deps: list[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
+def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
+    assert a.t.dtype == b.t.dtype, f"{a.t.dtype} times {b.t.dtype}"
+    return Value((a.t.double() @ b.t.double()).float() + acc.t)
+
+
 # PTX
 
 
@@ -513,7 +518,7 @@ _LANGUAGE = _Language(
 )
 _NAMES: dict[str, Any] = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": Mbarrier, "tma": Tma, "warpgroup_mma": _warpgroup_mma,
-    "warpgroup_mma_wait": _warpgroup_mma_wait, "fence_async_shared": lambda: None, "gdc_wait": lambda: None,
+    "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "fence_async_shared": lambda: None, "gdc_wait": lambda: None,
     "gdc_launch_dependents": lambda: None, "range": _range,
 }  # fmt: skip
 

@@ -154,7 +154,7 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
 def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:
     """A config that a kernel no longer has is a number that nobody reads."""
     formats = {"w4_none_b128": "int4_g128", "w4_point_b128": "int4_g128_zp", "w4_none_b32": "q4_0"}
-    formats |= {"w8_none_b32": "q8_0", "w8_none_row": "int8_channel"}
+    formats |= {"w8_none_b32": "q8_0", "w8_none_row": "int8_channel", "w4_none_row": "int4_channel"}
     for path in tune._TABLES.glob("*.json"):
         table = tune._read(path)
         assert path.stem == table["arch"]

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch
+from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_int8_hopper
 from halfbyte.kernels.gpu.conv import Convolution
 from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
@@ -65,16 +65,48 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
 
 
 @pytest.mark.parametrize(
-    ("name", "activation"), [("int4_channel", "row"), ("int8_channel", "row"), ("int4_g128", "row"), ("q8_0", "block")]
+    ("name", "dtype", "m", "config"),  # columns, panels, each, stages, programs
+    [
+        ("q4_0", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
+        ("int4_g128", torch.float16, 9, (16, 2, 2, 2, 2)),
+        ("int4_channel", torch.bfloat16, 3, (8, 4, 1, 3, 4)),
+        ("q8_0", torch.bfloat16, 16, (16, 1, 2, 2, 2)),
+        ("int8_g64", torch.float16, 30, (32, 4, 1, 3, 4)),
+        ("int8_g128", torch.bfloat16, 5, (8, 2, 1, 4, 5)),
+    ],
 )
-def test_gemm_int8_hopper(name: str, activation: Activation) -> None:
-    codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(70, 450).to(torch.bfloat16), torch.randn(140)
-    problem = Problem("linear", 70, 140, 450, codes.format, x.dtype, "int8", activation)
+def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int, ...]) -> None:
+    """Stages that end beyond K, panels that are not there, tiles that programs share."""
+    problem = Problem("linear", m, 140, 640, as_format(name), dtype)
+    assert skinny_hopper.supports(problem, GPU) is None
+    with interpreted(skinny_hopper):
+        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, interpreted=False, weight_rounded=True, epilogue=m == 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "config"),
+    [
+        ("int4_channel", "row", None),
+        ("int8_channel", "row", None),
+        ("int4_g128", "row", None),
+        ("q8_0", "block", None),
+        ("int4_channel", "row", skinny_hopper.Config(64, 1, 1, 3, 2)),
+        ("int8_channel", "row", skinny_hopper.Config(64, 2, 1, 2, 3)),
+    ],
+)
+def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | None) -> None:
+    """With few rows (`config`) skinny_int8_hopper."""
+    m = 70 if config is None else 60
+    codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(m, 450).to(torch.bfloat16), torch.randn(140)
+    problem = Problem("linear", m, 140, 450, codes.format, x.dtype, "int8", activation)
     views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
-    config = replace(gemm_int8_hopper.configs(problem, GPU)[0], programs=2)
-    out = torch.full((70, 140), torch.nan, dtype=x.dtype)
-    with interpreted(gemm_int8_hopper):
-        gemm_int8_hopper.launch(problem, config, x, *views, out, Epilogue(bias, None, -1.0, 6.0))
+    module = gemm_int8_hopper if config is None else skinny_int8_hopper
+    assert module.supports(problem, GPU) is None
+    out = torch.full((m, 140), torch.nan, dtype=x.dtype)
+    with interpreted(gemm_int8_hopper, skinny_hopper):
+        module.launch(
+            problem, config or replace(module.configs(problem, GPU)[0], programs=2), x, *views, out, Epilogue(bias, None, -1.0, 6.0)
+        )
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
 

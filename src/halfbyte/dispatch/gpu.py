@@ -51,6 +51,10 @@ GPU_LINEAR = (
         lambda c, p: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
     ),
     GpuCandidate(
+        "skinny_hopper", "float", "skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
+        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+    ),
+    GpuCandidate(
         "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
         _hopper_tiles,
     ),
@@ -61,6 +65,10 @@ GPU_LINEAR = (
     GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
         lambda c, p: Tiles(c.block_m, c.block_n, c.split),
+    ),
+    GpuCandidate(
+        "skinny_int8_hopper", "int8", "skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
+        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
     ),
     GpuCandidate(
         "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",

@@ -203,12 +203,12 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
-    if not gated:
-        config = choice.taken.config if choice.taken.candidate.home == "skinny" else None
-        return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
-    # What gates take in a kernel of their own: they are read and written once more, and it begins and ends.
-    longest = choice.taken.seconds + _START + 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
+    # What a norm, or gates, take in a kernel of their own: it begins and ends, and gates are read and written once more.
+    longest = choice.taken.seconds + _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
+    if not gated:
+        config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
+        return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
     found = (skinny.gated(problem, o.config) for o in options)
     # Where warps have parts of K of their own, gates take a third longer than the product alone (4 and 8 rows, on an H100).
     fitting = sorted((config for config in found if config is not None), key=lambda config: config.batch > 1)

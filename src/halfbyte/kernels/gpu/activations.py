@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
@@ -154,8 +155,11 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
     return Quantized(plan, q, part(at_scale, plan.groups), part(at_sums, plan.sum_groups), offset)
 
 
-def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
-    """x [m, k] (float32, float16 or bfloat16, unit stride along k) into `memory`, uint8 [at least plan.nbytes]."""
+def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = False) -> Quantized:
+    """x [m, k] (float32, float16 or bfloat16, unit stride along k) into `memory`, uint8 [at least plan.nbytes].
+
+    early   start before the kernel before has ended, and let the next one do so: from Hopper on
+    """
     out = views(plan, memory)
     single = not plan.whole_row and plan.padded == plan.granule
     # Granules of one program: some whole groups of one granule, or all of one group's.
@@ -188,7 +192,9 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor) -> Quantized:
         WITH_OFFSET=plan.with_offset,
         WHOLE=plan.whole,
         NIBBLES=plan.nibbles,
+        PDL=early,
         num_warps=max(1, min(16, held * plan.granule // 512)),
+        **({"launch_pdl": True} if early else {}),
     )
     return out
 
@@ -295,8 +301,11 @@ def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 def _quantize(
     x, q, scale, sums, offset, columns, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
-    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr,
+    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * group
     end = tl.minimum(first + group, granules)

@@ -42,8 +42,8 @@ _TWO_BF16 = gl.constexpr(
 )
 # The constant, of which the compiler does not know that it is one: else it would write it into a register again for each use.
 HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
-_PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
-_PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
+PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
+PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
 
 def parts_of(bits: int, block_m: int) -> int:
@@ -202,7 +202,8 @@ def _prefetch(pointers):
 
 
 @gluon.jit
-def _fma(a, b, c):
+def fma(a, b, c):
+    """a * b + c of float16 or bfloat16, two elements at a time."""
     if a.dtype == gl.float16:
         return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.float16, is_pure=True, pack=2)
     else:
@@ -211,7 +212,7 @@ def _fma(a, b, c):
 
 @gluon.jit
 def _negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
-    """What `_fma` adds to take point and magic constant off."""
+    """What `fma` adds to take point and magic constant off."""
     if DTYPE == gl.bfloat16:
         return (point | 0x4300 | -0x8000).to(DTYPE, bitcast=True)
     elif ODD:
@@ -239,12 +240,12 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
         zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
     q = plane
     if not SIGNED or S.zero != "none":
-        q = _fma(plane, factor, zero)
+        q = fma(plane, factor, zero)
     if not S.whole:
         offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
         if S.zero == "offset":
             offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
-        q = _fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
+        q = fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
     return q
 
 
@@ -272,9 +273,9 @@ def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
     elif DTYPE == gl.float16:
-        u = gl.inline_asm_elementwise(_PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
+        u = gl.inline_asm_elementwise(PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
     else:
-        u = gl.inline_asm_elementwise(_PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
+        u = gl.inline_asm_elementwise(PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
     return _weights(u, tails, PLANE, DTYPE, S)
 
 

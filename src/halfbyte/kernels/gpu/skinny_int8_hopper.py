@@ -1,0 +1,44 @@
+"""y [M, N] = x [M, K] . W^T on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, a scale a channel and a row of x.
+
+x is quantized in a first pass (`activations.py`), and `skinny_hopper.py` multiplies: its first weights are on their way meanwhile.
+Arithmetic: that of `gemm_int8.py`, where x and the weight have one block each.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from halfbyte.kernels.gpu import activations, gemm_int8, skinny_hopper
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.skinny_hopper import Config
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.machine import Gpu
+
+_MOST_M = 64
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if reason := gemm_int8.supports(problem, gpu) or skinny_hopper.refused(problem, gpu, _MOST_M):
+        return reason
+    plan = activations.plan(problem)
+    if not plan.whole or plan.with_offset:
+        return "it multiplies rows and channels that have one scale each and no offset"
+    return None
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    return skinny_hopper.configs(problem, gpu)
+
+
+def launch(
+    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
+) -> None:
+    """x [M, K] times the weight whose sections are codes and scale -> out [M, N], contiguous."""
+    plan, static = activations.plan(problem), skinny_hopper.compiled_for(problem, config, clamp=epilogue.clamps)
+    memory = launcher.workspace(out.device, plan.nbytes + skinny_hopper.beside(static, config))
+    quantized = activations.quantize_activation(x, plan, memory, early=not triton.knobs.runtime.interpret)
+    rest = memory[plan.nbytes :]
+    skinny_hopper.multiply(problem, config, static, quantized.q, quantized.scale, codes, scale, out, epilogue, rest)

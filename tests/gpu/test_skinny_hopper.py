@@ -1,0 +1,115 @@
+"""Few rows times a weight on Hopper: formats, odd sizes, tiles cut by any number of programs. Runs on a Hopper GPU only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from aot import compile_all, linear_job
+from float_support import check_linear
+from samples import random_codes
+
+from halfbyte.formats import as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.gpu import skinny_hopper, skinny_int8_hopper
+from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import GPUS, Gpu
+
+H, B = torch.float16, torch.bfloat16
+FORMATS = ["int4_g128", "q4_0", "int4_g64", "int4_channel_f16", "int4_channel", "int4_g256_f16"]
+FORMATS += ["q8_0", "int8_channel", "int8_g128", "int8_g64"]
+INTEGERS = {"compute": "int8", "activation": "row"}
+
+
+def problem(name: str, m: int = 8, n: int = 4096, k: int = 4096, dtype: torch.dtype = B, **ways: Any) -> Problem:
+    return Problem("linear", m, n, k, as_format(name), dtype, **ways)
+
+
+@pytest.fixture
+def hopper(device: torch.device, gpu: Gpu) -> torch.device:
+    if device.type != "cuda" or gpu.capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [H, B], ids=str)
+def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device) -> None:
+    for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, 640, 1000 if name in ("q4_0", "q8_0") else 1152)):
+        asked = problem(name, m, n, k, dtype)
+        for config in skinny_hopper.configs(asked, GPUS["sm_90"]):
+            for programs in {1, min(7, config.programs), config.programs}:
+                cut = replace(config, programs=programs)
+                check_linear(skinny_hopper, cut, asked, hopper, interpreted=False, weight_rounded=True, epilogue=m == 7)
+
+
+@pytest.mark.parametrize("name", ["int4_channel", "int8_channel"])
+def test_integers(name: str, hopper: torch.device) -> None:
+    for m, n, k in ((7, 333, 1000), (64, 640, 2048)):
+        asked = problem(name, m, n, k, **INTEGERS)
+        codes, x, bias = random_codes(asked.format, (n, k)), torch.randn(m, k).to(B), torch.randn(n)
+        views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(hopper), gpu_tiles.geometry(codes.format, codes.shape))
+        expected = reference.linear(x, codes, bias, "int8", "row", (-1.0, 6.0))
+        error = reference.error_bound(x, codes, bias, "int8", "row")
+        for config in skinny_int8_hopper.configs(asked, GPUS["sm_90"]):
+            out = torch.full((m, n), torch.nan, dtype=B, device=hopper)
+            skinny_int8_hopper.launch(asked, config, x.to(hopper), *views, out, Epilogue(bias.to(hopper), None, -1.0, 6.0))
+            assert reference.agrees(out.cpu(), expected, error).all(), config
+
+
+def test_x_need_not_be_aligned(hopper: torch.device) -> None:
+    asked = problem("int4_g128", 7, 200, 1024)
+    config = skinny_hopper.configs(asked, GPUS["sm_90"])[0]
+    check_linear(skinny_hopper, config, asked, hopper, interpreted=False, weight_rounded=True, x_offset=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem("int4_g128"), "sm_80", "Hopper's instructions"),
+        (problem("q8_0", 33), "sm_90", "32 rows of x at most"),
+        (problem("int4_g128_zp"), "sm_90", "has zeros"),
+        (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
+        (problem("int8_g32_f32", dtype=H), "sm_90", "16 bits"),
+        (problem("int4_g20"), "sm_90", "TMA reads x in rows"),
+        (problem("int4_g128", k=4095), "sm_90", "TMA reads x in rows"),
+        (problem("int4_g128", n=1 << 26, k=1 << 15), "sm_90", "in 32 bits"),
+        (problem("int8_channel", 65, **INTEGERS), "sm_90", "64 rows of x at most"),
+        (problem("int8_channel", compute="int8", activation="row_offset"), "sm_90", "no offset"),
+        (problem("q8_0", **INTEGERS), "sm_90", "one scale each"),
+    ],
+)
+def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
+    module = skinny_int8_hopper if asked.compute == "int8" else skinny_hopper
+    assert reason in (module.supports(asked, GPUS[arch]) or "")
+
+
+@pytest.mark.parametrize("ways", [{}, INTEGERS], ids=["floats", "integers"])
+@pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int8_channel", "q8_0"])
+def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
+    gpu = GPUS["sm_90"]
+    for m in (1, 9, 32, 64):
+        for n, k in ((64, 128), (4096, 4096), (28672, 8192), (151936, 896)):
+            asked = problem(name, m, n, k, **ways)
+            module = skinny_int8_hopper if ways else skinny_hopper
+            if module.supports(asked, gpu) is None:
+                for config in module.configs(asked, gpu):
+                    static = skinny_hopper.compiled_for(asked, config, clamp=False)
+                    steps = -(-n // static.rows) * -(-k // (128 * static.depth))
+                    assert 1 <= config.programs <= min(steps, gpu.sms)  # each has a step, or who is to come last is counted wrongly
+                    assert config.columns >= m
+                    assert config.stages >= 2
+                    assert config.stages * static.stage_bytes + (8 << 10) <= gpu.shared
+
+
+def test_what_it_is_made_of() -> None:
+    asked = {"m": 8, "n": 8192, "k": 8192, "format": "q4_0", "dtype": "bfloat16", "configs": [0]}
+    [[binary]] = compile_all([linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", wanted="resources", **asked)])
+    assert binary.spills == 0
+    products = binary.ptx.count("mma.sync.aligned.m16n8k16")
+    assert products == 32  # 8 a record, in four partitions
+    assert binary.ptx.count("fma.rn.bf16x2") == 4 * products  # what takes the constant off two weights of a lane, and nothing else
+    assert binary.ptx.count("cp.async.bulk.tensor") >= 3
