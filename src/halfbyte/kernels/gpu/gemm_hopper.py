@@ -100,7 +100,9 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         for programs in {whole, gpu.sms if waves > 1 else split, min(gpu.sms, tiles * records)}:
             us = _START_US + -(-tiles * records // programs) * record_us
             if tiles % programs:  # programs meet, each once or twice
-                meeting = 3.0 * (programs // tiles) - 1.0 if programs % tiles == 0 else _MEETINGS_US
+                # Unequal shares begin anywhere along K: the longer it is, the less of x and of the weight is found in the cache.
+                unequal = _MEETINGS_US * max(1.0, records / 32) ** 1.5
+                meeting = 3.0 * (programs // tiles) - 1.0 if programs % tiles == 0 else unequal
                 us += meeting * (0.3 + 0.7 * rows * block_m / (64 * 256))
             found.append((us, Config(rows, block_m, most_stages(bits, rows, block_m, gpu), 8, programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
