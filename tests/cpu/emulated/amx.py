@@ -12,6 +12,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX2, AVXVNNI
 
 class EmulatedTiles(AMXTiles):
     name, cpu, features, attributes, needs = "amx_emulated", "haswell", "", "", AVX2.needs
+    narrows = False
 
     def __init__(self) -> None:
         super().__init__()

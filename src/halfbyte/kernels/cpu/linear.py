@@ -262,7 +262,7 @@ class LinearKernel:
         fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= isa.expanded_longest
         # On AVX2 float offsets take so many instructions at a block's end that it is slower.
         fits = fits and (spec.zero != "offset" or isa.expands_offsets)
-        if not fits or m < isa.expands_from(self.geometry.padded):
+        if not fits or isa.expanded_tile is None or m < isa.expands_from(self.geometry.padded):
             return None
         return (self.geometry.padded > 32 and isa.expanded_long_tile) or isa.expanded_tile
 
