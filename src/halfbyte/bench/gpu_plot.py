@@ -9,7 +9,7 @@ from html import escape
 from halfbyte.bench.gpu_report import GpuMeasurement
 
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 440, 300, 56, 34, 12, 34
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 440, 300, 56, 34, 18, 34
 
 
 def svg(points: Sequence[GpuMeasurement], title: str) -> str:
