@@ -50,6 +50,7 @@ HEAVY = {
     "openvino": None,
 }
 MAX_LINES = 600
+BESIDE = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
 
 
@@ -179,6 +180,13 @@ def _sources() -> list[tuple[str, Path]]:
 @pytest.mark.parametrize(("module", "path"), _sources(), ids=lambda value: value if isinstance(value, str) else "")
 def test_house_rules(module: str, path: Path) -> None:
     assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
+
+
+def test_no_file_beside_the_package_is_longer_than_those_in_it() -> None:
+    root = Path(__file__).parents[1]
+    lines = {str(path): len(path.read_text("utf-8").splitlines()) for room in BESIDE for path in (root / room).rglob("*.py")}
+    assert lines
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
 
 
 def test_the_whole_package_is_read() -> None:
