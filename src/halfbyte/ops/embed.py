@@ -12,8 +12,6 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.layers import Addresses, LayerNorm, why_not_packed
 
-MOST_TABLES = 3
-
 
 class NormedEmbeddings:
     """y = norm(tables[0][ids[0]] + tables[1][ids[1]] + …), added in this order, in float32.
@@ -28,8 +26,8 @@ class NormedEmbeddings:
 
         k = tables[0].shape[-1] if tables else 0
         sizes = [*(tuple(table.shape) for table in tables), *(tuple(t.shape) for t in norm[:2])]
-        if not 1 <= len(tables) <= MOST_TABLES or k == 0 or any(size[1:] != (k,) for size in sizes[:-2]) or sizes[-2:] != [(k,)] * 2:
-            raise ArgumentError(f"one to {MOST_TABLES} tables [N, K] of one K > 0 and a norm of K elements are taken, got {sizes}")
+        if not 1 <= len(tables) <= embed.MOST_TABLES or k == 0 or any(size[1:] != (k,) for size in sizes[:-2]) or sizes[-2:] != [(k,)] * 2:
+            raise ArgumentError(f"one to {embed.MOST_TABLES} tables [N, K] of one K > 0 and a norm of K elements are taken, got {sizes}")
         if (reason := why_not_packed(tables)) is not None:
             raise ArgumentError(f"these embeddings are not computed in one call: {reason}")
         self.rows = [table.shape[0] for table in tables]

@@ -16,22 +16,19 @@ Arithmetic: that of `tile.RequantizingTile`.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import arrange, direct_call, runtime
+from halfbyte.kernels.cpu import arrange, direct_call
 from halfbyte.kernels.cpu.arrange import LANE
 from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
-from halfbyte.kernels.cpu.direct_call import OwnTiles
+from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
-from halfbyte.kernels.cpu.linear import CALL, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -121,30 +118,19 @@ class _ArrangedTile(RequantizingDirectTile):
         return out
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
 def supports(sizes: Filter, isa: ISA) -> bool:
     """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
     fmt = sizes.format
     return isa.arranges and fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
 
 
-class ArrangedConvKernel:
-    """The compiled convolution of int8 images of any size.
-
-    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
-    `weights_of` made; `table` is the tables of the groups.
-
-    linear   the kernel of the same matrix
-    """
+class ArrangedConvKernel(OwnWeightsKernel):
+    """Has weights of bytes in their own order, which are made at the first call."""
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
-        self.sizes, self.isa, self.linear = sizes, current(), linear
+        super().__init__(sizes, window, linear)
         self.run = direct_call.run_of(sizes, window)
         self.form = f"arranged in runs of {self.run}"
-        self.number = next(_numbers)
 
     def weights_of(self, codes: Codes) -> Tensor | None:
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]; None where they are too many."""
@@ -167,19 +153,8 @@ class ArrangedConvKernel:
         chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (made.weights, flip, take, following)], 2)
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
-        _memory, scratch = thread.memory(call.memory)
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
-        self.linear.run(call.address, call.threads)
-        return out
-
-    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
-        own = OwnTiles(name_of, build_tile, weights.shape[2], group(self.isa))
-        return direct_call.plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, own)
+    def tiles(self, panel_bytes: int) -> OwnTiles:
+        return OwnTiles(name_of, build_tile, panel_bytes, group(self.isa))
 
 
 def _lanes(runs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from halfbyte.kernels.cpu.arrange import LANE
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.kept import ConvCall
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -284,3 +286,38 @@ def plan(
     buffer = DIRECT.buffer(fields)
     kept = edge, places, walk_places, mask, lane_places
     return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
+
+
+_kept = Kept[ConvCall]()
+_numbers = itertools.count()
+
+
+class OwnWeightsKernel:
+    """The compiled convolution of int8 images of any size by tiles that have weights of their own.
+
+    Conditions that the caller has checked: the file's `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights`
+    is what `weights_of` made; `table` is the tables of the groups.
+
+    linear   the kernel of the same matrix
+    """
+
+    def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
+        self.sizes, self.isa, self.linear = sizes, current(), linear
+        self.number = next(_numbers)
+
+    def tiles(self, panel_bytes: int) -> OwnTiles:
+        """What multiplies; `panel_bytes` of weights for each tile's outputs."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
+        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
+        key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        _memory, scratch = thread.memory(call.memory)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
+        self.linear.run(call.address, call.threads)
+        return out
+
+    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
+        return plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, self.tiles(weights.shape[2]))

@@ -15,20 +15,16 @@ Arithmetic: that of `tile.RequantizingTile`.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import direct_call, runtime
+from halfbyte.kernels.cpu import direct_call
 from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
-from halfbyte.kernels.cpu.direct_call import OwnTiles
+from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Module, Value
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
-from halfbyte.kernels.cpu.linear import CALL, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -94,10 +90,6 @@ class _StemTile(RequantizingDirectTile):
         self._write(first)
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `StemKernel` takes int8 images and weights of these sizes."""
     fmt = sizes.format
@@ -106,21 +98,14 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     return isa.mixed_dot and plain and sizes.channels % 8 != 0 and round_up(run, 4) <= _MOST_PADDED * run
 
 
-class StemKernel:
-    """The compiled convolution of int8 images of any size.
-
-    Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
-    `weights_of` made; `table` is the tables of the groups.
-
-    linear   the kernel of the same matrix
-    """
+class StemKernel(OwnWeightsKernel):
+    """Has weights of whole quads for unsigned codes, which are made at the first call."""
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
-        self.sizes, self.isa, self.linear = sizes, current(), linear
+        super().__init__(sizes, window, linear)
         self.run = direct_call.line_run(sizes, window)
         self.padded = round_up(self.run, 4)
         self.form = f"runs of {self.run} in quads"
-        self.number = next(_numbers)
 
     def weights_of(self, codes: Codes) -> Tensor:
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]."""
@@ -132,16 +117,5 @@ class StemKernel:
         corrections = w.sum((2, 3), dtype=torch.int32).mul_(-128).view(sizes.groups, columns // width, width)
         return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
 
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
-        _memory, scratch = thread.memory(call.memory)
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
-        self.linear.run(call.address, call.threads)
-        return out
-
-    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
-        own = OwnTiles(name_of, build_tile, weights.shape[2], _width(self.isa), self.padded, _unit(self.padded))
-        return direct_call.plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, own)
+    def tiles(self, panel_bytes: int) -> OwnTiles:
+        return OwnTiles(name_of, build_tile, panel_bytes, _width(self.isa), self.padded, _unit(self.padded))
