@@ -1,4 +1,4 @@
-"""Whole language models with synthetic weights: tokens a second of halfbyte and of its peers.
+"""Whole language models with synthetic weights: tokens per second of halfbyte and of its peers.
 
     python benchmarks/llm.py                       CPU: a Llama of 0.63 billion weights beside llama.cpp (pip install xllamacpp)
     python benchmarks/llm.py --device cuda --size 8b

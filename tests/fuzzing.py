@@ -383,7 +383,7 @@ def run(kind: Kind, count: int, seed: int) -> Outcome:
         folder = Path(name)
         kind.make(folder)
         with _Largest():
-            kind.read(folder)  # what is imported on the way is no case's memory
+            kind.read(folder)  # imports on the way do not count as a case's memory
         sound = {file: (folder / file).read_bytes() for file in kind.files}
         changes = {file: mutations(content, rng) for file, content in sound.items()}
         with _limited(sum(map(len, sound.values()))):
@@ -420,7 +420,7 @@ def _one(kind: Kind, folder: Path, outcome: Outcome, which: str, *, closely: boo
 
 @contextmanager
 def _limited(size: int) -> Iterator[None]:
-    """An allocation that is out of all measure fails, and what fails so is no HalfbyteError."""
+    """An allocation that is out of all measure fails, and the error is not a HalfbyteError."""
     if sys.platform != "linux":
         yield
         return

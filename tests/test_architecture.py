@@ -1,4 +1,4 @@
-"""The house rules, read from the source: who may import whom, and how big things may grow.
+"""The rules of the architecture, checked on the source: which package may import which, and how large files and signatures may be.
 
 `check` takes a module's name and text, so that each rule is shown to fail on a text that breaks it.
 """
@@ -83,26 +83,26 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _wrong_imports(module: str, tree: ast.AST) -> Iterator[str]:
-    if module in ("halfbyte", "halfbyte.__main__"):  # the public face, and the command
+    if module in ("halfbyte", "halfbyte.__main__"):  # the public API, and the command
         return
-    room = module.split(".")[1]
-    if room not in RANKS:
-        yield f"the room {room} has no rank"
+    package = module.split(".")[1]
+    if package not in RANKS:
+        yield f"the package {package} has no rank"
         return
     for name in _imported(tree):
         top, _, rest = name.partition(".")
         other = rest.split(".")[0]
         if top == "":
             yield f"relative import of {name}"
-        elif top != "halfbyte" or other == room or other.startswith("__"):
+        elif top != "halfbyte" or other == package or other.startswith("__"):
             continue
         elif other not in RANKS:
-            if RANKS[room] == max(RANKS.values()):  # above all rooms, the public face is as good as any
+            if RANKS[package] == max(RANKS.values()):  # above all packages, the public API is as good as any
                 continue
             yield f"imports {name}: name the module that it lives in"
-        elif RANKS[other] == RANKS[room]:
-            yield f"imports {name}, a room of its own rank"
-        elif RANKS[other] > RANKS[room]:
+        elif RANKS[other] == RANKS[package]:
+            yield f"imports {name}, a package of the same rank"
+        elif RANKS[other] > RANKS[package]:
             yield f"imports {name}, which is of a higher rank"
 
 
@@ -178,13 +178,13 @@ def _sources() -> list[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize(("module", "path"), _sources(), ids=lambda value: value if isinstance(value, str) else "")
-def test_house_rules(module: str, path: Path) -> None:
+def test_rules(module: str, path: Path) -> None:
     assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
 
 
 def test_no_file_beside_the_package_is_longer_than_those_in_it() -> None:
     root = Path(__file__).parents[1]
-    lines = {str(path): len(path.read_text("utf-8").splitlines()) for room in BESIDE for path in (root / room).rglob("*.py")}
+    lines = {str(path): len(path.read_text("utf-8").splitlines()) for package in BESIDE for path in (root / package).rglob("*.py")}
     assert lines
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
 
@@ -203,8 +203,8 @@ def test_the_whole_package_is_read() -> None:
         ("halfbyte.formats.spec", "def f():\n    from halfbyte.nn import x", "imports halfbyte.nn, which is of a higher rank"),
         ("halfbyte.formats.spec", "if TYPE_CHECKING:\n    import halfbyte.nn", "imports halfbyte.nn, which is of a higher rank"),
         ("halfbyte.formats.spec", "importlib.import_module('halfbyte.nn')", "imports halfbyte.nn, which is of a higher rank"),
-        ("halfbyte.layouts.base", "from halfbyte.quantizers import absmax", "imports halfbyte.quantizers, a room of its own rank"),
-        ("halfbyte.io.gguf", "from halfbyte.kernels.problem import P", "imports halfbyte.kernels.problem, a room of its own rank"),
+        ("halfbyte.layouts.base", "from halfbyte.quantizers import absmax", "imports halfbyte.quantizers, a package of the same rank"),
+        ("halfbyte.io.gguf", "from halfbyte.kernels.problem import P", "imports halfbyte.kernels.problem, a package of the same rank"),
         ("halfbyte.env", "from halfbyte.machine import machine", "imports halfbyte.machine, which is of a higher rank"),
         ("halfbyte.errors", "from halfbyte import env", "imports halfbyte.env, which is of a higher rank"),
         ("halfbyte.nn.modules", "from halfbyte import Format", "imports halfbyte.Format: name the module that it lives in"),
@@ -213,7 +213,7 @@ def test_the_whole_package_is_read() -> None:
         ("halfbyte.nn.modules", "import halfbyte as hb", "imports halfbyte: name the module that it lives in"),
         ("halfbyte.nn.modules", "from . import convert", "relative import of ."),
         ("halfbyte.nn.modules", "from ..ops import linear", "relative import of ..ops"),
-        ("halfbyte.attic.old", "", "the room attic has no rank"),
+        ("halfbyte.attic.old", "", "the package attic has no rank"),
         ("halfbyte.ops", "import llvmlite.binding", "imports llvmlite at module level"),
         ("halfbyte.kernels.cpux", "import llvmlite", "imports llvmlite at module level"),
         ("halfbyte.nn.convert", "try:\n    import transformers\nfinally:\n    pass", "imports transformers at module level"),

@@ -169,7 +169,7 @@ def test_the_scale_protects_the_channels_that_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calibration_gives_norms_and_codes_that_belong_together(dtype: torch.dtype) -> None:
-    """With 8 bits a channel the new model is nearly the old one, whatever was moved between norms and weights."""
+    """With 8 bits per channel the new model is nearly the old one, whatever was moved between norms and weights."""
     model = language_model("llama", dtype)
     before = copy.deepcopy(model.state_dict())
     formats = {name: as_format("int8_g16") for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -193,7 +193,7 @@ def test_rows_that_are_no_whole_blocks_are_refused() -> None:
 
 
 def test_formats_without_blocks_are_refused() -> None:
-    with pytest.raises(FormatError, match="int4_g32 has no byte blocks"):
+    with pytest.raises(FormatError, match="int4_g32 has no block encoding"):
         to_blocks(absmax(torch.ones(2, 64), as_format("int4_g32")))
 
 

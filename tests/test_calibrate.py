@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False, "head_dim": 8, "sliding_window": 4,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# gemma3 hands its layers masks and rotations by their kind, qwen3_moe has routers and stacked experts, bert is no decoder.
+# gemma3 hands its layers masks and rotations by their kind, qwen3_moe has routers and stacked experts, bert is not a decoder.
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "bert")
 
 

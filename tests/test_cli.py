@@ -370,7 +370,7 @@ def test_inspect_plain_tensors(run: Run, llama: Path) -> None:
         "tied_to": None,
     }
     assert run("inspect", llama / "model.safetensors", "--json").json["rows"] == list(rows.values())
-    run("inspect", llama, "--against", llama).refuses("no halfbyte checkpoint")
+    run("inspect", llama, "--against", llama).refuses("not a halfbyte checkpoint")
 
 
 def test_inspect_shows_ties_once(run: Run, llama: Path, tmp_path: Path) -> None:

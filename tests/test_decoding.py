@@ -255,7 +255,7 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {step.name: step for step in group.steps}
     assert by_name["attention"].kernel == "attend"
     assert by_name[decoding.QKV].kernel == "skinny with the norm"
-    # Half of 192 rows are no whole panels of 64: the gates are not in the product.
+    # Half of 192 rows are not whole panels of 64: the gates are not in the product.
     assert by_name[decoding.GATE_UP].kernel == "skinny, after a kernel of the norm, before one of silu(gate) * up"
     for rows in (9, 64, 300):
         many = decoding.steps(short.model.layers[0], GPUS["sm_90"], rows=rows)

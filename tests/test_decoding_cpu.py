@@ -370,6 +370,6 @@ def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="a decoder layer takes weights"):
         DecoderLayer(tuple(weights), (norms[0], norms[0][:3]), (0.0, 0.0, 0.0), heads)
     odd = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (66, 32), (32, 33))]
-    with pytest.raises(ArgumentError, match="33 gates are no whole panels of 32"):
+    with pytest.raises(ArgumentError, match="33 gates are not whole panels of 32"):
         DecoderLayer(tuple(Weight(p, None, "auto", "block") for p in odd), norms, (0.0, 0.0, 0.0), heads)  # type: ignore[arg-type]
     assert decoding_cpu.MOST_ROWS == 64

@@ -231,7 +231,7 @@ def test_what_stays_as_it_is() -> None:
     assert reason(eager) == "its attn_implementation is \"eager\", not 'sdpa' or 'halfbyte'"
     assert "is a Linear, which is not quantized" in reason(KINDS["bert"]())
     odd = pair(shortened=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
-    assert reason(odd) == "heads of 6 are no multiple of 4"
+    assert reason(odd) == "heads of 6 are not a multiple of 4"
     assert states(odd, inputs(odd, 3)).shape == (3, 24)
 
 

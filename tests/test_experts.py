@@ -216,7 +216,7 @@ def test_one_matrix_is_for_linear_and_a_stack_is_not() -> None:
 
 
 def test_only_rows_of_known_experts_have_gradients() -> None:
-    """On a GPU an id may be no expert's; the backward pass is the same there and here."""
+    """On a GPU an id may be invalid; the backward pass is the same there and here."""
     packed = hb.pack(random_codes(as_format("q4_0"), (E, N, K)))
     ids = torch.tensor([0, E, 2, -1])
 

@@ -179,7 +179,7 @@ def test_a_dtype_of_choice(dtype: torch.dtype, folder: Path, tmp_path: Path) -> 
 
 
 def test_what_is_no_language_model(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no language model"):
+    with pytest.raises(CheckpointError, match="not a language model"):
         open_model(tmp_path)
     with pytest.raises(CheckpointError, match="there is no"):
         open_model(tmp_path / "nowhere")

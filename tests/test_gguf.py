@@ -496,7 +496,7 @@ def test_llama_cpp_reads_what_is_written(name: str, format: str, tmp_path: Path,
         for count, next_tokens in theirs.next_tokens(ids, 2, len(tokenizer))
         for token, found in next_tokens.items()
     ]
-    # Both quantize activations to 8 bits a block: an error of about 1/254 of a block's largest, here in two layers of random weights.
+    # Both quantize activations to 8 bits per block: an error of about 1/254 of a block's largest, here in two layers of random weights.
     assert len(errors) > 2 * len(tokenizer)
     assert max(errors) < 0.15
     assert sum(errors) / len(errors) < 0.02

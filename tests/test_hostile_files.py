@@ -142,7 +142,7 @@ def test_any_value_in_the_header_may_be_nonsense(saved: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"", "no safetensors file or is cut short"),
+        (b"", "not a safetensors file or is truncated"),
         (b"{}x", "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
@@ -150,14 +150,14 @@ def test_any_value_in_the_header_may_be_nonsense(saved: Path, tmp_path: Path) ->
         (b"[]", "holds a JSON list"),
         (b'{"a": 1}', "has no description"),
         (b'{"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 4]}}', "has dtype 'F4'"),
-        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "no list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [1e9], "data_offsets": [0, 4]}}', "no list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}', "no list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [0, 4611686018427387904, 9], "data_offsets": [0, 0]}}', "no list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "not a list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [1e9], "data_offsets": [0, 4]}}', "not a list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}', "not a list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [0, 4611686018427387904, 9], "data_offsets": [0, 0]}}', "not a list of sizes"),
         (b'{"a": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4]}}', "takes 4000000000000"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "begins at byte"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}', "has -4 bytes"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "its header speaks of"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "its header describes"),
         (b'{"a": {"dtype":"U8", "shape":[4], "data_offsets":[0, 4]}, "b": {"dtype": "U8", "shape": [], "data_offsets":[3, 4]}}', "begins"),
         (b'{"a": {"dtype":"U8", "shape":[4], "data_offsets":[0, 4]}, "a": {"dtype": "U8", "shape": [], "data_offsets":[0, 1]}}', "twice"),
     ],
@@ -173,7 +173,7 @@ def test_headers_that_break_a_rule(header: bytes, message: str, tmp_path: Path) 
 
 def test_a_header_longer_than_the_file(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match="or is cut short"):
+    with pytest.raises(CheckpointError, match="or is truncated"):
         read_header(tmp_path / "x.safetensors")
 
 

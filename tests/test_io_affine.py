@@ -149,7 +149,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("axis", torch.tensor(2), "halfbyte reads HQQ of"),
         ("nbits", torch.tensor(5), "halfbyte reads HQQ of"),
         ("quant_zero", torch.tensor(1), "quantized themselves"),
-        ("group_size", torch.tensor(40), "no parts of its rows"),
+        ("group_size", torch.tensor(40), "not parts of its rows"),
         ("W_q", torch.zeros(3, 32, dtype=torch.uint8), "not .* weights of 4 bits"),
         ("zero", torch.zeros(3, 1), "fits the others"),
     ]):  # fmt: skip

@@ -305,13 +305,13 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "empty": "its weight is empty",
         "attention": not_a_kind,
         "attention.out_proj": "MultiheadAttention reads its weight without calling it",
-        "elsewhere": "its weight is also holder.0, which is no module that can be quantized",
+        "elsewhere": "its weight is also holder.0, which is not a module that can be quantized",
         "holder": not_a_kind,
         "norm": not_a_kind,
         "batch": not_a_kind,
         "volume": not_a_kind,
         "mirrored": "it pads otherwise than with zeros",
-        "experts": "it has stacked weights, and is no module of experts as transformers builds them",
+        "experts": "it has stacked weights, and is not a module of experts as transformers builds them",
         "lazy": "its weight is a UninitializedParameter",
     }
 
@@ -356,7 +356,7 @@ def test_report_counts_bytes_and_bits() -> None:
     assert after.bytes_before == before.bytes_before
     assert after.bytes_after == 10 * 2 * 18 + 4 * (10 + 20)  # 2 blocks of 18 bytes a row
     assert after.bits_per_weight == 4.5
-    assert "1 quantized at 4.50 bits a weight, 1 kept; 2.7 kB before, 480 B after, 5.58 times smaller" in str(after)
+    assert "1 quantized at 4.50 bits per weight, 1 kept; 2.7 kB before, 480 B after, 5.58 times smaller" in str(after)
     assert str(before).endswith("2.7 kB before, 2.7 kB after")
     assert json.loads(json.dumps(after.to_json()))["totals"]["bytes_after"] == after.bytes_after
 

@@ -172,7 +172,7 @@ def test_refusals(call: Callable[[hb.Packed], object], message: str) -> None:
 def test_refusals_of_qlinear() -> None:
     x = torch.zeros(2, K, dtype=torch.int8)
     good: dict[str, Any] = {"in_scale": 0.1, "in_zero": 0, "out_scale": 0.1, "out_zero": 0}
-    with pytest.raises(FormatError, match="symmetric weights with one scale a channel or a tensor"):
+    with pytest.raises(FormatError, match="symmetric weights with one scale per channel or tensor"):
         hb.qlinear(x, packed_weight("q8_0"), **good)
     packed = packed_weight("int8_channel")
     for changed, message in (

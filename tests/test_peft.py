@@ -79,7 +79,7 @@ def test_merging_quantizes_again_and_unmerging_gives_the_codes_back() -> None:
     apart = logits(model)
     codes = [m.codes().data.clone() for m in model.modules() if isinstance(m, QuantLinear)]
     model.merge_adapter()
-    # 8 bits a channel: each weight moves by at most 1/254 of the largest of its channel.
+    # 8 bits per channel: each weight moves by at most 1/254 of the largest of its channel.
     assert 0 < float((logits(model) - apart).norm() / apart.norm()) < 0.02
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model), apart, rtol=0, atol=0)

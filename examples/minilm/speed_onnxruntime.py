@@ -43,7 +43,7 @@ CONTENDERS = (
 
 
 def float_model(attending: str = "sdpa", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Without the layer above the first token, which is no part of the export, and which no embedding of a sentence takes."""
+    """Without the layer above the first token, which is not part of the export, and which no embedding of a sentence takes."""
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attending, "add_pooling_layer": False}
     model: nn.Module = AutoModel.from_pretrained(model_folder(), local_files_only=True, **settings)
     return model.eval()

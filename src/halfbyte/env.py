@@ -32,7 +32,7 @@ _MAX_THREADS = 4096
 
 
 class Variable(NamedTuple):
-    """One environment variable. `default` says in words what holds where it is not set."""
+    """One environment variable. `default` describes what applies where it is not set."""
 
     name: str
     meaning: str
@@ -49,7 +49,7 @@ VARIABLES = (
 
 
 def cache() -> Path:
-    """The folder for what is worth keeping between runs (HALFBYTE_CACHE). It need not exist yet.
+    """The folder for compiled kernels and measured times (HALFBYTE_CACHE). It need not exist yet.
 
     Raises ArgumentError if it is something other than a folder.
     """
@@ -65,7 +65,7 @@ def dump() -> Path | None:
 
 
 def isa() -> Isa | None:
-    """The instruction set that the user insists on (HALFBYTE_ISA), or None. Raises ArgumentError for any other name."""
+    """The instruction set that the user demands (HALFBYTE_ISA), or None. Raises ArgumentError for an unknown name."""
     text = _text("HALFBYTE_ISA")
     if text is None:
         return None
@@ -80,7 +80,7 @@ def threads() -> int | None:
     text = _text("HALFBYTE_THREADS")
     if text is None:
         return None
-    # The length comes first: int() itself refuses thousands of digits with an error of its own.
+    # The length is checked first: int() raises its own error for thousands of digits.
     if len(text) > 9 or not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= _MAX_THREADS:
         raise ArgumentError(f"HALFBYTE_THREADS is {text!r}: use a whole number from 1 to {_MAX_THREADS}, or unset it")
     return int(text)
@@ -95,7 +95,7 @@ def tune() -> bool:
 
 
 def unknown() -> list[str]:
-    """Variables in the environment that begin with HALFBYTE_ and mean nothing here, sorted: most likely misspelt."""
+    """Names in the environment that begin with HALFBYTE_ and are not known, sorted: most likely misspelt."""
     known = {variable.name for variable in VARIABLES}
     return sorted(name for name in os.environ if name.startswith("HALFBYTE_") and name not in known)
 

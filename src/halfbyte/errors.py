@@ -1,11 +1,11 @@
-"""What halfbyte raises. Every message is one sentence: what was wrong, what came, what is allowed, what to do."""
+"""The exceptions of halfbyte. Every message is one sentence: what is wrong, the value received, what is allowed, what to do."""
 
 import re
 from pathlib import Path
 
 
 class HalfbyteError(Exception):
-    """The base of everything that halfbyte raises on purpose."""
+    """The base class of all errors that halfbyte raises."""
 
 
 class FormatError(HalfbyteError, ValueError):
@@ -21,7 +21,7 @@ class CheckpointError(HalfbyteError):
 
 
 class UnsupportedError(HalfbyteError, NotImplementedError):
-    """A sound request that this machine or this version has no kernel for."""
+    """A valid request that this machine or this version has no kernel for."""
 
 
 class KernelError(HalfbyteError, RuntimeError):
@@ -29,15 +29,15 @@ class KernelError(HalfbyteError, RuntimeError):
 
 
 def not_there(path: Path, kinds: str) -> CheckpointError:
-    """For a model that is in no such place; `kinds` says what to name in its stead."""
+    """The error for a model path that does not exist; `kinds` names what is accepted."""
     hub = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix not in (".gguf", ".safetensors") and not path.parent.exists():
-        hub = f"; what is so called on the Hugging Face Hub is downloaded first, by hf download {path} --local-dir {path.name}"
+        hub = f"; download a model of the Hugging Face Hub first: hf download {path} --local-dir {path.name}"
     return CheckpointError(f"there is no {path}: name {kinds}{hub}")
 
 
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:
-    """Raises ArgumentError unless `value` is of a type that is allowed; `what` says which that are."""
+    """Raises ArgumentError unless `value` is of an allowed type; `what` names the argument and these types."""
     if not isinstance(value, allowed):
         kind = type(value)
         home = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."

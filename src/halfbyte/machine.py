@@ -1,4 +1,4 @@
-"""The machine that halfbyte runs on: its CPU and its GPUs. What the system does not tell is None."""
+"""The machine that halfbyte runs on: its CPU and its GPUs. Properties that the system does not report are None."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VENDORS = {
     "0x61": "Apple",
     "0xc0": "Ampere",
 }
-# What LLVM does not report of Arm: its spelling by those of Linux (/proc/cpuinfo) and of macOS (sysctl hw.optional.arm.*).
+# Arm features that LLVM does not report: LLVM's name -> the names of Linux (/proc/cpuinfo) and of macOS (sysctl hw.optional.arm.*).
 _ARM_FEATURES = {
     "dotprod": ("asimddp", "FEAT_DotProd"),
     "i8mm": ("i8mm", "FEAT_I8MM"),
@@ -86,7 +86,7 @@ class Gpu:
     l2          bytes of the second-level cache
     shared      bytes of shared memory that one block may use
     memory      bytes of device memory
-    bandwidth   bytes a second between that memory and the chip, from its clock and width; None where unknown
+    bandwidth   bytes per second between that memory and the chip, from its clock and width; None where unknown
     clock       Hz that the multiprocessors reach; None where unknown
     """
 
@@ -102,7 +102,7 @@ class Gpu:
     clock: float | None = None
 
 
-# One of each architecture that kernels are compiled and tables are made for.
+# A reference GPU for each architecture that kernels are compiled for.
 GPUS: dict[str, Gpu] = {
     gpu.arch: gpu
     for gpu in (
@@ -119,7 +119,7 @@ GPUS: dict[str, Gpu] = {
 
 @cache
 def machine() -> Machine:
-    """This machine, asked once."""
+    """This machine; queried once."""
     llvm_cpu, features = _llvm()
     brand, vendor = _brand()
     arch = platform.machine().lower()
@@ -137,7 +137,7 @@ def machine() -> Machine:
 
 
 def named_device(name: str | torch.device) -> torch.device | None:
-    """torch's device of that name; None where it knows none."""
+    """torch's device of that name; None where there is none."""
     import torch
 
     try:
@@ -148,14 +148,14 @@ def named_device(name: str | torch.device) -> torch.device | None:
 
 @cache
 def gpu(index: int = 0) -> Gpu:
-    """The GPU that torch calls cuda:`index`, asked once. Raises UnsupportedError where there is none."""
+    """The GPU that torch calls cuda:`index`; queried once. Raises UnsupportedError where there is none."""
     import torch
 
     if not torch.cuda.is_available() or not 0 <= index < torch.cuda.device_count():
         raise UnsupportedError(f"there is no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
     found = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
-    # Clocks come in kHz; memory moves data at both edges.
+    # torch gives clocks in kHz; memory transfers data at both edges.
     clock, memory_clock, width = (getattr(found, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width"))
     return Gpu(
         name=found.name,
@@ -172,7 +172,7 @@ def gpu(index: int = 0) -> Gpu:
 
 
 def _llvm() -> tuple[str, frozenset[str]]:
-    # A machine that runs only GPU kernels need not have llvmlite.
+    # llvmlite may be missing on a machine that runs GPU kernels only.
     with suppress(ImportError, OSError, RuntimeError):
         from llvmlite import binding
 
@@ -196,7 +196,7 @@ def _arm_features() -> frozenset[str]:
 
 
 def _sve_bytes() -> int:
-    """How long a vector of SVE is."""
+    """Bytes of an SVE vector."""
     import ctypes
 
     return int(ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)) & 0xFFFF
@@ -247,7 +247,7 @@ def _caches(cpu: int) -> Caches:
     with suppress(OSError, AttributeError):
         if sys.platform == "darwin":
             for level in ("l1d", "l2", "l3"):
-                # Apple's own CPUs list theirs by kind of core, the fast ones first.
+                # Apple's CPUs list caches by type of core, performance cores first.
                 size = _sysctl(f"hw.perflevel0.{level}cachesize") or _sysctl(f"hw.{level}cachesize")
                 sizes[level] = int.from_bytes(size, "little") or None
         else:
@@ -276,7 +276,7 @@ def _memory() -> int | None:
 
 
 def _sysctl(name: str) -> bytes:
-    """A value of the macOS kernel as it lies in memory, empty where there is none of that name."""
+    """The bytes of a macOS kernel variable, empty where there is none of that name."""
     import ctypes
 
     size = ctypes.c_size_t(256)

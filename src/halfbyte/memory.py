@@ -1,4 +1,4 @@
-"""Where a CPU model's time goes that no kernel sees: memory that is given back to the system after each layer, and asked for again."""
+"""An option of the C library's allocator: without it, memory is returned to the system after each layer and requested again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep memory that it frees, for what it allocates next. True if the C library can do that (glibc can).
+    """Lets this process reuse memory that it has freed instead of returning it to the system. True if the C library can (glibc can).
 
-    glibc takes large blocks from the system one by one and gives them back when they are freed, and torch allocates each layer's output
-    anew. Every page is then mapped and cleared again in every layer, which for a batch of sentences takes as long as the products.
-    The price: until it ends, the process holds the most memory that it ever needed. It changes the whole process, so a program asks
-    for it, and no library should. See mallopt(3); jemalloc and tcmalloc do much the same.
+    glibc maps each large block separately and unmaps it when it is freed, and torch allocates each layer's output anew. Every page
+    is then mapped and cleared again in every layer, which for a batch of sentences takes as long as the matrix products.
+    The price: the process keeps its peak memory until it ends. The setting affects the whole process, so it is for programs to
+    call, not for libraries. See mallopt(3); jemalloc and tcmalloc behave similarly.
     """
     mallopt = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,8 +1,8 @@
-"""Honest clocks: every call is timed by itself, and the median is what gets quoted.
+"""Timing of functions: every call is timed individually, and the median is quoted.
 
-The mean hides a stall in a crowd, the minimum quotes a lucky moment; both ends are kept beside the median so that a
-noisy machine shows. Reading the clock costs about 0.1 µs, which every run includes. A GPU's work is asynchronous:
-`fn` must wait for it.
+A mean is distorted by single stalls, a minimum by a lucky run; minimum and maximum are kept with the median so that a noisy
+machine can be recognized. Reading the clock takes about 0.1 µs, which every run includes. GPU work is asynchronous: `fn` must
+synchronize.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def measure(fn: Callable[[], object], *, min_time: float = 0.2, min_runs: int = 
 
 
 def interleave(contenders: Mapping[str, Callable[[], object]], *, rounds: int = 20, warmup: int = 1) -> dict[str, Timing]:
-    """Times contenders in turn in this process, one call each a round, so that a change of clock rate meets all alike.
+    """Times contenders in turn in this process, one call each per round, so that changes of the clock rate affect all alike.
 
-    Every other round goes backwards, so that no contender always runs in the wake of the same neighbour.
+    Every other round runs in reverse order, so that no contender always follows the same one.
     Raises ArgumentError if `rounds` < 1 or `warmup` < 0.
     """
     if rounds < 1 or warmup < 0:
@@ -72,7 +72,7 @@ def interleave(contenders: Mapping[str, Callable[[], object]], *, rounds: int = 
 
 
 def time_text(seconds: float) -> str:
-    """A time for people, with three significant digits: "12.3 us", "4.56 ms", "1.20 s"; below 1 ns "0 us"."""
+    """A human-readable time with three significant digits: "12.3 us", "4.56 ms", "1.20 s"; below 1 ns "0 us"."""
     seconds = float(f"{seconds:.2e}")  # rounded first: 999.9 us are 1.00 ms
     size, unit = next(((size, unit) for size, unit in ((1, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
     digits = 2 - math.floor(math.log10(seconds / size)) if seconds >= 1e-9 else 0

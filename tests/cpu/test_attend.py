@@ -74,7 +74,7 @@ def test_what_may_not_be_seen() -> None:
 
 def test_heads_that_are_not_computed_here() -> None:
     assert supports(24, 8, 64) is None
-    assert "no multiple of 8" in (supports(24, 8, 20) or "")
+    assert "not a multiple of 8" in (supports(24, 8, 20) or "")
     assert "are not 1 to 16 for each" in (supports(34, 2, 64) or "")
     assert "are not 1 to 16 for each" in (supports(5, 2, 64) or "")
 

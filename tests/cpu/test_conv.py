@@ -339,7 +339,7 @@ def test_an_empty_batch_gives_an_empty_batch() -> None:
         ({"clamp": (1, 0)}, ArgumentError, "low <= high"),
         ({"compute": "int3"}, ArgumentError, "unknown compute"),
         ({"activation": "blok"}, ArgumentError, "unknown activation"),
-        ({"activation": "image"}, UnsupportedError, "a scale a channel or tensor and no zero"),
+        ({"activation": "image"}, UnsupportedError, "a scale per channel or tensor and no zero"),
         ({"bias": torch.randn(7)}, ArgumentError, "bias of 8 outputs"),
         ({"residual": torch.randn(1, 8, 7, 6)}, ArgumentError, "residual is torch.float32"),
     ],

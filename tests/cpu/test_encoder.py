@@ -183,7 +183,7 @@ def test_arguments() -> None:
         EncoderLayer(tuple(weights[::-1]), tuple(norms), HEADS, SCALE, before=False)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="a divisor of 24 heads"):
         EncoderLayer(tuple(weights), tuple(norms), 5, SCALE, before=False)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="heads of 2 are no multiple of 4"):
+    with pytest.raises(ArgumentError, match="heads of 2 are not a multiple of 4"):
         EncoderLayer(tuple(weights), tuple(norms), 12, SCALE, before=False)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is no index any more."""
+    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is not an index any more."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:

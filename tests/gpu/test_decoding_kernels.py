@@ -104,7 +104,7 @@ def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, where: Any) 
 def test_what_gates_do_not_fit(gpu: Gpu) -> None:
     problem = Problem("linear", 1, 192, 256, as_format("int4_g128"), H)
     config = skinny.configs(problem, gpu)[0]
-    assert skinny.gated(problem, config) is None, "half of 192 rows are no whole panels"
+    assert skinny.gated(problem, config) is None, "half of 192 rows are not whole panels"
     assert skinny.gated(replace(problem, n=256), replace(config, split=2)) is None
     x, out = torch.zeros(1, 256, dtype=H), torch.zeros(1, 96, dtype=H)
     with pytest.raises(KernelError, match="takes no gates"):

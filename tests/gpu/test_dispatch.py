@@ -145,7 +145,7 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
     for text in ("", "{", "[]", '{"linear": 3}', '{"linear": {"a": {"1": {"skinny": {"Config()": -1.0}}}}}'):
         path.write_text(text)
         clear()
-        with pytest.warns(UserWarning, match="no table of times.*passed over"):
+        with pytest.warns(UserWarning, match="not a table of times.*passed over"):
             assert tune.measured(gpu, problem(1)) == {}
         with pytest.raises(ArgumentError, match="delete it"):
             tune.keep(gpu, problem(1), {})

@@ -167,7 +167,7 @@ def test_errors() -> None:
     with pytest.raises(ArgumentError, match="unknown activation scaling"):
         hb.conv2d(x, packed, compute="int8", activation="pixel")
     _, blocks = layer("int4_g32", 64, 64, 3, 1)
-    with pytest.raises(UnsupportedError, match=r"a scale a channel"):
+    with pytest.raises(UnsupportedError, match=r"a scale per channel"):
         hb.conv2d(torch.randn(1, 64, 8, 8, device="cuda"), blocks, activation="image")
 
 

@@ -67,5 +67,6 @@ def test_one_hot_rows_give_the_codes_and_ties_go_to_even(bits: int, gpu: Gpu, de
 
 
 def test_refusals(gpu: Gpu) -> None:
-    for name, k, words in (("q8_0", 64, "one scale a channel"), ("int8_channel_zp", 64, "symmetric"), ("int8_channel", 200000, "overflow")):
+    cases = (("q8_0", 64, "one scale per channel"), ("int8_channel_zp", 64, "symmetric"), ("int8_channel", 200000, "overflow"))
+    for name, k, words in cases:
         assert words in str(qlinear.supports(Problem("qlinear", 2, 3, k, as_format(name), torch.int8, "int8", "row"), gpu))

@@ -58,8 +58,8 @@ def test_activations_are_those_of_the_reference(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("q4_0", {"compute": "float"}, "a scale a block, not linear in float"),
-        ("q4_0", {"activation": "row"}, "with a scale a row"),
+        ("q4_0", {"compute": "float"}, "a scale per block, not linear in float"),
+        ("q4_0", {"activation": "row"}, "with a scale per row"),
         ("int4_g128", {}, "not 128"),
         ("q4_0", {"m": 63}, "from 64 on"),
         ("q4_0", {"dtype": torch.float32}, "16 bits"),

@@ -1,6 +1,6 @@
 """Convolutions to time: one layer in the hands of halfbyte and of each peer, all with the same codes.
 
-Images are int8 codes with a zero point (what a ReLU leaves), weights symmetric int8 codes with a scale a channel, outputs int8
+Images are int8 codes with a zero point (what a ReLU leaves), weights symmetric int8 codes with a scale per channel, outputs int8
 codes again; contenders in floating point get the numbers that the codes stand for.
 """
 
@@ -53,7 +53,7 @@ class Layer:
 
     @cached_property
     def codes(self) -> Codes:
-        """Of the weight: int8 with a scale a channel."""
+        """Of the weight: int8 with a scale per channel."""
         rng = torch.Generator().manual_seed(0)
         weight = torch.randn(self.out, self.channels // self.groups, self.kernel, self.kernel, generator=rng)
         return conv.quantize_conv(weight * (2 / weight[0].numel()) ** 0.5, "int8_channel")

@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-time", type=float, default=usual.min_time, help="seconds of a visit (default: %(default)s)")
     parser.add_argument("--memory", type=int, default=usual.memory_bytes >> 20, help="MiB for a contender's weights (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
-    parser.add_argument("--plot", type=Path, help="also draw operations a second against M, and the ceilings, to this file (SVG)")
+    parser.add_argument("--plot", type=Path, help="also draw operations per second against M, and the ceilings, to this file (SVG)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--qlinear", action="store_true", help="in place of all that: int8 codes in, int8 codes out")
     args = parser.parse_args(argv)

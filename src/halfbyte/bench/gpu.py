@@ -166,7 +166,7 @@ def _error(y: torch.Tensor, x: torch.Tensor, work: GpuWork) -> float:
 
 
 def _ceilings(here: Gpu) -> dict[str, float]:
-    """Operations a second of 16 bits that cuBLAS reached on a large product, twice as many of int8, and bytes a second read."""
+    """Operations per second of 16 bits that cuBLAS reached on a large product, twice as many of int8, and bytes per second read."""
     side = 8192
     a, b = (torch.randn(side, side, device="cuda").to(torch.bfloat16) for _ in range(2))
     half = 2 * side**3 / graph_times({"half": [partial(torch.mm, a, b.t())]}, rounds=9)["half"].median

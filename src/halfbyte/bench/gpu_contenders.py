@@ -196,7 +196,7 @@ def machete(work: GpuWork, folder: str | None) -> Bind:
 
 
 def cutlass(work: GpuWork, folder: str | None) -> Bind:
-    """W8A8, a scale a channel and a token, with the quantization of the activations, which halfbyte's times hold too."""
+    """W8A8, a scale per channel and per token, with the quantization of the activations, which halfbyte's times hold too."""
     work.needs(work.compute == "int8" and work.format.zero == "none" and not isinstance(work.format.block, int), "int8 compute per channel")
     work.needs(work.dtype != torch.float32, "activations of 16 bits")
     work.needs(work.n % 16 == 0 and work.k % 16 == 0, "N % 16 = 0 and K % 16 = 0")

@@ -70,7 +70,7 @@ def read(paths: Sequence[Path]) -> GpuReport:
             points = [GpuMeasurement(**{**one, "spread": tuple(one["spread"])}) for one in data["measurements"]]
             reports.append(GpuReport(**{**{name: data[name] for name in GpuReport.__dataclass_fields__}, "measurements": points}))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ArgumentError(f"{path} is no report of the GPU benchmark ({error!r}): give a file that --json wrote") from error
+            raise ArgumentError(f"{path} is not a report of the GPU benchmark ({error!r}): give a file that --json wrote") from error
     if len({report.gpu["name"] for report in reports}) != 1:
         names = ", ".join(report.gpu["name"] for report in reports)
         raise ArgumentError(f"reports of one GPU become one, got {names or 'none'}")

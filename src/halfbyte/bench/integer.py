@@ -52,7 +52,7 @@ def qlinear(work: Workload, format: str) -> Built:
 
 
 def onednn(work: Workload, format: str) -> Built:
-    """`torch.ops.quantized.linear`. (`torch.ops.onednn.qlinear_pointwise` refuses sizes that are no multiples of 64.)"""
+    """`torch.ops.quantized.linear`. (`torch.ops.onednn.qlinear_pointwise` refuses sizes that are not multiples of 64.)"""
     torch.backends.quantized.engine = "onednn"
     slab, step = work.codes(format), out_scale(work)
     zeros = torch.zeros(work.n, dtype=torch.int64)

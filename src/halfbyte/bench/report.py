@@ -18,7 +18,7 @@ _STEADY = 0.8
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine gave at one moment: bytes a second read from memory, int8 and float32 operations a second."""
+    """What the machine gave at one moment: bytes per second read from memory, int8 and float32 operations per second."""
 
     read_bandwidth: float
     dot_peak: float

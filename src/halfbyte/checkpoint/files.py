@@ -12,7 +12,7 @@ from halfbyte.checkpoint.saving import INDEX
 from halfbyte.errors import CheckpointError, not_there
 from halfbyte.io.safetensors import load_json, read_bytes
 
-COMPANION_BYTES = 64 << 20  # files larger than that are no tokenizers
+COMPANION_BYTES = 64 << 20  # files larger than that are not tokenizers
 # Where a folder says how it is quantized besides config.json: AutoGPTQ's file, that of AutoAWQ and llm-awq, Model Optimizer's.
 GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS = "quantize_config.json", "quant_config.json", "hf_quant_config.json"
 _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
@@ -21,7 +21,7 @@ _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", 
 def weight_files(source: Path) -> list[Path]:
     """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
     if source.suffix == ".onnx":
-        raise CheckpointError(f"{source} is no model that is known here: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
+        raise CheckpointError(f"{source} is not a model that is known here: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
     if isfile(source):
         return [source]
     if not isdir(source):

@@ -64,7 +64,7 @@ class Staging:
         self.stem = "model" if fresh else f"model-{digits}"
 
     def commit_folder(self) -> None:
-        """Makes `path` the folder that did not exist: one that is no halfbyte checkpoint and is written once."""
+        """Makes `path` the folder that did not exist: one that is not a halfbyte checkpoint and is written once."""
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)

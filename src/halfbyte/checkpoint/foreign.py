@@ -261,7 +261,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
-    """How a group multiplies: with activations quantized to 8 bits a row, or in floating point where it says nothing of them."""
+    """How a group multiplies: with activations quantized to 8 bits per row, or in floating point where it says nothing of them."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
         return "auto", "block"
@@ -295,7 +295,7 @@ def _group_size(settings: Mapping[str, Any]) -> int:
     size = settings.get("group_size", 128)
     if type(size) is not int or not (size == -1 or 0 < size < 10**9):
         raise CheckpointError(
-            f"config.json says group_size {short(size)}, which is no number of weights and not -1: the checkpoint is damaged"
+            f"config.json says group_size {short(size)}, which is not a number of weights and not -1: the checkpoint is damaged"
         )
     return size
 

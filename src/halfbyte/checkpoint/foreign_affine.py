@@ -83,7 +83,7 @@ def _hqq_settings(reader: Reader, parts: Mapping[str, str], name: str) -> tuple[
     n, k = shape
     if not number("channel_wise", 1) or group < 0 or (group and (k % group if axis == 1 else (n * k) % group)):
         raise CheckpointError(
-            f"{name} of shape {shape} has groups of {group or 'all'}, which are no parts of its rows: dequantize it with hqq"
+            f"{name} of shape {shape} has groups of {group or 'all'}, which are not parts of its rows: dequantize it with hqq"
         )
     return bits, group or None, axis, (n, k)
 
@@ -156,7 +156,7 @@ def _bits_of(about: Mapping[str, Any], name: str) -> int:
 
 
 def _activation(about: Mapping[str, Any]) -> tuple[str, str]:
-    """How a weight is multiplied: with activations quantized to 8 bits a row, or as is fastest where it says nothing of them."""
+    """How a weight is multiplied: with activations quantized to 8 bits per row, or as is fastest where it says nothing of them."""
     if about.get("activation_quantization") == "int8_asym_per_token":
         return "int8", "row_offset"
     inputs = about.get("act_quant_kwargs")

@@ -144,7 +144,7 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     if ordered:
         return "its columns are in activation order, which GGUF does not have"
     if k % _BLOCK or fmt.block_size(k) % _BLOCK:
-        return f"blocks of {fmt.block_size(k)} in rows of {k} are no multiples of 32"
+        return f"blocks of {fmt.block_size(k)} in rows of {k} are not multiples of 32"
     if fmt.zero == "none":
         kind = "q4_0" if fmt.bits == 4 else "q8_0"
     elif fmt.bits == 8:

@@ -89,7 +89,7 @@ def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
         return None
     shape = file.entries[name].shape
     if factor.blocks is not None or math.prod(factor.shape) not in (1, shape[0] if len(shape) > 2 else 1):
-        raise CheckpointError(f"{file.path}: the scale of {name} is no number, and not one for each expert: the file is damaged")
+        raise CheckpointError(f"{file.path}: the scale of {name} is not a number, and not one for each expert: the file is damaged")
     return factor
 
 

@@ -169,7 +169,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"{short(min(twice))} is there in two ways")
     for name, owner in tied.items():
         if not isinstance(owner, str) or (owner not in weights and owner not in plain):
-            raise ValueError(f"{short(name)} is tied to {short(owner)}, which is no tensor of the files")
+            raise ValueError(f"{short(name)} is tied to {short(owner)}, which is not a tensor of the files")
     staging = section.get("staging")
     if staging is not None and not (isinstance(staging, str) and _STAGING.fullmatch(staging)):
         raise ValueError(f"the staging folder is called {short(staging)}, not .halfbyte- and 8 hexadecimal digits")
@@ -186,7 +186,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
 
 def _parse_weight(name: str, entry: object) -> Weight:
     if not isinstance(entry, dict) or not name.endswith(".weight"):
-        raise ValueError(f"{short(name)} is no weight: an object called <module>.weight")
+        raise ValueError(f"{short(name)} is not a weight: an object called <module>.weight")
     kind, dtype, shape, error = entry.get("kind"), entry.get("dtype"), entry.get("shape"), entry.get("error")
     compute, activation = entry.get("compute", "auto"), entry.get("activation", "block")
     if kind not in KINDS:

@@ -52,7 +52,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     seen: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise UnsupportedError(f"{prefix or 'the model'} has extra state that is no tensor, which a checkpoint cannot hold")
+            raise UnsupportedError(f"{prefix or 'the model'} has extra state that is not a tensor, which a checkpoint cannot hold")
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, QuantModule):
             owner = seen.setdefault(id(module.packed_data), f"{dot}weight")

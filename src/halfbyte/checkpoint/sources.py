@@ -1,4 +1,4 @@
-"""Models on disk that are no halfbyte checkpoints: float ones, those that other projects quantized, GGUF files."""
+"""Models on disk that are not halfbyte checkpoints: float ones, those that other projects quantized, GGUF files."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.integrations.text import generate
 
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no text does not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not text does not end the conversation
     messages = [{"role": "system", "content": args.system}] if args.system else []
     cache, seen = DynamicCache(config=model.config), None
     while line := _next_line():

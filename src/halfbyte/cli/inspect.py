@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                     raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} is quantized")
                 _compare(model, Reader(weight_files(args.against)), rows, advance)
     elif args.against is not None:
-        raise CheckpointError(f"{args.path} is no halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
+        raise CheckpointError(f"{args.path} is not a halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
     else:
         rows = list(_plain_rows(Reader(weight_files(args.path))))
     weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         ((row["name"], row["format"], *_cells(row)) for row in rows),
         left=2,
     )
-    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits an element")
+    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits per element")
     for note in () if args.quiet else notes:
         print(note, file=sys.stderr)
     return 0

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         "--bits",
         type=float,
         help="a format for each linear layer, by how much the model suffers on the calibration text, so that all together take at most "
-        "so many bits a weight; the whole model has to fit into memory",
+        "so many bits per weight; the whole model has to fit into memory",
     )
     parser.add_argument("--embedding", metavar="FORMAT", help="of the embeddings, unless they are skipped (default: q8_0)")
     parser.add_argument(

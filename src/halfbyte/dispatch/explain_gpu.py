@@ -33,7 +33,7 @@ def shape_text(problem: Problem) -> str:
 def weight_text(problem: Problem, nbytes: int) -> str:
     """What the packed weight takes, of experts all of them."""
     bits = 8 * nbytes / max(1, problem.experts * problem.n * problem.k)
-    return f"weight  {nbytes:,} bytes, {bits:.2f} bits an element"
+    return f"weight  {nbytes:,} bytes, {bits:.2f} bits per element"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from halfbyte.machine import GPUS, Gpu
 
 
 class Ceilings(NamedTuple):
-    """bandwidth in bytes a second, operations a second of the units that a kernel uses."""
+    """bandwidth in bytes per second, operations per second of the units that a kernel uses."""
 
     bandwidth: float
     operations: float
@@ -59,8 +59,8 @@ class Tiles(NamedTuple):
 
 
 class GpuCeilings(NamedTuple):
-    """bandwidth  bytes a second that a kernel reads from memory
-    half, integer  operations a second of the matrix units, dense: float16 and bfloat16, int8
+    """bandwidth  bytes per second that a kernel reads from memory
+    half, integer  operations per second of the matrix units, dense: float16 and bfloat16, int8
     start  seconds that the smallest kernel of a graph takes
     """
 

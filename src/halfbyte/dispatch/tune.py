@@ -91,10 +91,10 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} is no table of times ({error}): delete it") from error
+        raise ArgumentError(f"{path} is not a table of times ({error}): delete it") from error
     sound = isinstance(table, dict) and isinstance(table.get("linear"), dict) and all(map(_is_entry, table["linear"].values()))
     if not sound:
-        raise ArgumentError(f"{path} is no table of times: delete it")
+        raise ArgumentError(f"{path} is not a table of times: delete it")
     return table  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What numbers mean: formats and codes."""
+"""Number formats, and tensors quantized to them."""
 
 from halfbyte.formats.codes import Codes as Codes
 from halfbyte.formats.spec import PRESETS as PRESETS

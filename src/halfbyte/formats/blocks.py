@@ -27,9 +27,9 @@ _SIZE = 32  # weights of a block
 
 
 def row_bytes(fmt: Format, k: int) -> int:
-    """Bytes of a row of `k` weights. Raises FormatError where the format has no blocks or `k` is no multiple of 32."""
+    """Bytes of a row of `k` weights. Raises FormatError where the format has no blocks or `k` is not a multiple of 32."""
     if fmt.family == "int":
-        raise FormatError(f"{fmt} has no byte blocks: only the formats of ggml and InferLLM have them, for example q4_0")
+        raise FormatError(f"{fmt} has no block encoding: only the formats of ggml and InferLLM have one, for example q4_0")
     if k % _SIZE:
         raise FormatError(
             f"a row of {fmt} blocks has a multiple of {_SIZE} weights, got {k}: pad the weight, or take a format without blocks, "
@@ -83,7 +83,7 @@ def _head_bytes(fmt: Format) -> int:
 
 
 def _reorder(packed: Tensor, *, to_halves: bool, fmt: Format) -> Tensor:
-    """Nibbles of blocks [..., 16], from neighbours in a byte to elements i and i + 16 (ggml's order) or back."""
+    """Reorders the nibbles of blocks [..., 16]: a byte holds neighbours (the order of Codes) or elements i and i + 16 (ggml's)."""
     if fmt.family != "ggml":
         return packed
     nibbles = unpack_nibbles(packed, _SIZE).unflatten(-1, (2, _SIZE // 2) if to_halves else (_SIZE // 2, 2))

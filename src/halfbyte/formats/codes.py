@@ -3,7 +3,7 @@
 data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
         of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
 scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
-zero    None, or points (uint8) or offsets (the scale's dtype), in the scale's shape
+zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
 
 
 def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of each tensor that codes of logical `shape` consist of, by name: data, scale and perhaps zero."""
+    """Name -> (dtype, shape) of the tensors that hold codes of logical `shape`: data, scale and, where the format has one, zero."""
     width = (shape[-1] + 1) // 2 if fmt.bits == 4 else shape[-1]
     scale_shape = fmt.scale_shape(shape)
     stored = {
@@ -46,7 +46,7 @@ def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Codes:
-    """A quantized tensor of logical `shape` [..., N, K]; this module's text gives the order of its bytes."""
+    """A quantized tensor of logical `shape` [..., N, K]; the module's docstring specifies the tensors."""
 
     format: Format
     shape: tuple[int, ...]
@@ -74,19 +74,19 @@ class Codes:
         return f"Codes({self.format}, {list(self.shape)}, on {self.data.device})"
 
     def check_values(self) -> None:
-        """Raises FormatError where a value is one that no quantizer writes. Codes from outside are checked before use."""
+        """Raises FormatError for values that no quantizer writes; for codes from untrusted files."""
         for name, tensor in {"scale": self.scale, "offset": self.zero}.items():
             if tensor is not None and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise FormatError(f"{self.format} codes of shape {list(self.shape)} have a {name} that is not finite")
         if self.format.bits == 4 and self.data.numel():
             if self.format.zero == "point" and self.zero is not None and int(self.zero.max()) > self.format.q_max:
-                raise FormatError(f"the points of {self.format} codes lie in [0, {self.format.q_max}], got {int(self.zero.max())}")
+                raise FormatError(f"the zero points of {self.format} codes lie in [0, {self.format.q_max}], got {int(self.zero.max())}")
             if self.shape[-1] % 2 and bool((self.data[..., -1] > 15).any()):
                 raise FormatError(f"the unused last nibble of {self.format} codes of shape {list(self.shape)} is 0, got another value")
 
     @classmethod
     def from_values(cls, fmt: Format, values: Tensor, scale: Tensor, zero: Tensor | None = None) -> Codes:
-        """From integer codes, one an element, of any integer dtype: [..., N, K] within the format's range."""
+        """From integer codes [..., N, K], one per element, of any integer dtype, within the format's range."""
         if values.is_floating_point():
             raise FormatError(f"{fmt} codes are integers, got {values.dtype}: round them first")
         if values.numel() and (int(values.min()) < fmt.q_min or int(values.max()) > fmt.q_max):
@@ -104,14 +104,14 @@ class Codes:
         return unpack_nibbles(self.data, self.shape[-1]).to(torch.int16) + self.format.q_min
 
     def spread(self, per_block: Tensor) -> Tensor:
-        """A value for each block (scales, zeros) spread over its elements: [..., N, K], or all ones where one is for all."""
+        """Values per block (scales, zeros) broadcast to elements: [..., N, K]; unchanged (all sizes 1) where one is for the tensor."""
         if self.format.block == "tensor":
             return per_block
         k = self.shape[-1]
         return per_block.repeat_interleave(self.format.block_size(k), dim=-1)[..., :k]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that these codes stand for, [..., N, K]: computed in float64, rounded once to `dtype`."""
+        """The weight that these codes represent, [..., N, K]: computed in float64, rounded once to `dtype`."""
         q, scale = self.values().double(), self.spread(self.scale.double())
         if self.zero is None:
             return (q * scale).to(dtype)
@@ -124,7 +124,7 @@ class Codes:
 
     @property
     def rows(self) -> int:
-        """N of the matrix [N, K] that all leading dimensions make together."""
+        """N of the matrix [N, K], all leading dimensions flattened."""
         return math.prod(self.shape[:-1])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class Codes:
 
     @classmethod
     def zeros(cls, fmt: Format, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Codes:
-        """Codes of which every byte is 0: what there is to say of a shape without elements."""
+        """Codes whose tensors are all zero bytes, for shapes without elements."""
         stored = stored_tensors(fmt, shape)
         return cls.from_tensors(fmt, shape, {name: torch.zeros(size, dtype=dtype, device=device) for name, (dtype, size) in stored.items()})
 

@@ -1,26 +1,27 @@
-"""The tensor types of ggml that are read, and their blocks -> codes, scales and zeros. Nothing is rounded.
+"""The tensor types of ggml that are read, and the decoding of their blocks to codes, scales and zeros. Nothing is rounded.
 
-Each type is held by a Format whose codes are the file's codes and whose scales are the exact products of the file's scales:
-two float16 scales times 6-bit integers fit a float32. Blocks, little-endian, by `block_*` of ggml-common.h:
+Each type maps to a Format whose codes are the file's codes and whose scales are the exact products of the file's scales:
+a float16 scale times a 6-bit integer fits a float32. "2-bit" fields are packed four to a byte. Blocks, little-endian, by `block_*` of
+ggml-common.h:
 
     type     weights: bytes                                                                     w of a block      held as
     q4_0 q4_1 q8_0   see blocks.py
     q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int8_g32
     q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int8_g32_offset
     iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        int8_g32
-    q2_K    256: 16 x (4-bit scale s, 4-bit minimum m) | 64 x 4 crumbs | d f16 | e f16          d s q - e m       int4_g16_offset_f32
-    q3_K    256: 256 high bits | 64 x 4 crumbs | 16 6-bit scales s | d f16                      d (s - 32)(q - 4) int4_g16_f32
+    q2_K    256: 16 x (4-bit scale s, 4-bit minimum m) | 256 2-bit | d f16 | e f16              d s q - e m       int4_g16_offset_f32
+    q3_K    256: 256 high bits | 256 2-bit | 16 6-bit scales s | d f16                          d (s - 32)(q - 4) int4_g16_f32
     q4_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 128 nibbles                           d s q - e m       int4_g32_offset_f32
     q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int8_g32_offset_f32
-    q6_K    256: 128 low nibbles | 64 x 4 high crumbs | 16 int8 scales s | d f16                d s (q - 32)      int8_g16_f32
+    q6_K    256: 128 low nibbles | 256 high 2-bit | 16 int8 scales s | d f16                    d s (q - 32)      int8_g16_f32
     iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  int8_g32_f32
     tq1_0   256: 48 bytes of 5 digits to the base 3 | 4 of 4 | d f16                            d (q - 1)         int4_g256
-    tq2_0   256: 64 x 4 crumbs | d f16                                                          d (q - 1)         int4_g256
+    tq2_0   256: 256 2-bit | d f16                                                              d (q - 1)         int4_g256
     mxfp4    32: exponent e | 16 nibbles                                                        2^(e-128) table[q]   int8_g32_bf16
     nvfp4    64: 4 scales s, float8 e4m3 | 32 nibbles                                           s / 2 table[q]    int8_g16
     iq…     256: codes that are looked up in tables of vectors: grids.py                        d m q             int8_g16_f32, int8_g32_f32
 
-Of the types that are written beside those of blocks.py there is one, q5_0: its 5-bit codes hold every 4-bit code less its point.
+Besides the types of blocks.py only q5_0 is written: its 5-bit codes hold every 4-bit code minus its zero point.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _LOW = (0, 4)  # shifts of the nibbles of a byte
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 4-bit floating point, twice its values
 
-# What a decoder makes of blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
+# The result of decoding blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -57,7 +58,7 @@ class BlockType:
     decode: Callable[[Tensor], Parts] | None = None
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of a row of `k` weights. Raises FormatError where `k` is no multiple of the block."""
+        """Bytes of a row of `k` weights. Raises FormatError where `k` is not a multiple of the block."""
         if k % self.weights:
             raise FormatError(f"a row of {self.name} has a multiple of {self.weights} weights, got {k}: the file is damaged")
         return k // self.weights * self.nbytes
@@ -94,13 +95,13 @@ def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _shifted(bytes: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """Fields of bytes [B, n]: of each run of bytes first all fields at the first shift, then at the next. [B, n * len(shifts)]"""
+    """Bit fields of bytes [B, n] -> [B, n * len(shifts)]: for each `run` of bytes all fields at the first shift, then at the next."""
     fields = bytes.reshape(len(bytes), -1, 1, run) >> torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1) & mask
     return fields.reshape(len(bytes), -1)
 
 
 def _fifth_bits(bytes: Tensor) -> Tensor:
-    """The bits of each block's 4 bytes, lowest first, as 16: uint8 [B, 32]."""
+    """The bits of each block's 4 bytes, lowest first, each shifted to the value 16: uint8 [B, 32]."""
     return ((bytes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).reshape(len(bytes), 32) << 4
 
 
@@ -119,7 +120,7 @@ def _iq4_nl(b: Tensor) -> Parts:
 
 
 def look_up(table: tuple[int, ...], nibbles: Tensor) -> Tensor:
-    """int8: what each nibble stands for."""
+    """int8: the table's value for each nibble."""
     return torch.tensor(table, dtype=torch.int8)[nibbles.int()]
 
 
@@ -136,7 +137,7 @@ def _q3_k(b: Tensor) -> Parts:
 
 
 def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of q4_K and q5_K: of bytes 4 to 15, four hold s, four m, four the low nibbles of four more of each."""
+    """Scales and offsets of q4_K and q5_K. Of bytes 4 to 15, four hold s, four m, and four the low nibbles of four more of each."""
     s, m, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((s & 63, rest & 15 | s >> 6 << 4), dim=1)
     minima = torch.cat((m & 63, rest >> 4 | m >> 6 << 4), dim=1)
@@ -164,7 +165,7 @@ def _iq4_xs(b: Tensor) -> Parts:
 
 
 def _tq1_0(b: Tensor) -> Parts:
-    # A byte is a fraction of 256 in which each multiplication by 3 brings the next digit to the front.
+    # A byte is a fraction of 256: multiplying by 3 moves the next base-3 digit to the front.
     powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8).view(1, -1, 1)
     runs = ((b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4))
     fractions = torch.cat([(run.unsqueeze(1) * powers[:, :digits]).flatten(1) for run, digits in runs], dim=1)

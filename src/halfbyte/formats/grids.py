@@ -1,9 +1,9 @@
-"""The types of ggml whose codes are vectors of a table, the grid: iq1, iq2 and iq3.
+"""The types of ggml whose codes are indices of vectors in a table, the grid: iq1, iq2 and iq3.
 
     w = d m q    d a float16 for all 256 weights of a block, m a small multiplier for 16 or 32 of them, q -62 … 62 from the grid
 
-The grids, a few thousand vectors, are the gguf package's. It dequantizes blocks whose d is 1, which gives m q without a rounding; m is
-read here, and what is left is q. All products are exact in float32: d has 11 bits, m at most 5, q at most 6.
+The grids, a few thousand vectors, come from the gguf package. It dequantizes blocks whose d is set to 1, which gives m q without
+rounding; m is read here, and dividing by it gives q. All products are exact in float32: d has 11 bits, m at most 5, q at most 6.
 
     type     bytes                                                                      m
     iq2_xxs  66: d f16 | 8 x (4 indices | 28 bits of signs, 4-bit s)                    (s + 1/2) / 4
@@ -14,7 +14,7 @@ read here, and what is left is q. All products are exact in float32: d has 11 bi
     iq2_s    82: d f16 | 32 indices | 32 bytes of signs | 8 of indices | 16 4-bit s     (s + 1/2) / 4
     iq1_m    56: 32 indices | 16 bytes of them and of signs | 4 x (4 3-bit s, 4 bits of d)   (s + 1/2) / 4
 
-q of iq1 is eight times the table's -1, 0, 1, plus or minus 1, for weights there are shifted by an eighth.
+q of iq1 is eight times the table's -1, 0, 1, plus or minus 1, because weights there are shifted by an eighth.
 
 Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_iq…
 """
@@ -64,7 +64,7 @@ def decode(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _multipliers(name: str, b: Tensor) -> Tensor:
-    """m of each run of weights, float32 [B, 8 or 16]."""
+    """The multiplier m of each 16 or 32 weights, float32 [B, 8 or 16]."""
     if name in ("iq2_xxs", "iq3_xxs"):
         first = {"iq2_xxs": 9, "iq3_xxs": 69}[name]
         step = {"iq2_xxs": 8, "iq3_xxs": 4}[name]
@@ -81,6 +81,6 @@ def _multipliers(name: str, b: Tensor) -> Tensor:
 
 
 def _words(bytes: Tensor) -> Tensor:
-    """uint8 [B, 2 n] -> int32 [B, n], little-endian without a sign."""
+    """uint8 [B, 2 n] -> int32 [B, n]: unsigned little-endian 16-bit words."""
     pairs: Tensor = bytes.to(torch.int32).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 8

@@ -1,7 +1,7 @@
-"""Codes cut into parts for processes that hold one each: exact slices, and their exact inverse.
+"""Codes split into shards, one per process, and their exact inverse.
 
-Cut along N (rows) or E (experts) a part has its rows' codes, scales and zeros. Cut along K a part has whole blocks, so that no scale is
-needed on both sides; where one scale is for a whole row, or for the whole tensor, every part has it.
+A shard along N (rows) or E (experts) has the codes, scales and zeros of its rows. A shard along K has whole blocks, so that no scale
+is needed on both sides of a cut; a scale of a whole row or of the tensor is copied to every shard.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_n
 from halfbyte.formats.spec import Format
 
 Range = tuple[int, int]  # first, one past the last
-Ranges = tuple[Range, ...]  # one after the other: what a part consists of
+Ranges = tuple[Range, ...]  # whose concatenation is a shard
 
 
 def spread(count: int, of: int, unit: int = 1) -> list[Range]:
-    """0 … `count` as `of` runs of whole units, as even as they can be, the longer first; the last unit may be cut short."""
+    """Splits 0 … `count` into `of` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
     units = -(-count // unit)
     bounds = [min(count, (units // of * i + min(i, units % of)) * unit) for i in range(of + 1)]
     return list(pairwise(bounds))
 
 
 def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
-    """Part `index` of `of` of codes [..., N, K], cut along dimension `dim`, as even as whole rows or blocks allow, the larger first.
+    """Shard `index` of `of` of codes [..., N, K] along dimension `dim`, as even as whole rows or blocks allow, the larger first.
 
     Raises FormatError for a cut along K into more parts than a row has blocks.
     """
@@ -44,7 +44,7 @@ def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
 
 
 def unshard(parts: Sequence[Codes], dim: int) -> Codes:
-    """The codes that `parts` were cut from along `dim`, all of them in their order: the inverse of `shard`, bit for bit."""
+    """The codes whose shards along `dim` are `parts`, all of them in order: the inverse of `shard`, bit for bit."""
     if not parts:
         raise FormatError("there are no parts to put together: pass at least one")
     first, axis = parts[0], _axis(parts[0].shape, dim)
@@ -55,19 +55,19 @@ def unshard(parts: Sequence[Codes], dim: int) -> Codes:
 
 
 def narrowed(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Some runs of any tensor along a dimension, one after the other, in memory of their own."""
+    """A copy of some ranges of a tensor along a dimension, concatenated."""
     return torch.cat([tensor.detach().narrow(dim, start, stop - start) for start, stop in ranges or ((0, 0),)], dim)
 
 
 def input_unit(fmt: Format) -> int:
-    """The number of inputs, counted from the first, after which a row of codes may be cut."""
+    """Codes may be cut along K at multiples of this number of inputs."""
     return fmt.block if isinstance(fmt.block, int) else 1
 
 
 def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
-    """Some runs of codes along `dim`, one after the other, as codes of their own that share no memory with these.
+    """A copy of some ranges of codes along `dim`, concatenated.
 
-    Raises FormatError for a run outside of the codes, or one along K that cuts a block.
+    Raises FormatError for a range outside of the codes, or one along K that cuts a block.
     """
     axis = _axis(codes.shape, dim)
     _check(codes.format, codes.shape, axis, ranges)
@@ -83,7 +83,7 @@ def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
 
 
 def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges], parts: Sequence[Codes]) -> Codes:
-    """The inverse of `take`: codes of `shape` from the parts with these runs of it, which may overlap and together are all of it.
+    """The inverse of `take`: codes of `shape` from parts with these ranges of it, which may overlap and together cover it.
 
     Raises FormatError for parts that do not fit together.
     """
@@ -121,9 +121,9 @@ def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges],
 
 
 def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
-    """What `take` needs of each stored tensor along `dim`, in elements of that tensor (None: all of it), for whoever reads no more.
+    """The ranges of each stored tensor that `take` needs along `dim`, in elements of that tensor (None: all), to read only these.
 
-    None where the runs begin or end within a byte.
+    None where the ranges begin or end within a byte.
     """
     axis = _axis(shape, dim)
     _check(fmt, shape, axis, ranges)
@@ -152,7 +152,7 @@ def _check(fmt: Format, shape: tuple[int, ...], axis: int, ranges: Ranges) -> No
 
 
 def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | None:
-    """The runs of one of the tensors of codes, in codes for the data; None: all of it belongs to every part."""
+    """The ranges of one stored tensor, those of data in codes; None: every part has all of it."""
     if part == "data" or (not inputs and fmt.block != "tensor"):
         return ranges
     if not isinstance(fmt.block, int):

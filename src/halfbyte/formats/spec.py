@@ -1,11 +1,11 @@
 """How a quantized number is stored: `Format`, its names, and the grammar that parses and prints them.
 
     w = scale * q                 zero = "none"
-    w = scale * (q - point)       zero = "point",  an integer in the range of q
+    w = scale * (q - point)       zero = "point",  an integer zero point in the range of q
     w = scale * q + offset        zero = "offset", a float of the scale's dtype
 
 Names:  int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32]
-The scale's dtype is left out where it is the usual one: float16 for blocks, float32 for a channel or a tensor.
+The scale's dtype is omitted where it is the default: float16 for blocks, float32 for a channel or a tensor.
 Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1 (ggml), inferllm_q4_0, inferllm_q8_0.
 """
 
@@ -36,7 +36,7 @@ _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "inferllm_q8_0": (8, 32, "none", torch.float32, "inferllm", False),
 }
 _USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "int8_channel", "int8_tensor", "int8_g128")  # to suggest
-# What is nearest to formats that are read from others' files, or not at all: K-quants, nf4, fp8, w4a16.
+# The nearest formats to names that are not in the grammar: K-quants, nf4, fp8, w4a16.
 _ELSEWHERE = {
     r"i?q[1-4]_.*": "q4_0",
     r"i?q[5-8]_.*": "q8_0",
@@ -55,10 +55,10 @@ class Format:
     """How a number is stored.
 
     bits    4 or 8
-    block   elements along K that share a scale, or "channel" (one scale a row), or "tensor" (one in all)
-    zero    "none", "point" (integer) or "offset" (float); see this module's equations
+    block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
+    zero    "none", "point" (integer) or "offset" (float); see the equations above
     scale   dtype of scales and offsets
-    family  whose rules the quantizer follows and whose byte order `blocks.py` writes:
+    family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
             "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"
     sums    each block also carries scale * sum(q) when written out (Q8_1)
 
@@ -109,7 +109,7 @@ class Format:
         return (*shape[:-1], -(-k // self.block_size(k)) if k else 0)
 
     def bits_per_weight(self, k: int) -> float:
-        """Stored bits for each weight of a row of K, scales and zeros included (per tensor: codes alone)."""
+        """Stored bits per weight in a row of K, scales and zeros included (with one scale per tensor: codes alone)."""
         if self.block == "tensor":
             return float(self.bits)
         zero_bits = {"none": 0, "point": 8, "offset": 8 * self.scale.itemsize}[self.zero]
@@ -132,7 +132,7 @@ _NAMES = {preset: name for name, preset in PRESETS.items()}
 
 
 def _suggestion(name: object) -> str:
-    """ " (did you mean …?)" for what is spelled nearly like a format, " (the nearest is …)" for formats of others."""
+    """ " (did you mean …?)" for a misspelled format, " (the nearest is …)" for formats of other projects."""
     if not isinstance(name, str):
         return ""
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())

@@ -251,7 +251,7 @@ def _why_not_parts(layer: nn.Module) -> str | None:
         if type(linears[name]) is not QuantLinear:
             return f"its {name} is a {type(linears[name]).__name__}"
     if not all(type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.bias is not None for norm in norms):
-        return f"its {' or '.join(parts.norms)} is no LayerNorm with weight and bias"
+        return f"its {' or '.join(parts.norms)} is not a LayerNorm with weight and bias"
     if getattr(attention, "is_causal", False) or getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
         return "it is a decoder"
     implementation = cast(Any, attention).config._attn_implementation

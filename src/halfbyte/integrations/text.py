@@ -64,7 +64,7 @@ class Generated:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second after the first; 0 where there is none."""
+        """Tokens per second after the first; 0 where there is none."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
 
 
@@ -92,7 +92,7 @@ def open_model(
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return ready(model, device, dtype), tokenizer
     if not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} is no language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+        raise CheckpointError(f"{path} is not a language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
     if SECTION in described or settings_of(path, described):
         model = _open_quantized(path, described, device, config, dtype, mesh)

@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point with scales -> floats. They are no codes, for 4 bits of exponent reach beyond 8-bit integers.
+"""Weights in 8-bit floating point with scales -> floats. They are not codes, for 4 bits of exponent reach beyond 8-bit integers.
 
     w = scale * weight     weight float8_e4m3fn or float8_e5m2 [..., N, K]
 
@@ -45,7 +45,7 @@ def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: to
 
 
 def numbers_of(scale: Tensor) -> Tensor:
-    """Scales as float32; an exponent of 255, which is no number, as one."""
+    """Scales as float32; an exponent of 255, which is not a number, as one."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     return scale.float()

@@ -262,7 +262,7 @@ class _Cursor:
 def _parse(path: Path, text: bytes, size: int) -> File:
     cursor = _Cursor(path, text, size)
     if text[:4] != MAGIC:
-        raise CheckpointError(f"{path} begins with {text[:4]!r}, not {MAGIC!r}: it is no GGUF file")
+        raise CheckpointError(f"{path} begins with {text[:4]!r}, not {MAGIC!r}: it is not a GGUF file")
     cursor.skip(4)
     version = cursor.number("I")
     if version not in _VERSIONS:
@@ -286,14 +286,14 @@ def _parse(path: Path, text: bytes, size: int) -> File:
         found.append((name, cursor.number("I"), shape, cursor.number("Q")))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not (type(alignment) is int and 0 < alignment < 1 << 20 and alignment & (alignment - 1) == 0):
-        raise cursor.wrong(f"its alignment is {short(alignment)}, which is no power of two")
+        raise cursor.wrong(f"its alignment is {short(alignment)}, which is not a power of two")
     start = -(-cursor.at // alignment) * alignment
     entries: dict[str, Entry] = {}
     for name, kind, shape, offset in found:
         if name in entries:
             raise cursor.wrong(f"tensor {short(name)} comes twice")
         if not is_shape(list(shape)):
-            raise cursor.wrong(f"tensor {short(name)} has shape {short(list(shape))}, which is no list of sizes")
+            raise cursor.wrong(f"tensor {short(name)} has shape {short(list(shape))}, which is not a list of sizes")
         if offset % alignment:
             raise cursor.wrong(f"tensor {short(name)} begins at {offset}, no multiple of the alignment {alignment}")
         entries[name] = Entry(kind, shape, Place(path, start + offset, _bytes(path, name, kind, shape)))

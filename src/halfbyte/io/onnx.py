@@ -92,7 +92,7 @@ def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
     except CheckpointError:
         raise
     except Exception as e:  # protobuf's own DecodeError is named differently by each of its implementations
-        raise CheckpointError(f"{source} is no ONNX file: {' '.join(str(e).split())[:200]}") from e
+        raise CheckpointError(f"{source} is not an ONNX file: {' '.join(str(e).split())[:200]}") from e
     nodes = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
     if len(nodes) != 1:
         raise CheckpointError(f"{source} has {len(nodes)} MatMulNBits: a file with one is imported")
@@ -100,7 +100,7 @@ def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
     roles = dict(zip(("x", "B", "scales", "zero_points", "g_idx", "bias"), nodes[0].input, strict=False))
     parts = {role: _tensor(onnx, initializers[name], source) for role, name in roles.items() if role != "x" and name in initializers}
     if missing := [role for role, name in roles.items() if role != "x" and name and role not in parts]:
-        raise CheckpointError(f"{source}: {missing[0]} of MatMulNBits is no initializer: export the model with its weights")
+        raise CheckpointError(f"{source}: {missing[0]} of MatMulNBits is not an initializer: export the model with its weights")
     settings = {attribute.name: attribute.i for attribute in nodes[0].attribute}
     return _weight(parts, settings, source), parts.get("bias")
 

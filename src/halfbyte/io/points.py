@@ -72,10 +72,10 @@ def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multip
         f"it has {fmt.bits} bits": fmt.bits not in bits,
         "it has offsets, no integer points": fmt.zero == "offset",
         "one scale is for all of it": fmt.block == "tensor",
-        f"its {n} rows are no multiple of {n_multiple}": n % n_multiple != 0,
-        f"its {k} columns are no multiple of {k_multiple}": k % k_multiple != 0,
+        f"its {n} rows are not a multiple of {n_multiple}": n % n_multiple != 0,
+        f"its {k} columns are not a multiple of {k_multiple}": k % k_multiple != 0,
         f"its blocks of {fmt.block} do not divide its {k} columns": k % fmt.block_size(k) != 0,
-        "it is no matrix": len(shape) != 2,
+        "it is not a matrix": len(shape) != 2,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -77,7 +77,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         parsed = dict(pairs)
-        "".join(parsed).encode()  # an escaped lone surrogate is no text, and raises
+        "".join(parsed).encode()  # an escaped lone surrogate is not text, and raises
         if len(parsed) < len(pairs):
             raise ValueError("a name comes twice")
         return parsed
@@ -100,7 +100,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
-                raise CheckpointError(f"{path} has {size} bytes, its header would have {length}: it is no safetensors file or is cut short")
+                raise CheckpointError(f"{path} has {size} bytes, its header {length}: it is not a safetensors file or is truncated")
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
@@ -113,7 +113,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
             raise CheckpointError(f"{path}: tensor {name!r} begins at byte {place.offset}, not {end}, where the one before it ends")
         end += place.spec.nbytes
     if end != size:
-        raise CheckpointError(f"{path} has {size} bytes, its header speaks of {end}: the file is damaged or cut short")
+        raise CheckpointError(f"{path} has {size} bytes, its header describes {end}: the file is damaged or truncated")
     return places, metadata if isinstance(metadata, dict) else {}
 
 
@@ -125,9 +125,9 @@ def _place(path: Path, start: int, name: str, entry: object) -> Place:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointError(f"{where} has dtype {dtype!r}: halfbyte reads {', '.join(_DTYPES)}")
     if not (isinstance(shape, list) and is_shape(shape)):
-        raise CheckpointError(f"{where} has shape {shape!r}, which is no list of sizes: the file is damaged")
+        raise CheckpointError(f"{where} has shape {shape!r}, which is not a list of sizes: the file is damaged")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets))):
-        raise CheckpointError(f"{where} has offsets {offsets!r}, which are no pair of places: the file is damaged")
+        raise CheckpointError(f"{where} has offsets {offsets!r}, which are not a pair of offsets: the file is damaged")
     spec = Spec(_DTYPES[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
         raise CheckpointError(f"{where} has {offsets[1] - offsets[0]} bytes, but {dtype} {shape} takes {spec.nbytes}: the file is damaged")

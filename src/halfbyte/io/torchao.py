@@ -30,7 +30,7 @@ def read(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], blocks:
     scale = points.take(parts, "scale", points.SCALES, (n, blocks), where)
     zero = zeros(parts, (n, blocks), where) - low
     if bool(((zero < 0) | (zero >= 1 << bits)).any()):
-        raise CheckpointError(f"{where}.zero_point is no number of {bits} bits: the checkpoint is damaged")
+        raise CheckpointError(f"{where}.zero_point is not a number of {bits} bits: the checkpoint is damaged")
     raw = q.to(torch.int16) - low
     data = raw.to(torch.uint8) if bits == 8 else pack_nibbles(raw.to(torch.uint8))
     return points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero.to(torch.uint8))

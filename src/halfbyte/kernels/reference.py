@@ -322,7 +322,7 @@ def qlinear(
     """
     rows, n = _rows(xq, codes), codes.shape[0]
     if codes.format.zero != "none" or isinstance(codes.format.block, int):
-        raise ArgumentError(f"qlinear takes symmetric codes with one scale a channel or a tensor, got {codes.format}")
+        raise ArgumentError(f"qlinear takes symmetric codes with one scale per channel or tensor, got {codes.format}")
     w = codes.values().double()
     total = rows.double() @ w.T - in_zero * w.sum(dim=-1)
     scale = codes.scale.double().sum(dim=-1) if codes.shape[1] else torch.zeros(1, dtype=torch.float64)

@@ -21,10 +21,10 @@ class Packed:
     """The same numbers as the Codes it was made from, in the order of `layout`.
 
     shape   logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`)
-    layout  name of the byte order, as the file of that layout in this room defines it
+    layout  name of the byte order, which the module of that name in this package defines
     data    uint8, one dimension
-    name    the format's, spelled once: looking it up costs more than a small kernel
-    calls   what operations keep to make a call of theirs again faster
+    name    the format's name, cached: computing it takes longer than a small kernel
+    calls   cached state of the operations, which makes repeated calls faster
     """
 
     format: Format

@@ -1,9 +1,9 @@
 """The weight of a convolution as codes and as the matrix that kernels multiply.
 
 weight [Co, Ci/groups, Kh, Kw]   as in torch; a 1-D convolution has Kh = 1
-codes  [Co, Kh*Kw, Ci/groups]    where scales belong to blocks: they run along the channels of one tap
-       [Co, Kh*Kw*Ci/groups]     where one scale belongs to a channel or the tensor
-matrix [Co, Kh*Kw*Ci']           what is packed: a patch of the input, taps row by row with their channels together, times
+codes  [Co, Kh*Kw, Ci/groups]    for formats with blocks, which run along the channels of one tap (kernel position)
+       [Co, Kh*Kw*Ci/groups]     for formats with one scale per channel or tensor
+matrix [Co, Kh*Kw*Ci']           the packed weight: a patch of the input, taps row by row with the channels of a tap together, times
                                  this matrix is the output. Ci' is Ci/groups padded to whole blocks.
 """
 
@@ -107,7 +107,7 @@ def filter_of(codes: Codes, kernel: Sequence[int], groups: int = 1) -> Filter:
 
 
 def to_matrix(codes: Codes, sizes: Filter) -> Codes:
-    """codes -> matrix [Co, K]: the same numbers, channels padded with what stands for 0 (with a float offset: q = 0)."""
+    """codes -> matrix [Co, K]: the same numbers, channels padded with the code of 0 (with a float offset: q = 0)."""
     if len(codes.shape) == 2:
         return codes
     fmt, more = sizes.matrix_format, sizes.padded - sizes.channels
@@ -118,7 +118,7 @@ def to_matrix(codes: Codes, sizes: Filter) -> Codes:
 
 
 def _with_more(values: Tensor, codes: Codes, more: int) -> Tensor:
-    """Values of `codes` [Co, taps, channels] with more channels, which hold what stands for 0: the last zero point of each tap, if any."""
+    """Values of `codes` [Co, taps, channels], channels padded with the code of 0: the last zero point of each tap, if any."""
     if not more:
         return values
     zero = None if codes.format.zero == "offset" else codes.zero
@@ -142,7 +142,7 @@ class PackedConv:
 
     layout   "cpu_tiles", "gpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
     data     uint8, one dimension
-    name, numbers   of the format and the sizes, spelled once: looking them up costs more than a small kernel
+    name, numbers   of the format and the sizes, cached: computing them takes longer than a small kernel
     """
 
     sizes: Filter
@@ -213,7 +213,7 @@ def unpack(packed: PackedConv) -> Codes:
 
 
 def dequantize(packed: PackedConv, dtype: torch.dtype) -> Tensor:
-    """The weight that `packed` stands for, [Co, Ci/groups, Kh, Kw]."""
+    """The weight that `packed` represents, [Co, Ci/groups, Kh, Kw]."""
     return channels_first(unpack(packed).dequantize(dtype), packed.sizes.kernel)
 
 
@@ -232,12 +232,12 @@ def from_canonical_bytes(data: Tensor, sizes: Filter) -> Codes:
     return Codes.from_tensors(sizes.format, sizes.codes_shape, tensors)
 
 
-# GPUs: channels of a tap are padded, so that patches are read 16 bytes at a time
+# GPUs: the channels of a tap are padded, so that patches are read 16 bytes at a time
 
 
 def padded_for_gpu(sizes: Filter) -> Filter:
-    """Sizes of the weight that GPUs multiply. Where scales are not of blocks, whose padding is the layout's, a tap gets 4, 8 or a
-    multiple of 16 channels; not where the kernel is a single tap, and the weight that of a linear layer."""
+    """Sizes of the weight that GPUs multiply. In formats without blocks a tap is padded to 4, 8 or a multiple of 16 channels (blocks are
+    padded by the layout itself), unless the kernel is a single tap, whose weight is that of a linear layer."""
     if isinstance(sizes.format.block, int) or (sizes.taps == 1 and sizes.groups == 1):
         return sizes
     channels = sizes.channels
@@ -246,7 +246,7 @@ def padded_for_gpu(sizes: Filter) -> Filter:
 
 @functools.lru_cache(maxsize=4096)
 def gpu_geometry(sizes: Filter) -> gpu_tiles.Geometry:
-    """Of the matrix of one group."""
+    """The geometry of one group's matrix."""
     padded = padded_for_gpu(sizes)
     return gpu_tiles.geometry(padded.matrix_format, (padded.out // padded.groups, padded.k))
 
@@ -269,7 +269,7 @@ def _unpack_gpu(packed: PackedConv) -> Codes:
 
 
 def _with_channels(codes: Codes, sizes: Filter, channels: int) -> Codes:
-    """Codes [Co, taps * Ci] with more channels a tap (what pads means 0; with an offset, q = 0) or with less."""
+    """Codes [Co, taps * Ci] padded with the code of 0 (with an offset, q = 0) or cut to so many channels per tap."""
     values = codes.values().reshape(sizes.out, sizes.taps, sizes.channels)
     values = _with_more(values[..., :channels], codes, max(0, channels - sizes.channels))
     return Codes.from_values(codes.format, values.reshape(sizes.out, -1), codes.scale, codes.zero)

@@ -1,6 +1,6 @@
 """The one weight layout of the CPU kernels: it serves every number of rows M, int4 and int8, integer and float compute.
 
-    weight = panels of 32 rows   (N is padded with rows that are 0)
+    weight = panels of 32 rows   (N is padded with rows of 0)
     panel  = records, one for each block along K
     record = data | 32 scales | 32 zeros | 32 sums of pairs | padding to 64 bytes
 
@@ -13,9 +13,9 @@
       high  k4  k5  k6  k7 |k4  k5  k6  k7 | …   k7
 
 Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero. Elements that pad a
-block stand for 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only).
-Sums of pairs are there for 8 bits where one scale is for a whole row (or all): int32 sums of u[2i] * u[2i + 1], which kernels without
-dot-product instructions take off (`kernels/cpu/isa_x86.py`). They cost 4 bytes a row and record.
+block represent 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only).
+Sums of pairs exist for 8 bits with one scale per row or tensor: int32 sums of u[2i] * u[2i + 1], which kernels without
+dot-product instructions subtract (`kernels/cpu/isa_x86.py`). They take 4 bytes per row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
 """
 
@@ -53,8 +53,8 @@ def tail_bytes(scale_bytes: int, zero_bytes: int, *, pairs: bool) -> int:
 
 
 def piece(block: int, k: int) -> int:
-    """Elements whose products are summed in int32: those of a block. One that is longer than LONGEST_BLOCK is cut into the fewest
-    equal pieces that are not, or, where it holds all of K, into pieces of that length and a rest."""
+    """Elements whose products are summed in int32: a block. A block longer than LONGEST_BLOCK is split into the fewest equal pieces
+    that are not, or, where it holds all of K, into pieces of that length and a remainder."""
     if block >= k or block <= LONGEST_BLOCK:
         return min(block, LONGEST_BLOCK)
     return next(block // pieces for pieces in range(-(-block // LONGEST_BLOCK), block + 1) if block % pieces == 0)
@@ -126,19 +126,19 @@ class Geometry:
 
 @functools.lru_cache(maxsize=4096)
 def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
-    """Of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
+    """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
     return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
 
 
 def allocate(nbytes: int) -> Tensor:
-    """uint8 [nbytes], not initialized, for packed weights: in huge pages where Linux gives them on request.
+    """uint8 [nbytes], not initialized, for packed weights: in huge pages where Linux provides them.
 
-    A product with few rows reads weights as fast as memory gives them, and translating a new address every 4 KB takes some of that.
+    A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     size = (memory.data_ptr() + nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
-    if sys.platform == "linux" and size > 0:  # what fails changes nothing
+    if sys.platform == "linux" and size > 0:  # a failure changes nothing
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_HUGEPAGE)
     return memory
 
@@ -204,7 +204,7 @@ def pack(codes: Codes) -> Packed:
 
 
 def _stored(data: Tensor, k: int, fmt: Format) -> Tensor:
-    """Canonical data of some rows -> one unsigned byte an element."""
+    """Canonical data of some rows -> one unsigned byte per element."""
     if fmt.bits == 4:
         return unpack_nibbles(data, k)
     return data.view(torch.uint8) ^ 128 if fmt.signed else data

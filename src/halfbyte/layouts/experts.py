@@ -1,7 +1,7 @@
-"""Stacked weights [E, N, K], one matrix for each expert: the matrices [N, K], each in a layout of its own, one after the other.
+"""Stacked weights [E, N, K], one matrix per expert: the packed matrices [N, K] one after the other.
 
 The layout is called `stacked_` and the name of the matrices' layout. Every matrix begins at a multiple of 64 bytes (of 256 in
-`gpu_tiles`) and is read by what reads one alone: an expert is a view.
+`gpu_tiles`), so that a view of one expert is a packed matrix like any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unpack(packed: Packed, unpack_matrix: Callable[[Packed], Codes]) -> Codes:
 
 def matrix_of(codes: Codes, e: int) -> Codes:
     """Expert e of stacked codes [E, N, K]: [N, K]."""
-    one = codes.format.block == "tensor"  # a scale for all experts together
+    one = codes.format.block == "tensor"  # one scale for all experts
     tensors = {name: t[0 if one and name != "data" else e] for name, t in codes.tensors().items()}
     return Codes.from_tensors(codes.format, codes.shape[1:], tensors)
 

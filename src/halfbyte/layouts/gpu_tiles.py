@@ -6,7 +6,7 @@ Rows: N is padded to whole panels of 64. Along K each block is padded to 32 elem
 multiple of 128, and the whole row to whole records of 128. Element i of block j lies at padded k = j * padded + i.
 
     scales  [block rows, N padded] in the format's scale dtype; a block row for every `padded` elements of the padded K
-    zeros   the same shape: points (uint8) or offsets (the scale's dtype)
+    zeros   the same shape: zero points (uint8) or offsets (the scale's dtype)
     codes   8 bits: int8 [N padded, K padded]: q where the codes are signed, q - 128 where they have a zero
             4 bits: nibbles u = q + 8 where the codes are signed, u = q where they have a zero, in 16-bit words
 
@@ -21,7 +21,7 @@ The word of row n = 16*nt + 8*rowhalf + row and kq = 16*kt + 8*khalf + 2*k4 + k 
                                                    k         0 1 0 1   0 1 0 1      kq = 2*k4, 2*k4 + 1 (+ 8)
 
 which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt.
-A lane reads what it multiplies with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 wants.
+A lane reads its operands with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 instructions take.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Geometry:
 
     @functools.cached_property
     def block_rows(self) -> int:
-        """Rows of scales: those of the blocks, and of the padding after them."""
+        """Rows of scales: those of the blocks and of the padding after them."""
         return -(-self.k_padded // self.padded)
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class Geometry:
 
 @functools.lru_cache(maxsize=4096)
 def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
-    """Of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
+    """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
     return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
 
 
@@ -210,20 +210,20 @@ def unpack(packed: Packed) -> Codes:
 
 
 def _chunks(geo: Geometry) -> list[tuple[int, int]]:
-    """Whole panels of rows, so many that a chunk has about _CHUNK_ELEMENTS."""
+    """Row ranges of whole panels with about _CHUNK_ELEMENTS each."""
     step = max(1, _CHUNK_ELEMENTS // (PANEL * geo.k_padded)) * PANEL
     return [(start, min(geo.n_padded, start + step)) for start in range(0, geo.n_padded, step)]
 
 
 def _stored(rows: Tensor, geo: Geometry) -> Tensor:
-    """Canonical data of some rows -> a byte an element, as this layout stores it: uint8 [rows, K]."""
+    """Canonical data of some rows -> one byte per element, as this layout stores it: uint8 [rows, K]."""
     if geo.format.bits == 4:
         return unpack_nibbles(rows, geo.k)
     return rows.view(torch.uint8) if geo.format.signed else rows ^ 128
 
 
 def _padded(u: Tensor, rows: int, geo: Geometry) -> Tensor:
-    """uint8 [some rows, K] -> [rows, K padded], the padding filled with what stands for q = 0."""
+    """uint8 [some rows, K] -> [rows, K padded], the padding filled with q = 0."""
     fmt = geo.format
     nothing = (8 if fmt.signed else 0) if fmt.bits == 4 else 0 if fmt.signed else 128
     out = torch.full((rows, geo.k_padded), nothing, dtype=torch.uint8, device=u.device)

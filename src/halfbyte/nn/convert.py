@@ -35,7 +35,7 @@ from halfbyte.quantizers.mixed import allocate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
-STACKED = "it has stacked weights, and is no module of experts as transformers builds them"
+STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _NARROW = 16  # channels of a tap: blocks of fewer would hold more scale than code
 _ROWS = 128  # of a weight, from which its error is estimated: reading all takes longer than quantizing
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
@@ -60,8 +60,8 @@ class Config:
     method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
-    compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale a channel or tensor and no zero, and "row"
-                for all else
+    compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and
+                means "row" for all other modules
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
                 its first layer to its last, with scales of its results that were chosen before, from calibration images
     calibration  as for `quantize_`, where that is given none
@@ -135,7 +135,7 @@ class Config:
             sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
             count = sum(weight.numel() for weight in weights.values())
             if bits < (least := 8 * sum(map(min, sizes)) / count):  # before the minutes that measuring takes
-                what = f"the smallest formats take {least:.2f} bits a weight, got {bits}"
+                what = f"the smallest formats take {least:.2f} bits per weight, got {bits}"
                 raise ArgumentError(f"{what}: allow more bits or smaller formats")
             losses = measure_losses(model, weights, choices, as_calibration(calibration), progress)
             budget = int(bits * count / 8)
@@ -294,7 +294,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
             and (fmt.zero != "none" or isinstance(fmt.block, int))
         ):
             raise ArgumentError(
-                f'activations="static" takes weights with a scale a channel or tensor and no zero, got {fmt} for {name}: use int8_channel'
+                f'activations="static" takes weights with a scale per channel or tensor and no zero, got {fmt} for {name}: use int8_channel'
             )
 
     def weight_of(name: str, layer: nn.Conv1d | nn.Conv2d | nn.Linear) -> LayerWeight | str:
@@ -348,7 +348,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
         if isinstance(module, FLOAT_MODULES):
             reason = _why_not(module, without_data)
             if reason is None and (other := elsewhere.get(id(module.weight))):
-                reason = f"its weight is also {other}, which is no module that can be quantized"
+                reason = f"its weight is also {other}, which is not a module that can be quantized"
             narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):

@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self._float = (module,)  # in a tuple, so that it is no child
+        self._float = (module,)  # in a tuple, so that it is not a child
         self._up, _ = stacks(module)
         self.transposed: bool = module.is_transposed
         self.biased: bool = module.has_bias

@@ -84,7 +84,7 @@ def _is_gelu(module: object) -> bool:
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
     """What siblings must have in common."""
     fmt, k, device = linear.packed.format, linear.packed.shape[1], linear.packed.device
-    own = id(linear) if fmt.block == "tensor" else 0  # one scale for all rows is no scale for others
+    own = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
     return fmt, k, device, own, linear.dtype, linear.compute, linear.activation, linear.bias is None
 
 

@@ -1,6 +1,6 @@
 """Modules that take and give int8 codes: what `static.py` makes a network of.
 
-A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale a channel.
+A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale per channel.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class QuantModule(nn.Module):
     dtype   of the float weight that it stands for; follows `.to(dtype)`, which does not touch the packed bytes
     error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
     kind    the module that it stands for, such as "Linear"
-    dimensions   of the weight, where it is no convolution's
+    dimensions   how many the weight has, unless it is a convolution's
     transposed   whether the float module that it stands for keeps its weight inputs first; see transposed.py
     """
 

@@ -16,7 +16,7 @@ ORDER = "input_order"
 class PermutedLinear(QuantLinear):
     """y = x[..., order] W^T + bias: column j of W belongs to input order[j].
 
-    GPTQ with activation order gives weights whose blocks are no runs of inputs. Sorted by block they are, without a number changed,
+    GPTQ with activation order gives weights whose blocks are not runs of inputs. Sorted by block they are, without a number changed,
     at the price of reordering x.
 
     input_order  int32 [in_features], a permutation
@@ -57,7 +57,7 @@ class PermutedLinear(QuantLinear):
 
 
 def check_order(order: Tensor, k: int) -> None:
-    """Raises ArgumentError for what is no permutation of `k` inputs."""
+    """Raises ArgumentError for what is not a permutation of `k` inputs."""
     sound = order.dim() == 1 and order.dtype in (torch.int32, torch.int64)
     if not sound or not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise ArgumentError(f"an input order is a permutation of 0 … {k - 1}, got {order.dtype} {list(order.shape)} with other values")

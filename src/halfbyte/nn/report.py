@@ -109,7 +109,7 @@ class Report:
         ratio = ""
         if before and after and f"{max(before, after) / min(before, after):.2f}" != "1.00":
             ratio = f", {before / after:.2f} times smaller" if before >= after else f", {after / before:.2f} times larger"
-        bits = f" at {self.bits_per_weight:.2f} bits a weight" if self.quantized else ""
+        bits = f" at {self.bits_per_weight:.2f} bits per weight" if self.quantized else ""
         lines += ["", f"{len(self.quantized)} quantized{bits}, {len(self.kept)} kept; "]
         lines[-1] += f"{size_text(before)} before, {size_text(after)} after{ratio}"
         return "\n".join([*lines, *self.notes]).lstrip("\n")

@@ -24,7 +24,7 @@ class Conv1DLinear(nn.Linear):
 
     def __init__(self, module: Any, weight: nn.Parameter) -> None:
         nn.Module.__init__(self)
-        self._float = (module,)  # in a tuple, so that it is no child
+        self._float = (module,)  # in a tuple, so that it is not a child
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, module.bias
         self._forward_hooks, self._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks

@@ -134,7 +134,7 @@ def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low
 def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:
     if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
         raise FormatError(
-            f"requantization takes symmetric weights with one scale a channel or a tensor and K up to {_LONGEST_INTEGER_SUM}, "
+            f"requantization takes symmetric weights with one scale per channel or tensor and K up to {_LONGEST_INTEGER_SUM}, "
             f"got {fmt} with K = {k}: quantize to int8_channel"
         )
     for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):

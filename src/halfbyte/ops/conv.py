@@ -43,7 +43,7 @@ _kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
 def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
     """Quantize the weight of a convolution, [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
 
-    Blocks run along the channels of one tap, so codes have the shape [Co, Kh*Kw, Ci/groups]; where a format has one scale a channel
+    Blocks run along the channels of one tap, so codes have the shape [Co, Kh*Kw, Ci/groups]; where a format has one scale per channel
     or a tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
     """
     fmt = as_format(format)
@@ -87,7 +87,7 @@ def conv2d(
                 multiplied; "auto": the faster one. Depthwise convolutions are always "float".
     activation  scales under "int8": as in `linear`, one for each block of a patch or for the patch ("row"); or one for each image of the
                 batch ("image"), which is quantized once: faster, and less exact where an image's values differ much in size. It takes
-                weights with a scale a channel or tensor and no zero
+                weights with a scale per channel or tensor and no zero
     clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.

@@ -1,7 +1,7 @@
 """The custom ops of convolutions on GPUs: no call waits for the device, so all of them may be captured in a CUDA graph.
 
 A kernel of one tap is a linear layer of pixels, and goes to its kernels, but for 8-bit codes in and out, and for few pixels and 8-bit
-weights with one scale a channel, where those of convolutions are faster. Depthwise convolutions have a kernel of their own, all others
+weights with one scale per channel, where those of convolutions are faster. Depthwise convolutions have a kernel of their own, all others
 are implicit matrix products (`kernels/gpu/conv.py`).
 """
 

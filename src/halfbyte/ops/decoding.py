@@ -27,7 +27,7 @@ from halfbyte.ops.cuda import aligned, on
 from halfbyte.ops.library import OPS
 
 _START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
-_BANDWIDTH = 1e12  # bytes a second, of a GPU that does not tell
+_BANDWIDTH = 1e12  # bytes per second, of a GPU that does not tell
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"

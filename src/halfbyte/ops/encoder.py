@@ -86,7 +86,7 @@ def fits(k: int, x: Tensor, mask: Tensor | None) -> bool:
 def why_not(weights: Sequence[Weight], heads: int) -> str | None:
     """Why `EncoderLayer` does not take these; None where it does."""
     dim = weights[1].packed.shape[1] // heads
-    return f"heads of {dim} are no multiple of 4" if dim % 4 else why_not_packed([weight.packed for weight in weights])
+    return f"heads of {dim} are not a multiple of 4" if dim % 4 else why_not_packed([weight.packed for weight in weights])
 
 
 def _check_weights(weights: Sequence[Weight], norms: Sequence[LayerNorm], heads: int) -> None:

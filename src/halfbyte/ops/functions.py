@@ -154,7 +154,7 @@ def qlinear(
         fused_bias = -in_zero * sum(q) + bias / (in_scale * scale) + out_zero / M
 
     where x stands for in_scale * (x - in_zero), y for out_scale * (y - out_zero), and q, scale are the weight's: symmetric
-    codes [N, K] with one scale a channel or a tensor. Sums are exact in int32, the rest is float32 as in
+    codes [N, K] with one scale per channel or tensor. Sums are exact in int32, the rest is float32 as in
     `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127).
     """
     try:

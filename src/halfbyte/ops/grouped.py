@@ -121,7 +121,7 @@ def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    """Raises ArgumentError for an id that is no expert's and an unknown compute."""
+    """Raises ArgumentError for an id that is not an expert's and an unknown compute."""
     kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
     numbers = ids.flatten().tolist()
     if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):

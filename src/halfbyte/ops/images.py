@@ -63,7 +63,7 @@ def check_one_scale(sizes: Filter) -> None:
     fmt = sizes.format
     if fmt.zero != "none" or isinstance(fmt.block, int):
         raise UnsupportedError(
-            f"activation='image' takes weights with a scale a channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
+            f"activation='image' takes weights with a scale per channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
         )
     if sizes.k > LONGEST_BLOCK:
         raise UnsupportedError(f"activation='image' takes patches of at most {LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")

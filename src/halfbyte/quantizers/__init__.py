@@ -1,4 +1,4 @@
-"""From floating point to Codes. METHODS need the weight alone, CALIBRATED ones also know its inputs."""
+"""From floating point to Codes. METHODS need only the weight, CALIBRATED methods also the layer's inputs."""
 
 from collections.abc import Callable
 

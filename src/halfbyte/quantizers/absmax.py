@@ -25,13 +25,14 @@ ggml q8_0, q8_1, inferllm
                  d      = amax / q_max
                  q      = clamp(away(x * inverse(d)))
 
-In the "int" family codes are computed with the scale as it is stored; the other projects compute them with the unrounded
-float32 d (and lo), and round these to the scale dtype afterwards. A scale that underflows to 0 in the scale dtype stands for
-a block of zeros (or of its offset). One that overflows is an error.
+In the "int" family codes are computed with the scale as stored; the other projects compute them with the unrounded float32 d
+(and lo), and round these to the scale dtype afterwards. A block whose scale underflows to 0 in the scale dtype becomes all
+zeros (or its offset). A scale that overflows is an error.
 
 Sources: ggml's quantize_row_q4_0_ref, q4_1_ref, q8_0_ref (ggml-quants.c), of which the `gguf` package's quants.py has a
-bit-exact copy (which differs from this only where the lo of a q4_1 block is -0: it stores that sign, or not, as the order of
-its comparisons has it; the dequantized weights are the same); InferLLM's quantize_row_q4_0_reference and q8_0 (src/kern/naive/quantize.h).
+bit-exact copy (it differs from this only where the lo of a q4_1 block is -0: whether that sign is stored there depends on the
+order of its comparisons; the dequantized weights are the same); InferLLM's quantize_row_q4_0_reference and q8_0
+(src/kern/naive/quantize.h).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def absmax(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
     """Quantizes `weight` to `fmt` by the rules above.
 
     weight  float32, float16 or bfloat16 [..., N, K], any strides, any device; N or K may be 0
-    name    what error messages call the tensor
+    name    the tensor's name in error messages
 
     Raises ArgumentError for another dtype or where a value is NaN or infinite, FormatError where a scale or an offset
     overflows the format's scale dtype. Memory beyond the result: a few MB.
@@ -84,7 +85,7 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
 
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The least and the greatest weight of each block, float32 [r, nb]; a zero is +0."""
+    """The minimum and maximum of each block, float32 [r, nb]; a zero is +0."""
     pairs = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
     lo, hi = pairs[0].min, pairs[0].max
     for pair in pairs[1:]:
@@ -93,7 +94,7 @@ def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
-    """The grid of scales and, for a format with a zero, of lower ends `lo`, float32 [r, nb], as rounded for storage."""
+    """The grid, rounded for storage, with these scales and, for a format with a zero, lower ends `lo`, float32 [r, nb]."""
     stored = scale.to(fmt.scale)
     if lo is None:
         return grid_of(fmt, stored, None)
@@ -103,7 +104,7 @@ def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
 
 
 def grid_of(fmt: Format, scale: Tensor, zero: Tensor | None) -> Grid:
-    """The grid of scales and zeros [r, nb] as they are stored."""
+    """The grid of stored scales and zeros [r, nb]."""
     start = zero.float() if zero is not None and fmt.zero == "offset" else None
     return Grid(scale, zero, _inverse(scale.float()), start)
 
@@ -119,7 +120,7 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
             q = q + grid.zero.unsqueeze(-1).float()
     elif fmt.bits == 4 and fmt.family == "ggml":
         half = 8.5 if fmt.signed else 0.5
-        # On x86 ggml's cast to a byte makes 0 of the infinities and NaNs that an overflowed reciprocal gives.
+        # On x86 ggml's cast to a byte turns the infinities and NaNs of an overflowed reciprocal into 0.
         q = torch.trunc(torch.nan_to_num(v + half, 0.0, 0.0, 0.0)) + fmt.q_min
     else:
         whole = torch.trunc(v)
@@ -128,7 +129,7 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
 
 
 def decode(fmt: Format, q: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights that codes q, float32 [r, nb, B], stand for on a grid: computed in `dtype`, [r, nb, B]."""
+    """The weights that codes q, float32 [r, nb, B], represent on a grid: computed in `dtype`, [r, nb, B]."""
     w = steps(q, grid).to(dtype) * grid.scale.to(dtype).unsqueeze(-1)
     if grid.zero is not None and fmt.zero == "offset":
         w += grid.zero.to(dtype).unsqueeze(-1)
@@ -136,7 +137,7 @@ def decode(fmt: Format, q: Tensor, grid: Grid, dtype: torch.dtype = torch.float3
 
 
 def steps(q: Tensor, grid: Grid) -> Tensor:
-    """Codes less their integer point, where there is one."""
+    """Codes minus their zero point, where there is one."""
     return q - grid.zero.unsqueeze(-1) if grid.zero is not None and grid.zero.dtype == torch.uint8 else q
 
 

@@ -1,13 +1,13 @@
-"""Scales for the input channels of linear layers, so that the channels which the activations make important lose less.
+"""AWQ: scales for the input channels of linear layers, so that the channels with large activations lose less precision.
 
 A linear layer gives the same output when each column k of its weight is multiplied by s_k and its input divided by it. The larger
-column then takes more of its block's range and is rounded more finely. Of the scales s = a^alpha, with a the mean magnitude of
+column then uses more of its block's range and is rounded more finely. Among the scales s = a^alpha, with a the mean magnitude of
 each input channel and alpha = 0, 1/20, …, 1, this chooses the one that minimises the squared error of the outputs,
 
     sum over the layers that read this input of  tr(D H D^T),  D = Q(W s) / s - W,  H = sum(x x^T),
 
-and brings its extremes to one over each other. Of large weights a part of the rows is judged. Who divides the input by s, for
-free, is found in `nn/folding.py`.
+and normalizes it so that min(s) * max(s) = 1. For large weights the error is estimated from some of the rows. `nn/folding.py` finds
+the module before the layer that can divide its output by s at no cost.
 
 Source: Lin et al.: AWQ, Activation-aware Weight Quantization (arXiv:2306.00978, 2023), equations 4 and 5. Its search for
 clipped ranges is `mse` with these moments.
@@ -28,7 +28,7 @@ from halfbyte.quantizers.absmax import absmax
 from halfbyte.quantizers.mse import mse
 
 _ROWS = 512  # of each weight, evenly spread, by which scales are judged
-_LEAST = 1e-4  # of a scale: a channel that is always 0 must not divide by it
+_LEAST = 1e-4  # lower bound of a scale: a channel that is always 0 must not cause a division by 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def search_scale(
 
     moments    H, float32 [K, K]
     magnitude  a, float32 [K]
-    channel    int64 [K] in [0, C): columns of the same channel get the same scale, where what divides has only C of them
+    channel    int64 [K] in [0, C): columns of the same channel get the same scale, where the dividing module has only C channels
     """
     if channel is not None:
         size = int(channel.max()) + 1
@@ -72,11 +72,11 @@ def search_scale(
 
 
 def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor) -> float:
-    """tr(D H D^T) of a weight [N, K] that is quantized with this scale of its columns."""
+    """tr(D H D^T) of a weight [N, K] that is quantized with its columns scaled by `scale`."""
     error = absmax(weight * scale, fmt).dequantize() / scale - weight
     return float(((error @ moments) * error).sum(dtype=torch.float64))
 
 
 def awq(weight: Tensor, fmt: Format, moments: Tensor, options: AWQ, name: str = "weight") -> Codes:
-    """Quantizes a weight [N, K] whose columns are scaled already; `moments` are those of the inputs that are divided already."""
+    """Quantizes a weight [N, K] whose columns have been scaled; `moments` are those of the divided inputs."""
     return mse(weight, fmt, name, moments) if options.clip else absmax(weight, fmt, name)

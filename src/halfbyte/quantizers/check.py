@@ -1,4 +1,4 @@
-"""What a quantizer refuses: values that are not numbers, and scales that their dtype cannot hold."""
+"""Validation of weights and scales: no NaN or infinity, and scales that fit their dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
-_CHUNK = 1 << 22  # elements looked at together: temporaries stay at a few MB whatever the tensor's size
+_CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatever the tensor's size
 
 
 def check_weight(weight: Tensor, name: str) -> None:
@@ -20,24 +20,24 @@ def check_weight(weight: Tensor, name: str) -> None:
     check_type(weight, Tensor, f"{name} is a tensor", "pass torch.as_tensor(array), or the weight of a module")
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ArgumentError(
-            f"{name} is {weight.dtype}, and only float32, float16 and bfloat16 weights are quantized: convert it with .float() first"
+            f"{name} is {weight.dtype}, only float32, float16 and bfloat16 weights are quantized: convert it with .float() first"
         )
     if weight.dim() < 1:
-        raise ArgumentError(f"{name} has no dimensions, and a weight has at least one: [..., N, K]")
+        raise ArgumentError(f"{name} has no dimensions, a weight has at least one: [..., N, K]")
     if weight.is_meta:
-        raise ArgumentError(f"{name} has no data (it is on the meta device), and a weight is quantized by its values: load it first")
+        raise ArgumentError(f"{name} has no data (it is on the meta device): load it first")
 
 
 def check_finite(weight: Tensor, name: str) -> None:
     """Raises ArgumentError naming the tensor, how many of its values are NaN or infinite, and the index of the first.
 
-    weight: floating point, any shape. Reads it in pieces; a non-contiguous one is copied.
+    weight: floating point, any shape. It is read in pieces; a non-contiguous one is copied.
     """
     flat = weight.detach().reshape(-1)
     bad, first = 0, -1
     for start in range(0, flat.numel(), _CHUNK):
         piece = flat[start : start + _CHUNK]
-        # x - x is 0 for a number and NaN otherwise, and one NaN makes the sum NaN: a read without a mask.
+        # x - x is 0 for finite x and NaN otherwise, and one NaN makes the sum NaN: no mask is allocated.
         if math.isfinite(float((piece - piece).sum())):
             continue
         wrong = ~torch.isfinite(piece)
@@ -53,8 +53,8 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
-    """Raises FormatError for a weight that is as a whole too small for its scales' dtype: where rounding the largest scale moves the
-    largest weights by more than half a code. Weights of zeros are sound, and so are blocks that are small beside others."""
+    """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
+    largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others."""
     fmt, limits = codes.format, torch.finfo(codes.format.scale)
     if not codes.scale.numel() or fmt.zero == "offset":
         return
@@ -68,7 +68,7 @@ def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
 
 
 def overflow(fmt: Format, name: str, what: str, place: str, value: float) -> FormatError:
-    """The error for a `what` ("scale" or "offset") of `value` that is more than the format's scale dtype holds."""
+    """The error for a `what` ("scale" or "offset") of `value`, beyond the range of the format's scale dtype."""
     limit = torch.finfo(fmt.scale).max
     remedy = "multiply the weight by a smaller factor"
     if fmt.scale == torch.float16:

@@ -1,4 +1,4 @@
-"""Codes on a grid that is known already: each weight goes to the nearest code, by the format's own rounding (`absmax.encode`)."""
+"""Codes for given scales and zeros: each weight goes to the nearest code, by the format's own rounding (`absmax.encode`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfbyte.quantizers.walk import Builder, as_blocks
 @torch.no_grad()
 def given(weight: Tensor, fmt: Format, scale: Tensor, zero: Tensor | None, name: str = "weight") -> Codes:
     """Quantizes `weight` [..., N, K] to `fmt` with these scales (floating point, rounded to the scale dtype here) and zeros (as stored),
-    in the shape `Format.scale_shape`.
+    both in the shape `Format.scale_shape`.
 
     Raises ArgumentError where a weight is NaN or infinite or the grid does not fit, FormatError where a scale overflows.
     """

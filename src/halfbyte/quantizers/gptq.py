@@ -1,19 +1,19 @@
-"""Codes that make up for each other's errors: the columns of a weight are rounded one after the other, and what a column's
-rounding adds to the layer's output is taken back, as far as it can be, by the columns that are still to come.
+"""GPTQ: the columns of a weight are rounded one after the other, and the error that a column's rounding causes in the layer's output
+is compensated, as far as possible, by the columns that are not rounded yet.
 
-For a weight W [N, K] and the second moments H = sum(x x^T) [K, K] of the inputs x that it is multiplied by, the error to keep
-small is tr(D H D^T), D = dequantize(codes) - W. With U the upper Cholesky factor of (H + damping * mean(diag(H)) * I)^-1:
+For a weight W [N, K] and the second moments H = sum(x x^T) [K, K] of its inputs x, the error to minimise is tr(D H D^T),
+D = dequantize(codes) - W. With U the upper Cholesky factor of (H + damping * mean(diag(H)) * I)^-1:
 
     for each column k in order:
         w_k  ->  its nearest codes
         W[:, j] -= (w_k - dequantize(codes_k)) / U[k, k] * U[k, j]      for every j > k
 
-Columns are taken in blocks; what lies beyond a block is updated when it is done. The grid of a block of the format is fixed when
-its first column is reached, from the weights as they are then, or before anything is rounded (static groups). Everything is computed
+Columns are processed in blocks; the columns after a block are updated when it is done. The grid of a block of the format is fixed when
+its first column is reached, from the weights at that moment, or before anything is rounded (static groups). Everything is computed
 in float64.
 
-A weight that is 0 has been pruned: its code means 0 too, and what that adds to the output is taken back as any other error is. Formats
-with offsets have no code for 0, and there it is a weight as any other.
+A weight that is 0 counts as pruned: its code means 0 too, and the error of that is compensated like any other. Formats with offsets
+have no code for 0; there it is a weight like any other.
 
 Source: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (arXiv:2210.17323, 2022). Act-order and static groups are the options of
 the authors' code, github.com/IST-DASLab/gptq.
@@ -34,18 +34,18 @@ from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.mse import mse
 
 GRIDS = ("mse", "absmax")
-_CHUNK = 1 << 24  # weights that are worked on at a time: rows do not depend on each other
+_CHUNK = 1 << 24  # weights processed at a time: rows are independent of each other
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
     """Options of `gptq`.
 
-    act_order      columns are taken in the order of falling input energy, diag(H), instead of their own. The codes stay where they
-                   belong: the checkpoint needs no permutation and kernels do not know of it
-    static_groups  scales and zeros come from the weights as they were before any column was rounded
-    damping        part of the mean of diag(H) that is added to it
-    columns        of a block
+    act_order      columns are rounded in the order of decreasing diag(H) instead of their own. The codes are stored in the original order:
+                   neither the checkpoint nor the kernels need a permutation
+    static_groups  scales and zeros come from the weights before any column is rounded
+    damping        fraction of the mean of diag(H) that is added to it
+    columns        processed as one block
     grid           how scales are found: "mse" (with H) or "absmax" (the paper's)
     """
 
@@ -58,7 +58,7 @@ class GPTQ:
     def __post_init__(self) -> None:
         if not 0 < self.damping < float("inf"):
             raise ArgumentError(
-                f"the damping of GPTQ is a positive part of the mean of the Hessian's diagonal, got {self.damping}: use 0.01"
+                f"the damping of GPTQ is a positive fraction of the mean of the Hessian's diagonal, got {self.damping}: use 0.01"
             )
         if self.columns < 1:
             raise ArgumentError(f"GPTQ takes 1 or more columns at a time, got {self.columns}: use 128")
@@ -68,11 +68,11 @@ class GPTQ:
 
 @torch.no_grad()
 def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = None, name: str = "weight") -> Codes:
-    """Quantizes `weight` to `fmt` so that its outputs for the inputs of `moments` change little.
+    """Quantizes `weight` to `fmt` so that its outputs for inputs with these `moments` change little.
 
     weight   float32, float16 or bfloat16 [N, K]
     moments  float [K, K]: sum(x x^T) over inputs x, times any positive number, on the weight's device
-    name     what error messages call the tensor
+    name     the tensor's name in error messages
 
     Raises ArgumentError for another dtype or shape and for NaN or infinity in either, FormatError where a scale overflows.
     Memory: three times the moments and four times the weight (or 16 M elements of it) in float64.
@@ -89,7 +89,7 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
         return _grid(weight, fmt, energy, options, name)
     order = energy.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
     upper = inverse_factor(moments[order][:, order], options.damping, name)
-    # How much an error of each column costs once all later columns have made up for it as far as they can.
+    # The cost of an error in each column once all later columns have compensated for it as far as possible.
     energy[order] = upper.diagonal().square().reciprocal().float()
     static = _grid(weight, fmt, energy, options, name) if options.static_groups or not isinstance(fmt.block, int) else None
     parts = []
@@ -131,7 +131,7 @@ class _Sweep:
         self.w = rows.double().T.contiguous()  # [K, n]
         self.size = fmt.block_size(len(self.w))
         blocks = -(-len(self.w) // self.size)
-        self.scale = self.w.new_zeros(blocks, self.w.shape[1])  # of each block, as stored
+        self.scale = self.w.new_zeros(blocks, self.w.shape[1])  # per block, as stored
         self.zero = torch.zeros_like(self.scale)
         self.step = torch.full_like(self.scale, torch.inf)  # the scale, or infinite where it is 0: all codes are then 0
         self.known = [False] * blocks
@@ -139,7 +139,7 @@ class _Sweep:
         self.pruned = zeros if zeros is not None and bool(zeros.any()) else None
 
     def fix(self, scale: Tensor, zero: Tensor | None) -> None:
-        """Takes the grids of all blocks, [n, blocks] or [1, 1], as given."""
+        """Sets the grids of all blocks, [n, blocks] or [1, 1]."""
         self.scale.copy_(scale.T)
         if zero is not None:
             self.zero.copy_(zero.T)
@@ -147,7 +147,7 @@ class _Sweep:
         self.known = [True] * len(self.known)
 
     def run(self, upper: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, int16 [n, K], scales and zeros, float64 [n, blocks], for columns taken in this order; `upper` is in it already."""
+        """Codes, int16 [n, K], scales and zeros, float64 [n, blocks], for columns rounded in this order, which `upper` has too."""
         w = self.w[order]
         codes = torch.empty_like(w, dtype=torch.int16)
         places = order.argsort().split(self.size)  # where the columns of each block stand in the order

@@ -1,21 +1,21 @@
 """Half-quadratic quantization: scales and zeros that minimise a norm of the error in which outliers count little. No data is needed.
 
-Of each block of weights x it looks for the grid that minimises
+For each block of weights x it searches for the grid that minimises
 
     sum(|x - dequantize(q)|^p),  p = 0.7,
 
-in which the few weights that a fine grid clips cost less than they do in a squared error. The paper splits this with one
-auxiliary variable e for each weight, sum(|e|^p) + beta/2 * (e - (x - dequantize(q)))^2, and takes in turn
+in which the few weights that a fine grid clips cost less than in a squared error. The paper splits this with one auxiliary
+variable e for each weight, sum(|e|^p) + beta/2 * (e - (x - dequantize(q)))^2, and alternates
 
     e      <-  shrink(x - dequantize(q)),    shrink(v) = sign(v) * max(0, |v| - |v|^(p-1) / beta)
     grid   <-  least squares of dequantize(q) against x - e, the codes q held fixed; then new codes
 
-while beta grows. Errors are measured in steps of the block's grid, so that beta means the same for every weight. The paper holds
-the scale and moves the zero alone; here least squares also moves the scale, the only thing to move where a format has no zero.
-An integer point moves by the paper's rule, rounded. It starts from `absmax`'s grid and, for symmetric 4-bit codes, which reach from
--8 to 7, also from the one that puts the largest weight on -8. (From a grid that clips it would find that the best is to clip much,
-which the norm rewards and language models do not.) Of all grids on the way the best by the first equation, with scale and zero as
-stored, is kept.
+while beta grows. Errors are measured in steps of the block's grid, so that beta means the same for every weight. The paper fixes
+the scale and updates only the zero; here least squares also updates the scale, which is all there is where a format has no zero.
+An integer zero point is updated by the paper's rule and rounded. The search starts from `absmax`'s grid and, for symmetric 4-bit
+codes, which reach from -8 to 7, also from the one that puts the largest weight on -8. (Started from a grid that clips, it would end
+at grids that clip much, which are good by this norm and bad for language models.) Of all grids on the way the best by the first
+equation, with scale and zero as stored, is kept.
 
 Source: Badri, Shaji: Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023), with its p, beta and
 growth of beta.
@@ -43,7 +43,7 @@ _ROUNDS = 20
 def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
     """Quantizes `weight` to `fmt` by the rules above.
 
-    Takes, returns and raises what `absmax` does; about a hundred times its work. Memory beyond the result: a few MB.
+    Arguments, result and errors as for `absmax`; about a hundred times its work. Memory beyond the result: a few MB.
     """
     builder = Builder(weight, fmt, name)
     for group in builder:
@@ -51,7 +51,7 @@ def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
         best = plain = absmax_grid(builder, group)
         least = torch.full(plain.scale.shape, torch.inf, dtype=torch.float64, device=plain.scale.device)
         for grid in _starts(blocks, plain):
-            going = torch.ones_like(least, dtype=torch.bool)  # each block stops by itself, whatever the others do
+            going = torch.ones_like(least, dtype=torch.bool)  # blocks stop independently of each other
             for step in range(_ROUNDS):
                 loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
                 better = going & (loss < least)  # False where a scale overflowed
@@ -65,7 +65,7 @@ def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
 
 
 def shrink(v: Tensor, beta: float) -> Tensor:
-    """The e that minimises |e|^p + beta/2 * (e - v)^2, nearly: the generalized soft threshold of the paper."""
+    """The e that approximately minimises |e|^p + beta/2 * (e - v)^2: the generalized soft threshold of the paper."""
     return v.sign() * (v.abs() - v.abs().pow(_P - 1) / beta).clamp_min(0)
 
 
@@ -83,7 +83,7 @@ def _round(blocks: Blocks, grid: Grid, beta: float) -> tuple[Tensor, Grid]:
     loss = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
     scale, lo = refit(_targets(blocks, grid, beta, loss), grid)
     if blocks.fmt.zero == "point" and grid.zero is not None:
-        # The paper's z = mean(q - (x - e) / s), which with the codes held fixed is the point for this scale.
+        # The paper's z = mean(q - (x - e) / s): with the codes held fixed, the zero point for this scale.
         total, count = torch.zeros_like(scale), torch.zeros_like(scale)
         for target, q, times in _targets(blocks, grid, beta):
             total += times(q - target / scale.unsqueeze(-1)).sum(dim=-1)
@@ -95,7 +95,7 @@ def _round(blocks: Blocks, grid: Grid, beta: float) -> tuple[Tensor, Grid]:
 def _targets(
     blocks: Blocks, grid: Grid, beta: float, loss: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
-    """As `Blocks.encoded`, with x - e in the place of x. Adds sum(|x - dequantize(q)|^p) to `loss`."""
+    """As `Blocks.encoded`, with x - e in place of x. Adds sum(|x - dequantize(q)|^p) to `loss`."""
     step = grid.scale.float().abs().unsqueeze(-1)
     for x, q, times in blocks.encoded(grid):
         error = x - decode(blocks.fmt, q, grid)

@@ -1,4 +1,4 @@
-"""Which layer gets which format: the least loss in all that fits a budget of bytes."""
+"""Mixed precision: a format for each layer, so that the total loss is least within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UNITS = 10_000  # of the budget: sizes are rounded up to whole ones
 def allocate(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
     """For each layer the index of one of its choices, so that the sum of losses is least and the sum of sizes is within `budget`.
 
-    sizes, losses   of each choice of each layer; a layer has at least one choice
+    sizes, losses   [layers][choices]; a layer has at least one choice
 
-    A multiple-choice knapsack, solved by dynamic programming over the budget in 10 000 units: never over the budget, and the best
-    but for less than one unit a layer. Raises ArgumentError where the smallest choices together exceed the budget.
+    A multiple-choice knapsack, solved by dynamic programming over the budget in 10 000 units: never over the budget, and optimal
+    up to less than one unit per layer. Raises ArgumentError where the smallest choices together exceed the budget.
     """
     least = sum(min(row) for row in sizes)
     if least > budget:
@@ -28,7 +28,7 @@ def allocate(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
     spare = budget - least
     unit = max(1.0, spare / _UNITS)
     width = int(spare / unit) + 1
-    best = torch.zeros(width, dtype=torch.float64)  # least loss with at most so many units
+    best = torch.zeros(width, dtype=torch.float64)  # least loss with at most this many units
     chosen = []
     for row_sizes, row_losses in zip(sizes, losses, strict=True):
         options = []

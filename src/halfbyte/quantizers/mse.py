@@ -1,22 +1,22 @@
 """Scales that minimise the squared error of each block, sum((dequantize(q) - x)^2), found by a search.
 
 The largest magnitude of a block is rarely the best end of its grid: clipping a few outliers makes the steps finer for all the
-other weights. Of each block this tries, in order,
+other weights. For each block this tries, in order,
 
     1. the grid of `absmax`;
-    2. grids whose ends are drawn in: by common factors of both ends, and, for formats with a zero, then of either end alone,
-       from the best of the former; symmetric 4-bit codes, which reach from -8 to 7, with both signs of the scale;
+    2. grids with a clipped range: both ends scaled by a common factor and, for formats with a zero, then either end alone,
+       starting from the best of the former; symmetric 4-bit codes, which reach from -8 to 7, with both signs of the scale;
     3. a few refits: with the codes of the best grid so far held fixed, the scale (and offset) of least squares, then new
-       codes; each such step can only lower the error but for the rounding of the scale.
+       codes; each such step can only lower the error, except for the rounding of the scale.
 
-Each grid is judged with its scale and zero as they will be stored, and the best is kept. Last, what was found is compared
-with `absmax` in float64, so that no block comes out worse than that.
+Each grid is judged with its scale and zero as they will be stored, and the best is kept. Finally the result is compared with
+`absmax` in float64, so that no block comes out worse than that.
 
-With the moments H = sum(a a^T) of the inputs a that the weight is multiplied by, the error of a block is d H d^T instead,
-d = dequantize(q) - x: the squared error of the outputs, but for the correlations between blocks. (For blocks of more than 512
-columns it is sum(diag(H) * d^2).)
+With the second moments H = sum(a a^T) of the layer's inputs a, the error of a block is d H d^T instead, d = dequantize(q) - x: the
+squared error of the outputs, without the correlations between blocks. (For blocks of more than 512 columns it is
+sum(diag(H) * d^2).)
 
-Sources: the drawn-in ends are the clipping search of "Optimal clipping and magnitude-aware differentiation" (OCTAV, Sakr et
+Sources: the range search is the clipping search of "Optimal clipping and magnitude-aware differentiation" (OCTAV, Sakr et
 al., ICML 2022) done by enumeration; factors and refits follow ggml's make_qx_quants and make_qkx2_quants (ggml-quants.c).
 """
 
@@ -36,9 +36,9 @@ from halfbyte.quantizers.check import check_finite
 from halfbyte.quantizers.walk import Builder, Grid, as_blocks
 
 _FACTORS = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
-_CUTS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4)  # parts of a range taken off one end or each
+_CUTS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4)  # fractions of a range clipped at one end or both
 _REFITS = 3
-_LARGEST = 512  # columns of a block whose correlations count: the work grows with them
+_LARGEST = 512  # columns of a block up to which correlations within it count: the work grows with them
 
 
 @torch.no_grad()
@@ -47,8 +47,8 @@ def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | Non
 
     moments  float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights
 
-    Takes, returns and raises what `absmax` does, and ArgumentError for moments that do not fit; about thirty times its work, with
-    moments a hundred and more. Memory beyond the result: a few MB.
+    Otherwise arguments, result and errors are those of `absmax`; ArgumentError also for moments of a wrong shape. About thirty times
+    its work, with moments a hundred times and more. Memory beyond the result: a few MB.
     """
     if moments is not None:
         k = weight.shape[-1] if weight.dim() else 0
@@ -68,7 +68,7 @@ def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | Non
 
 
 def _metric(moments: Tensor, fmt: Format) -> Tensor:
-    """The diagonal blocks of the moments, float32 [nb, B, B], a short last one filled up with 0; [K] where blocks are too long."""
+    """The diagonal blocks of the moments, float32 [nb, B, B], a short last one padded with 0; their diagonal [K] for too long blocks."""
     k = len(moments)
     size = fmt.block_size(k)
     if moments.dim() == 1 or size > _LARGEST or fmt.block == "tensor":
@@ -83,7 +83,7 @@ def _metric(moments: Tensor, fmt: Format) -> Tensor:
 class Blocks:
     """A group of row slices as blocks, and the metric M by which their errors d are measured, d M d^T.
 
-    metric  [nb, B, B]: M of each block;  [K]: its diagonal;  None: 1
+    metric  [nb, B, B]: M of each block;  [K]: its diagonal;  None: the identity
     """
 
     def __init__(self, fmt: Format, group: Sequence[Tensor], metric: Tensor | None = None) -> None:
@@ -96,7 +96,7 @@ class Blocks:
             yield x, encode(self.fmt, x, grid), partial(_times, self._counts(rows, x))
 
     def _counts(self, rows: Tensor, x: Tensor) -> Tensor | None:
-        """M for a piece: [nb, B, B], its diagonal [1, nb, B], or None for 1. The filling of a short last block counts 0."""
+        """M for a piece: [nb, B, B], its diagonal [1, nb, B], or None for the identity. The padding of a short last block counts 0."""
         short = 0 if self.fmt.block == "tensor" else x.shape[1] * x.shape[2] - rows.shape[-1]
         if self.metric is None and not short:
             return None
@@ -133,7 +133,7 @@ class _Best:
         self.error = squared_error(blocks, grid)
 
     def offer(self, scale: Tensor, lo: Tensor | None) -> Tensor:
-        """Takes the grid of these scales and lower ends (float32 [r, nb]) where it is better; True there."""
+        """Takes over the grid of these scales and lower ends (float32 [r, nb]) where it is better; returns where (bool [r, nb])."""
         grid = stored_grid(self.blocks.fmt, scale, lo)
         error = squared_error(self.blocks, grid)
         better = error < self.error  # False where the scale overflowed: the error is then infinite or NaN
@@ -146,7 +146,7 @@ def _search(blocks: Blocks, plain: Grid) -> Grid:
     lo, hi = limits(fmt, blocks.group)
     if fmt.zero == "none":
         amax = torch.maximum(lo.abs(), hi.abs())
-        signs = (1, -1) if fmt.bits == 4 else (1,)  # of 8 bits one more code at an end is nothing
+        signs = (1, -1) if fmt.bits == 4 else (1,)  # with 8 bits one more code at an end hardly matters
         for factor in _FACTORS:
             for sign in signs:
                 best.offer(amax * (sign * factor / fmt.q_max), None)
@@ -161,7 +161,7 @@ def _search(blocks: Blocks, plain: Grid) -> Grid:
 
 
 def _draw_in(best: _Best, lo: Tensor, hi: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Offers grids with the lower, the upper or both ends drawn in; the best ends so far of each block."""
+    """Offers grids clipped at the lower, the upper or both ends; returns the best ends so far of each block."""
     span, best_lo, best_hi = hi - lo, lo, hi
     for cut in _CUTS:
         low, high = lo + span * (cut * ends[0]), hi - span * (cut * ends[1])
@@ -173,7 +173,7 @@ def _draw_in(best: _Best, lo: Tensor, hi: Tensor, ends: tuple[int, int]) -> tupl
 
 
 def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], grid: Grid) -> tuple[Tensor, Tensor | None]:
-    """The scale and lower end of least squares for targets x and their codes, as `Blocks.encoded` gives them, float32 [r, nb].
+    """The least-squares scale and lower end for targets x and their codes, as `Blocks.encoded` yields them, float32 [r, nb].
 
     With (a, b) = sum(a * (b M)):
     x ~ s * u, u = q or q - point:   s = (x, u) / (u, u)
@@ -184,7 +184,7 @@ def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], 
     start = None if grid.start is None else grid.start.unsqueeze(-1)
     for x, q, times in encoded:
         u = steps(q, grid)
-        y = x if start is None else x - start  # near the offset: the sums then cancel little
+        y = x if start is None else x - start  # relative to the offset, so that the sums cancel little
         mu = times(u)
         xu += (y * mu).sum(dim=-1).double()
         uu += (u * mu).sum(dim=-1).double()

@@ -1,14 +1,14 @@
-"""Which weights to leave out: by their size, by what they add to the output, or with the others making up for them.
+"""Pruning: which weights become 0, chosen by magnitude, by their contribution to the output, or with error compensation.
 
 A weight W [N, K] is multiplied by inputs with the second moments H = sum(x x^T) [K, K].
 
-    magnitude   the smallest |w| go
-    wanda       the smallest |w| * sqrt(H[k, k]) of each row go: Sun, Liu, Bair, Kolter, arXiv:2306.11695, 2023
-    sparsegpt   column by column as in `gptq.py`, with its U: of those with the least (w / U[k, k])^2 the later columns take over what
-                they added to the output, W[:, j] -= w_k / U[k, k] * U[k, j]: Frantar, Alistarh, arXiv:2301.00774, 2023
+    magnitude   the smallest |w| become 0
+    wanda       the smallest |w| * sqrt(H[k, k]) of each row become 0: Sun, Liu, Bair, Kolter, arXiv:2306.11695, 2023
+    sparsegpt   column by column as in `gptq.py`, with its U: the weights of the least (w / U[k, k])^2 become 0, and the later columns
+                compensate, W[:, j] -= w_k / U[k, k] * U[k, j]: Frantar, Alistarh, arXiv:2301.00774, 2023
 
-Either n of m neighbours along K stay ("2:4"; a short group at the end of a row keeps as many, if it has them), or a part of all goes: of
-the whole weight by magnitude, of each row by wanda, of each 128 columns by sparsegpt, as in the papers.
+Either n of m neighbours along K are kept ("2:4"; a short group at the end of a row keeps as many, if it has them), or a fraction of all
+becomes 0: of the whole weight by magnitude, of each row by wanda, of each 128 columns by sparsegpt, as in the papers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRAMMAR = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Of every `of` neighbours along K at most `keep` are not 0; or, where `of` is 0, the part `zeros` of all weights is 0."""
+    """Of every `of` neighbours along K at most `keep` are not 0; or, where `of` is 0, the fraction `zeros` of all weights is 0."""
 
     keep: int = 0
     of: int = 0
@@ -42,7 +42,7 @@ class Sparsity:
 
 
 def as_sparsity(value: str | float | Sparsity) -> Sparsity:
-    """What "2:4" (2 of 4 stay) or 0.5 (half of them go) means."""
+    """Parses "2:4" (2 of 4 are kept) or 0.5 (half become 0)."""
     if isinstance(value, Sparsity):
         return value
     match = _GRAMMAR.fullmatch(value) if isinstance(value, str) else None
@@ -50,14 +50,14 @@ def as_sparsity(value: str | float | Sparsity) -> Sparsity:
         return Sparsity(int(match[1]), int(match[2]))
     if isinstance(value, float) and 0 < value < 1:
         return Sparsity(zeros=value)
-    raise ArgumentError(f'a sparsity is "n:m" with n of m weights staying, such as "2:4", or the part that goes, 0 < … < 1, got {value!r}')
+    raise ArgumentError(f'a sparsity is "n:m", n of m weights kept, such as "2:4", or the fraction of zeros, 0 < … < 1, got {value!r}')
 
 
 @torch.no_grad()
 def prune(
     weight: Tensor, sparsity: Sparsity, method: str, moments: Tensor | None = None, *, damping: float = 0.01, name: str = "weight"
 ) -> Tensor:
-    """`weight` [N, K] (float32, float16 or bfloat16) with zeros, in its dtype.
+    """`weight` [N, K] (float32, float16 or bfloat16) pruned, in its dtype.
 
     moments  float [K, K], H times any positive number; for "magnitude" None
     damping  for "sparsegpt", as in GPTQ
@@ -76,13 +76,13 @@ def prune(
     if method == "wanda":
         scores = weight.float().abs() * moments.diagonal().float().clamp_min(0).sqrt()
         return weight.masked_fill(_least(scores, sparsity, rows=True), 0)
-    if not bool((moments.diagonal() > 0).any()):  # no input: no weight is better than another
+    if not bool((moments.diagonal() > 0).any()):  # all inputs are 0: every weight matters as little
         return weight.masked_fill(_least(weight.float().abs(), sparsity, rows=False), 0)
     return _sparsegpt(weight.double(), sparsity, inverse_factor(moments, damping, name)).to(weight.dtype)
 
 
 def _least(scores: Tensor, sparsity: Sparsity, *, rows: bool) -> Tensor:
-    """bool [N, K]: which go. Of equal ones any, but never more or less than the sparsity says."""
+    """bool [N, K]: which become 0, exactly as many as the sparsity says; which of equal ones is undefined."""
     n, k = scores.shape
     if sparsity.of:
         short = -k % sparsity.of
@@ -96,7 +96,7 @@ def _least(scores: Tensor, sparsity: Sparsity, *, rows: bool) -> Tensor:
 
 
 def _sparsegpt(w: Tensor, sparsity: Sparsity, upper: Tensor) -> Tensor:
-    """w float64 [N, K], changed."""
+    """Prunes w, float64 [N, K], in place; `upper` is U."""
     group = sparsity.of or _COLUMNS
     step = group * max(1, _COLUMNS // group)
     for first in range(0, w.shape[1], step):
@@ -110,6 +110,6 @@ def _sparsegpt(w: Tensor, sparsity: Sparsity, upper: Tensor) -> Tensor:
                 gone[:, part] = _least((near[:, part] / u.diagonal()[part]).square(), sparsity, rows=False)
             errors[:, i] = torch.where(gone[:, i], near[:, i] / u[i, i], 0)
             near[:, i:] -= errors[:, i : i + 1] * u[i, i:]
-        near.masked_fill_(gone, 0)  # what is left of them is rounding
+        near.masked_fill_(gone, 0)  # only rounding errors are left there
         w[:, last:] -= errors @ upper[first:last, last:]
     return w

@@ -1,9 +1,9 @@
-"""How a quantizer goes through a weight: in pieces that fit the caches, whatever the format's blocks are.
+"""How quantizers traverse a weight: in pieces that fit the caches, whatever the format's blocks are.
 
-A weight [..., N, K] is taken as rows [R, K]. A *piece* is a few of its rows as blocks, float32 [r, nb, B]; a short last
-block of a row is filled up with copies of the row's last element, which changes neither its minimum nor its maximum.
-A *group* is the list of row slices whose blocks are decided together: one slice, or all of them for a format with one
-scale in all, whose pieces are [1, 1, r * K].
+A weight [..., N, K] is flattened to rows [R, K]. A *piece* is a few of its rows as blocks, float32 [r, nb, B]; a short last
+block of a row is padded with copies of the row's last element, which changes neither its minimum nor its maximum.
+A *group* is the list of row slices whose grids are chosen together: one slice, or all of them for a format with one scale
+per tensor, whose pieces are [1, 1, r * K].
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CHUNK = 1 << 18  # elements of a piece: 1 MB in float32, so that a quantizer's 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
-    """Where the codes of each block lie on the line of real numbers. Every tensor is [r, nb].
+    """The values that the codes of each block represent. Every tensor is [r, nb].
 
     scale    in the format's scale dtype, as stored
-    zero     points (uint8) or offsets (scale dtype), as stored; None where the format has none
-    inverse  float32, what a weight is multiplied by: 1 / scale, or 0
-    start    float32, what is subtracted from a weight before (formats with an offset)
+    zero     zero points (uint8) or offsets (scale dtype), as stored; None where the format has none
+    inverse  float32, the factor of a weight when it is encoded: 1 / scale, or 0
+    start    float32, subtracted from a weight before (formats with an offset)
     """
 
     scale: Tensor
@@ -48,7 +48,7 @@ class Grid:
 
 def as_blocks(rows: Tensor, fmt: Format) -> Tensor:
     """Row slice [r, K] -> piece [r, nb, B], contiguous float32 (a view where it can be)."""
-    rows = rows.float().contiguous()  # so that sums are taken in the same order whatever the strides
+    rows = rows.float().contiguous()  # so that the order of summation does not depend on the strides
     if fmt.block == "tensor":
         return rows.reshape(1, 1, -1)
     size = fmt.block_size(rows.shape[-1])
@@ -99,10 +99,10 @@ class Builder:
             self._row += len(rows)
 
     def check(self, what: str, exact: Tensor, stored: Tensor) -> None:
-        """Raises unless every `stored` value of a group ([r, nb]) is finite; `exact` is the same before it was rounded."""
+        """Raises unless every `stored` value of a group ([r, nb]) is finite; `exact` holds the values before rounding."""
         if bool(torch.isfinite(stored).all()):
             return
-        check_finite(self.weight, self.name)  # a NaN or Inf in the weight is the likelier cause, and the better message
+        check_finite(self.weight, self.name)  # a NaN or Inf in the weight is the more likely cause, with the clearer message
         row, block = (int(i) for i in (~torch.isfinite(stored)).nonzero()[0])
         place = "the whole tensor" if self.fmt.block == "tensor" else f"row {self._row + row}, block {block}"
         raise overflow(self.fmt, self.name, what, place, float(exact[row, block]))

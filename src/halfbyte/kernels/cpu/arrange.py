@@ -1,6 +1,6 @@
 """The order of a weight's codes in which products of bytes are summed as int16 exactly: no sum saturates, whatever the activations are.
 
-`vpmaddubsw` sums two products of an unsigned and a signed byte, a*v + b*w, and saturates where the sum is no int16. With any a, b in
+`vpmaddubsw` sums two products of an unsigned and a signed byte, a*v + b*w, and saturates where the sum is not an int16. With any a, b in
 0 … 255 it is exact if and only if the positive ones of v, w sum to at most 128, and so do the negative ones. Of weights that are scaled to
 127 some neighbours are larger; in another order of a patch's codes hardly any are. And a column of the weight may be negated, since
 
@@ -60,7 +60,7 @@ def arrange(codes: Tensor) -> Arranged:
     groups, rows, lanes, _ = codes.shape
     wide = codes.to(torch.int16)
     by_lane = wide.transpose(1, 2).reshape(groups * lanes, rows, LANE)
-    limit = 127 if codes.numel() and int(codes.min()) == -128 else 128  # 128 is no int8
+    limit = 127 if codes.numel() and int(codes.min()) == -128 else 128  # 128 is not an int8
     parts = [_search(part, limit) for part in by_lane.split(_LANES_AT_ONCE)]
     order, signs, kind = (torch.cat(tensors).view(groups, lanes, -1) for tensors in zip(*parts, strict=True))
     take, signs, kind = _chunks(order, signs, kind.squeeze(-1))

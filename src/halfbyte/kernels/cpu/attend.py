@@ -62,7 +62,7 @@ class AttendSpec:
 def supports(heads: int, kv_heads: int, dim: int) -> str | None:
     """Why these heads are not computed here; None where they are."""
     if dim % 8:
-        return f"heads of {dim} are no multiple of 8"
+        return f"heads of {dim} are not a multiple of 8"
     if heads % kv_heads or heads // kv_heads > MOST_GROUP:
         return f"{heads} query heads for {kv_heads} of keys are not 1 to {MOST_GROUP} for each"
     return None

@@ -179,7 +179,7 @@ def _attend_phase(spec: AttendSpec, isa: ISA) -> int:
 def supports(gates: int, heads: int, kv_heads: int, dim: int) -> str | None:
     """Why a layer with so many gates, and such heads, is not computed here; None where it is."""
     if gates % PANEL:
-        return f"{gates} gates are no whole panels of {PANEL}"
+        return f"{gates} gates are not whole panels of {PANEL}"
     return attend.supports(heads, kv_heads, dim)
 
 

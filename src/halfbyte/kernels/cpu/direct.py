@@ -5,7 +5,7 @@
 Threads draw items: a strip of an image's output lines times some panels of a group's outputs. A strip's lines of the image are first
 copied into the thread's own memory, with what stands for 0 at their ends and above and below (not where nothing is padded). Then a
 tile's rows are R outputs, wherever they lie: each has its place, and from there all walk the same way over the kernel's lines. Where
-the codes of a walk come in runs that are no multiple of 8, as in stems of 3 channels, patches are written one behind the other first,
+the codes of a walk come in runs that are not a multiple of 8, as in stems of 3 channels, patches are written one behind the other first,
 which is a matter of a few loads and stores, and the walk is one run.
 
 Arithmetic. int8 outputs: that of `tile.RequantizingTile`. Floating point, of images that were quantized with one scale each:

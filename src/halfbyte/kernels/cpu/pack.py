@@ -118,7 +118,7 @@ def supports(codes: Codes) -> str | None:
     if geo.nbytes == 0:
         return "there is nothing to pack"
     if geo.k % 8 or geo.block % 8:
-        return f"it takes eight codes at a time, and K = {geo.k} or the block of {geo.block} is no multiple of that"
+        return f"it takes eight codes at a time, and K = {geo.k} or the block of {geo.block} is not a multiple of that"
     if geo.format.block == "tensor" or geo.blocks != codes.scale.shape[-1]:
         return "scales and records do not go one to one"
     return None

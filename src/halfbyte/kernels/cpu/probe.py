@@ -104,7 +104,7 @@ def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes a second that `threads` threads read from memory (at most as many as the kernels use); takes about 0.1 s."""
+    """Bytes per second that `threads` threads read from memory (at most as many as the kernels use); takes about 0.1 s."""
     threads = min(threads, runtime.threads())
     wanted = 4 * (machine().caches.l3 or 1 << 25)
     size = min(max(wanted, _LEAST_BUFFER), _MOST_BUFFER) // _PIECE * _PIECE
@@ -121,12 +121,12 @@ def _rate(phase: str, threads: int, operations: int) -> float:
 
 
 def dot_peak(threads: int) -> float:
-    """Operations a second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
+    """Operations per second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
     if current().matrix is not None:
         return _rate("dots", threads, _TILE_CHAINS * 2 * ROWS * COLUMN_BYTES * ROWS)
     return _rate("dots", threads, _CHAINS * 2 * current().lane_products * current().lanes)
 
 
 def fma_peak(threads: int) -> float:
-    """Operations a second of float32 fused multiply-adds."""
+    """Operations per second of float32 fused multiply-adds."""
     return _rate("fmas", threads, _CHAINS * 2 * current().lanes)

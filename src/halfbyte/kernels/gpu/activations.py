@@ -139,7 +139,7 @@ def supports(problem: Problem) -> str | None:
     """Why `problem`'s activations can't be quantized for a weight in gpu_tiles, or None."""
     block = problem.format.block_size(problem.k)
     if piece(block, problem.k) < block and piece(block, problem.k) % gpu_tiles.RECORD:
-        return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, which are no whole records of {gpu_tiles.RECORD}"
+        return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, not whole records of {gpu_tiles.RECORD}"
     return None
 
 

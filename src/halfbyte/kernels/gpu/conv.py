@@ -11,7 +11,7 @@ one tap its place is a number, otherwise a vector. Yᵀ = W · Xᵀ, so that wei
              is read from the table, so that no correction is needed
     image    x int8 of images that have a scale each (`conv_image.py`), y floating point: exact sums, times both scales. Outside is 0
 
-Arithmetic: one scale a channel: the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
+Arithmetic: one scale per channel: the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
 weight is rounded to x's type (the scale, then the product or the fused multiply-add). K may be split over programs: the last to arrive
 adds up in order, so that results do not vary.
 """
@@ -55,7 +55,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     if problem.image[0] * problem.image[1] * sizes.channels * sizes.groups >= _LARGEST:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {sizes.channels * sizes.groups} has 2^31 elements or more"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
-        return f"integers take symmetric weights with one scale a channel or a tensor, not {sizes.format}"
+        return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
     return None
 
 

@@ -4,7 +4,7 @@
     y[m, n] = clamp(scale[b] * sw[n] * sum(q * qw) + bias[n] + residual[m, n])        b: the image of patch m
 
 as `conv_reference.quantized_images` has it, bit for bit. Two launches read x, for the greatest magnitude of each image and for its codes;
-the third is the integer product of `conv.py`. Weights are symmetric with one scale a channel or tensor, so that the zeros outside of an
+the third is the integer product of `conv.py`. Weights are symmetric with one scale per channel or tensor, so that the zeros outside of an
 image are codes 0.
 
 Arithmetic: sums are exact; a sum as float32, the product of the scales, their product, and each addend are rounded once.

@@ -74,7 +74,7 @@ class Config:
 class Static:
     """What the kernel is compiled for.
 
-    whole     one scale a channel
+    whole     one scale per channel
     channels, block, padded   of a tap: with all padding; elements of a block without and with its padding (channels: no blocks)
     real      channels that x has are fewer, or blocks are padded: their number is looked at
     bounded   patches may reach beyond the image

@@ -8,7 +8,7 @@ together. Where the ids say that, nobody but the device knows how many rows an e
               entries as there may be at most, those that are left over empty
     direct    with few pairs for the number of experts, each pair is a tile: nothing to sort
 
-An id that is no expert's gives a row of NaN. It wins as `skinny` does: where reading weights is most of the work.
+An id that is not an expert's gives a row of NaN. It wins as `skinny` does: where reading weights is most of the work.
 """
 
 from __future__ import annotations

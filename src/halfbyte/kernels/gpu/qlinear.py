@@ -2,7 +2,7 @@
 
     y = clamp(rne(multiplier * (sum(x * q) + start) + constant))
 
-with q a weight of one scale a channel or a tensor. `ops.requantization_table` makes start = -in_zero * sum(q), multiplier and
+with q a weight of one scale per channel or tensor. `ops.requantization_table` makes start = -in_zero * sum(q), multiplier and
 constant, a number each for each n. The sums are those of `gemm_int8.py`, exact; the rest is one fused multiply-add in float32.
 """
 
@@ -24,7 +24,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if problem.m < 1 or problem.n < 1 or problem.k < 1:
         return f"there is nothing to multiply: m={problem.m}, n={problem.n}, k={problem.k}"
     if problem.format.zero != "none" or isinstance(problem.format.block, int):
-        return f"it takes symmetric weights with one scale a channel or a tensor, not {problem.format}"
+        return f"it takes symmetric weights with one scale per channel or tensor, not {problem.format}"
     if not activations.plan(problem).whole:
         return f"sums of {problem.k} products may overflow an int32"
     return None

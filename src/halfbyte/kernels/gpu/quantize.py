@@ -183,7 +183,7 @@ def _quantize(
     v = v * inverse[:, None]
     if FAMILY == 1 and BITS == 4:
         half = tl.full([HELD], 0.5, tl.float32)
-        if ZERO == 0:  # a reciprocal that overflows, of a scale that is no zero, makes -8 of all
+        if ZERO == 0:  # a reciprocal that overflows, of a scale that is not zero, makes -8 of all
             half = tl.where((inverse == 0) & (exact != 0), 0.0, 8.5)
         u = tl.minimum((v + half[:, None]).to(tl.int32), 15)
     elif FAMILY == 0 and ZERO == 1:

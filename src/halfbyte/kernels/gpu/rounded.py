@@ -31,7 +31,7 @@ Config = gemm_hopper.Config
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this way, or None."""
     if problem.op != "linear" or problem.compute != "int8" or problem.activation != "block":
-        return f"it takes activations with a scale a block, not {problem.op} in {problem.compute} with a scale a {problem.activation}"
+        return f"it takes activations with a scale per block, not {problem.op} in {problem.compute} with a scale per {problem.activation}"
     block = problem.format.block_size(problem.k)
     if block not in _BLOCKS:
         return f"integers are multiplied faster but in blocks of 32 and 64, not {block}"

@@ -1,4 +1,4 @@
-"""y [M, N] = x [M, K] . W^T on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, a scale a channel and a row of x.
+"""y [M, N] = x [M, K] . W^T on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, a scale per channel and per row of x.
 
 x is quantized in a first pass (`activations.py`), and `skinny_hopper.py` multiplies: its first weights are on their way meanwhile.
 Arithmetic: that of `gemm_int8.py`, where x and the weight have one block each.
