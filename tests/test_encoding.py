@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,18 @@ def test_the_same_states(kind: str, calls: list[int]) -> None:
     assert calls == [1, 1, 1, 3, 3]
     (text,) = [text for text in remarks(short) if "one call" in text]
     assert text.endswith(("layer.0 and 2 more: " + encoding.ONE_CALL, "layers.0 and 2 more: " + encoding.ONE_CALL))
+
+
+def test_pickled(calls: list[int]) -> None:
+    """As processes of sentence-transformers get a model, and torch.save."""
+    plain, short = pair()
+    given = inputs(plain, 9, 4)
+    expected = states(short, given)
+    found = pickle.loads(pickle.dumps(short))  # noqa: S301
+    assert [type(part) for part in found.modules()] == [type(part) for part in short.modules()]
+    states(found, given)
+    assert torch.equal(states(found, given), expected)
+    assert calls[-1] == 3
 
 
 def test_masks_of_every_kind(calls: list[int]) -> None:

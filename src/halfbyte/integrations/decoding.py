@@ -30,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.integrations import decoding_cpu, embedding, encoding
 from halfbyte.integrations.ahead import watched
+from halfbyte.integrations.shortened import Shortened, shortened
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
@@ -66,7 +67,7 @@ def shorten_(model: nn.Module) -> nn.Module:
         reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
         if reason is None or why_not_short(module, DEVICES[-1]) is None:  # what is for other devices may get there
             module.__dict__.pop(REMARK, None)
-            module.__class__ = _SHORT[type(module)]
+            module.__class__ = shortened(_OneToken, type(module))
         else:
             setattr(module, REMARK, f"{LONG}: {reason}")
     return model
@@ -157,7 +158,7 @@ def _described(plan: NormedPlan, gated: bool) -> str:
     return f"skinny{' with silu(gate) * up' if gated else ''}, after a kernel of the norm"
 
 
-class _OneToken:
+class _OneToken(Shortened):
     """Comes before a decoder layer's class."""
 
     self_attn: Any
@@ -230,9 +231,6 @@ def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
     if not hasattr(attention, "q_norm"):
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
-
-
-_SHORT: dict[type, Any] = {cls: type(f"OneToken{cls.__name__}", (_OneToken, cls), {}) for cls in LAYERS}
 
 
 def _in_floats(layer: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import watched
+from halfbyte.integrations.shortened import Shortened, original, shortened
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding
 from halfbyte.nn.report import REMARK
@@ -39,9 +40,7 @@ TABLES = {
 
 def tables_of(module: nn.Module) -> tuple[str, ...] | None:
     """The tables of a module that `shorten` may change; None for any other module."""
-    cls = type(module)
-    if isinstance(module, _OneCall):
-        cls = cls.__mro__[2]
+    cls = original(module)
     return TABLES.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
 
 
@@ -51,7 +50,7 @@ def shorten(module: nn.Module) -> None:
         return
     if (reason := why_not(module)) is None:
         module.__dict__.pop(REMARK, None)
-        module.__class__ = _shortened(type(module))
+        module.__class__ = shortened(_OneCall, type(module))
     else:
         setattr(module, REMARK, f"{APART}: {reason}")
 
@@ -71,7 +70,7 @@ def why_not(module: Any) -> str | None:
     return why_not_packed([table.packed for table in tables.values()]) if hooked is None else f"its {hooked} has a hook"
 
 
-class _OneCall:
+class _OneCall(Shortened):
     """Comes before the class of the module."""
 
     @property
@@ -87,13 +86,6 @@ class _OneCall:
                 return computed(ids)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(input_ids, *args, **settings)  # type: ignore[misc]
-
-
-_short: dict[type, Any] = {}
-
-
-def _shortened(cls: type) -> Any:
-    return _short.setdefault(cls, _short.get(cls) or type(f"OneCall{cls.__name__}", (_OneCall, cls), {}))
 
 
 def _ids(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import Ahead, following, given, watched
+from halfbyte.integrations.shortened import Shortened, original, shortened
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules import QuantLinear
@@ -91,9 +92,7 @@ LAYERS = {
 
 def parts_of(layer: nn.Module) -> Parts | None:
     """Where a layer that `shorten_` may change has its parts; None for any other module."""
-    cls = type(layer)
-    if isinstance(layer, _WholeSequences):
-        cls = cls.__mro__[2]
+    cls = original(layer)
     return LAYERS.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
 
 
@@ -103,7 +102,7 @@ def shorten(layer: nn.Module) -> None:
         return
     if (reason := _why_not_parts(layer)) is None:
         layer.__dict__.pop(REMARK, None)
-        layer.__class__ = _shortened(type(layer))
+        layer.__class__ = shortened(_WholeSequences, type(layer))
     else:
         setattr(layer, REMARK, f"{LONG}: {reason}")
 
@@ -114,7 +113,7 @@ def why_not_whole(layer: nn.Module) -> str | None:
     return why_not(_weights(layer), _heads(layer)) if reason is None else reason
 
 
-class _WholeSequences:
+class _WholeSequences(Shortened):
     """Comes before the class of a layer."""
 
     @property
@@ -131,13 +130,6 @@ class _WholeSequences:
                 return found.y
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(hidden_states, attention_mask, *args, **settings)  # type: ignore[misc]
-
-
-_short: dict[type, Any] = {}
-
-
-def _shortened(cls: type) -> Any:
-    return _short.setdefault(cls, _short.get(cls) or type(f"WholeSequences{cls.__name__}", (_WholeSequences, cls), {}))
 
 
 def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:

@@ -1,0 +1,35 @@
+"""Classes that `shorten_` makes at run time: one of this package before one of transformers. Their modules can be pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_classes: dict[tuple[type, type], Any] = {}
+
+
+class Shortened:
+    """Comes before the class of a module, which goes on where this one has no shorter way."""
+
+    of_classes: tuple[type, type]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The class is made anew, where no module can name it."""
+        return _empty, self.of_classes, self.__getstate__()
+
+
+def shortened(before: type[Shortened], cls: type) -> Any:
+    """The class that has the methods of `before`, and else those of `cls`."""
+    parts = before, cls
+    if parts not in _classes:
+        _classes.setdefault(parts, type(f"{before.__name__.lstrip('_')}{cls.__name__}", parts, {"of_classes": parts}))
+    return _classes[parts]
+
+
+def original(module: Any) -> type:
+    """The class that a module had before it was shortened, or has."""
+    return module.of_classes[1] if isinstance(module, Shortened) else type(module)
+
+
+def _empty(before: type[Shortened], cls: type) -> Any:
+    made = shortened(before, cls)
+    return made.__new__(made)
