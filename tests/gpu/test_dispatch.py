@@ -44,6 +44,7 @@ def _forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def clear() -> None:
     tune._table.cache_clear()
+    tune._shipped.cache_clear()
     rules._failures.clear()
     rules.choose_gpu_linear.cache_clear()
 
@@ -112,7 +113,7 @@ def test_what_was_measured_decides() -> None:
     rules.choose_gpu_linear.cache_clear()
     after = rules.choose_gpu_linear(asked, gpu).taken
     assert after is not None
-    assert (after.candidate.name, str(after.config), after.seconds, after.measured) == (last.candidate.name, config, 1e-9, True)
+    assert (after.candidate.name, str(after.config), after.seconds, after.measured) == (last.candidate.name, config, 1e-9, gpu.name)
     other = rules.choose_gpu_linear(problem(300), gpu).taken
     assert other is not None
     assert not other.measured
@@ -139,14 +140,14 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
     assert json.loads(path.read_text())["linear"] == {
         "w4_none_b128 float16 float 4032x4096": {"1": {"skinny": {"Config()": 2e-5}}, "4": {"skinny": {"Config()": 3e-5}}}
     }
-    assert tune.measured(gpu, problem(4)) == {"skinny": {"Config()": 3e-5}}
-    assert tune.measured(gpu, problem(8)) == {}
+    assert tune.measured(gpu, problem(4)) == ({"skinny": {"Config()": 3e-5}}, gpu.name)
+    assert not tune.measured(gpu, problem(8)).times
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     for text in ("", "{", "[]", '{"linear": 3}', '{"linear": {"a": {"1": {"skinny": {"Config()": -1.0}}}}}'):
         path.write_text(text)
         clear()
         with pytest.warns(UserWarning, match="not a table of times.*passed over"):
-            assert tune.measured(gpu, problem(1)) == {}
+            assert not tune.measured(gpu, problem(1)).times
         with pytest.raises(ArgumentError, match="delete it"):
             tune.keep(gpu, problem(1), {})
 
@@ -157,7 +158,8 @@ def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:
     formats |= {"w8_none_b32": "q8_0", "w8_none_row": "int8_channel", "w4_none_row": "int4_channel"}
     for path in tune._TABLES.glob("*.json"):
         table = tune._read(path)
-        assert path.stem == table["arch"]
+        here = dataclasses.replace(GPUS[table["arch"]], name=table["gpu"], sms=table["sms"], bandwidth=table["bandwidth"])
+        assert tune._shipped(here)[0] == path
         for kind, by_rows in table["linear"].items():
             weight, dtype, way, shape = kind.split(" ")
             n, k = map(int, shape.split("x"))
@@ -165,9 +167,23 @@ def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:
                 asked = problem(int(m), n, k, formats[weight], way.split("_")[0], getattr(torch, dtype))
                 assert tune.kind(asked) == kind
                 for candidate in rules.GPU_LINEAR:
-                    known = {_settled(config) for config in candidate.module.configs(asked, GPUS[table["arch"]])}
+                    known = {_settled(config) for config in candidate.module.configs(asked, here)}
                     assert {_settled(config) for config in times.get(candidate.name, {})} <= known
                 assert set(times) <= {candidate.name for candidate in rules.GPU_LINEAR}
+
+
+def test_a_table_serves_its_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_TABLES", tmp_path / "shipped")
+    gpu, asked = GPUS["sm_90"], problem(1)
+    slow = dataclasses.replace(gpu, name="slow", bandwidth=3.3e12)
+    for one in (gpu, slow, dataclasses.replace(gpu, name="small", sms=114)):
+        tune.keep(one, asked, {"skinny": {"Config()": 1e-5}}, tune._TABLES / f"{one.name}.json")
+    tune.keep(slow, problem(2), {"skinny": {"Config()": 2e-5}}, tune._TABLES / "slow.json")
+    like = [("NVIDIA H200", None), ("NVIDIA GH200 480GB", 4.9e12), ("NVIDIA H100 NVL", 3.9e12), ("slow", 4.8e12)]
+    found = [tune.measured(dataclasses.replace(gpu, name=name, bandwidth=bandwidth), asked).gpu for name, bandwidth in like]
+    assert found == ["NVIDIA H200", "NVIDIA H200", "slow", "slow"]
+    assert tune.measured(gpu, problem(2)).gpu == "slow"  # better than nothing
+    assert not tune.measured(dataclasses.replace(gpu, sms=100), asked).times
 
 
 def _settled(config: object) -> str:
@@ -178,8 +194,8 @@ def _settled(config: object) -> str:
 def test_halves_stand_in_for_each_other() -> None:
     gpu = GPUS["sm_90"]
     tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
-    assert tune.measured(gpu, problem(1, dtype=torch.bfloat16)) == {"skinny": {"Config()": 2e-5}}
-    assert tune.measured(gpu, problem(1, dtype=torch.float32)) == {}
+    assert tune.measured(gpu, problem(1, dtype=torch.bfloat16)).times == {"skinny": {"Config()": 2e-5}}
+    assert not tune.measured(gpu, problem(1, dtype=torch.float32)).times
 
 
 def test_rows_are_counted_in_powers_of_two() -> None:
@@ -216,6 +232,8 @@ def test_explain() -> None:
     assert said["kernel"] in str(found)
     assert set(said["rejected"]) | {said["kernel"]} == {candidate.name for candidate in rules.GPU_LINEAR}
     json.dumps(said)
+    known = explain(1, 4096, 4096, "int4_g128", dtype=torch.bfloat16, device="sm_90")
+    assert f"measured on {known.to_json()['measured_on']}" in str(known)
     with pytest.raises(ArgumentError, match="unknown activation"):
         explain(1, 64, 64, "q4_0", device="sm_90", activation="tensor")
 

@@ -70,6 +70,7 @@ class GpuExplanation:
             "config": None if taken is None else str(taken.config),
             "expected_seconds": None if taken is None else taken.seconds,
             "expected_from": None if taken is None else "measurement" if taken.measured else "prediction",
+            "measured_on": (taken and taken.measured) or None,
             "rejected": self._rejected(),
             "launcher": self.launcher,
             "weight_bytes": self.weight_bytes,
@@ -90,7 +91,7 @@ class GpuExplanation:
         else:
             lines.append(f"kernel  {taken.candidate.name}: {taken.candidate.summary}{scheme}")
             lines.append(f"config  {taken.config}")
-            lines.append(f"expected  {time_text(taken.seconds)}, {'measured by halfbyte tune' if taken.measured else 'predicted'}")
+            lines.append(f"expected  {time_text(taken.seconds)}, {f'measured on {taken.measured}' if taken.measured else 'predicted'}")
         lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
         lines.append(f"launcher  {self.launcher}")
         lines.append(weight_text(problem, self.weight_bytes))

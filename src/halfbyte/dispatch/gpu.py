@@ -83,12 +83,12 @@ COMPUTES = ("auto", "float", "int8")
 
 
 class GpuOption(NamedTuple):
-    """A kernel that could run, and the seconds that it takes: measured by tuning, or predicted."""
+    """A kernel that could run, and the seconds that it takes: predicted, or measured on the GPU of that name."""
 
     candidate: GpuCandidate
     config: Any
     seconds: float
-    measured: bool
+    measured: str = ""
 
 
 class GpuChoice(NamedTuple):
@@ -166,14 +166,15 @@ def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
 def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[GpuOption], list[str]]:
     """Its configs, in its own order where nothing was measured, which it knows better than a prediction; and why some do not run."""
     found, failures = [], []
-    times = tune.measured(gpu, problem).get(candidate.name, {})
+    times, where = tune.measured(gpu, problem)
+    of_candidate = times.get(candidate.name, {})
     guess = None
     for config in candidate.module.configs(problem, gpu):
         if failure := _failures.get(_failure_key(problem, gpu, candidate, config)):
             failures.append(f"{config} failed: {failure}")
             continue
-        seconds = times.get(str(config))
+        seconds = of_candidate.get(str(config))
         if seconds is None:
             guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem)) if guess is None else guess
-        found.append(GpuOption(candidate, config, seconds or guess or 0.0, seconds is not None))
+        found.append(GpuOption(candidate, config, seconds or guess or 0.0, "" if seconds is None else where))
     return found, failures

@@ -46,7 +46,7 @@ def choose_gpu_grouped(problem: Problem, gpu: Gpu) -> GpuChoice:
             rejected.append((candidate, reason))
         else:
             configs = candidate.module.configs(problem, gpu)
-            options += [GpuOption(candidate, config, _LONGER * _seconds(problem, gpu, candidate, config), False) for config in configs]
+            options += [GpuOption(candidate, config, _LONGER * _seconds(problem, gpu, candidate, config)) for config in configs]
     if not options:
         reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected)
         raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")

@@ -3,22 +3,25 @@
 A table is JSON that people can read and edit: for each kind of weight, dtype and shape, by the number of rows, the seconds
 that each candidate's configs took.
 
-    {"gpu": "NVIDIA H200", "arch": "sm_90", "linear": {"w4_none_b128 float16 float 14336x4096": {"1": {"skinny": {"Config(…)": 1.2e-05}}}}}
+    {"gpu": "NVIDIA H200", "arch": "sm_90", "sms": 132, "bandwidth": 4.8e12,
+     "linear": {"w4_none_b128 float16 float 14336x4096": {"1": {"skinny": {"Config(…)": 1.2e-05}}}}}
 
-This machine's stands in the cache folder and is believed for this GPU alone; the package's, in dispatch/tables, serve their
-architecture. float16 and bfloat16 stand in for each other. A number of rows between two that were measured counts as the next power of two.
+This machine's stands in the cache folder and is believed for this GPU alone. The package's, in dispatch/tables, serve GPUs of their
+architecture with as many multiprocessors, whose configs are the same: that of the nearest bandwidth first. float16 and bfloat16 stand
+in for each other. A number of rows between two that were measured counts as the next power of two.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,16 +36,35 @@ _HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
 
 
-def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Times:
+class Measured(NamedTuple):
+    """Times, and the GPU that took them."""
+
+    times: Times
+    gpu: str
+
+
+def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
     rows = str(rows_class(problem.m))
     alike = _HALVES.get(problem.dtype, problem.dtype)
-    for path in [table_path(gpu)] + [_TABLES / f"{gpu.arch}.json"] * (not here):
+    for path in (table_path(gpu), *(() if here else _shipped(gpu))):
         for key in (kind(problem), kind(replace(problem, dtype=alike))):
             times = _table(path).get("linear", {}).get(key, {}).get(rows)
             if times is not None:
-                return times  # type: ignore[no-any-return]
-    return {}
+                return Measured(times, str(_table(path).get("gpu", gpu.name)))
+    return Measured({}, "")
+
+
+@cache
+def _shipped(gpu: Gpu) -> tuple[Path, ...]:
+    """The package's tables that serve `gpu`, the one to be believed most first."""
+    found = []
+    for path in sorted(_TABLES.glob("*.json")):
+        table = _table(path)
+        if (table.get("arch"), table.get("sms")) == (gpu.arch, gpu.sms):
+            apart = abs(math.log(gpu.bandwidth / table["bandwidth"])) if gpu.bandwidth else 0.0
+            found.append((table["gpu"] != gpu.name, apart, path))
+    return tuple(path for *_, path in sorted(found))
 
 
 def kind(problem: Problem) -> str:
@@ -66,7 +88,7 @@ def table_path(gpu: Gpu) -> Path:
 def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> None:
     """Add to this machine's table. Two processes may do so at once: the later one wins, and the file is whole at any time."""
     path = path or table_path(gpu)
-    table = dict(_read(path)) or {"gpu": gpu.name, "arch": gpu.arch, "linear": {}}
+    table = dict(_read(path)) or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
     table["linear"].setdefault(kind(problem), {})[str(rows_class(problem.m))] = times
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
