@@ -34,7 +34,7 @@ from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.pool import max_pool
+from halfbyte.kernels.cpu.pool import pool
 from halfbyte.kernels.cpu.stem import StemKernel
 from halfbyte.kernels.cpu.winograd import WinogradKernel
 from halfbyte.kernels.problem import Combination, Window
@@ -268,13 +268,16 @@ def codes_alone(tell: Callable[[str], None]) -> None:
         a, b = (torch.randint(-128, 128, (2, 5, 7, channels), dtype=torch.int8) for _ in range(2))
         how = Combination(torch.int8, 0.7, 3.0, 0.4, -100, 90)
         move, size = Window((2, 2), (1, 1, 1, 1)), (3, 4)
-        wanted = elementwise.combine(a, how, b), max_pool(a.permute(0, 3, 1, 2), (3, 3), move, size)
+        still, ends = Window((1, 1), (0, 0, 0, 0)), ((5, 7), (1, 1))
+        wanted = elementwise.combine(a, how, b), pool(a.permute(0, 3, 1, 2), (3, 3), move, size)
+        mean = pool(a.permute(0, 3, 1, 2), ends[0], still, ends[1], 3)
         for flush in ENDS:
             tell(f"sums and pools of {channels} channels flush with {flush}")
             here, there = (placed(codes.flatten(), flush).view(codes.shape) for codes in (a, b))
             with guarded_allocations(flush):
                 same(elementwise.combine(here, how, there), wanted[0])
-                same(max_pool(here.permute(0, 3, 1, 2), (3, 3), move, size), wanted[1])
+                same(pool(here.permute(0, 3, 1, 2), (3, 3), move, size), wanted[1])
+                same(pool(here.permute(0, 3, 1, 2), ends[0], still, ends[1], 3), mean)
 
 
 def matrix_convolutions(tell: Callable[[str], None]) -> None:

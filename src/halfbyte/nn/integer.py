@@ -1,13 +1,16 @@
 """Modules that take and give int8 codes: what `static.py` makes a network of.
 
 A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale per channel.
+
+`step(x, ...)` of a module is what it does to tensors on the CPU of the sizes, strides and types of x, as a step of a program
+(`network.py`); None where it is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +21,12 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule
 from halfbyte.ops import conv, elementwise
-from halfbyte.ops.cpu_conv import max_pool2d
+from halfbyte.ops.cpu import qlinear_step
+from halfbyte.ops.cpu_conv import pooling, qconv2d_step
 from halfbyte.ops.library import plain
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.steps import Step
 
 LEAST, MOST = -128, 127
 
@@ -50,8 +57,15 @@ class Quantize(nn.Module):
         super().__init__()
         self.scale = scale
 
+    @property
+    def _how(self) -> Combination:
+        return Combination(torch.int8, 1 / self.scale.step, self.scale.zero, low=LEAST, high=MOST)
+
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.combine(x, Combination(torch.int8, 1 / self.scale.step, self.scale.zero, low=LEAST, high=MOST))
+        return elementwise.combine(x, self._how)
+
+    def step(self, x: Tensor) -> Step | None:
+        return elementwise.combine_step(x, self._how)
 
     def extra_repr(self) -> str:
         return f"step={self.scale.step:.4g}, zero={self.scale.zero}"
@@ -64,8 +78,15 @@ class Dequantize(nn.Module):
         super().__init__()
         self.scale, self.dtype = scale, dtype
 
+    @property
+    def _how(self) -> Combination:
+        return Combination(self.dtype, self.scale.step, -self.scale.step * self.scale.zero)
+
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.combine(x, Combination(self.dtype, self.scale.step, -self.scale.step * self.scale.zero))
+        return elementwise.combine(x, self._how)
+
+    def step(self, x: Tensor) -> Step | None:
+        return elementwise.combine_step(x, self._how)
 
 
 class Requantize(nn.Module):
@@ -77,9 +98,14 @@ class Requantize(nn.Module):
         self.factors = [source.step / result.step for source in sources]
         self.offset = result.zero - sum(f * source.zero for f, source in zip(self.factors, sources, strict=True))
 
+    def _how(self, both: bool) -> Combination:
+        return Combination(torch.int8, self.factors[0], self.offset, self.factors[1] if both else 0.0, *self.clamp)
+
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        factor = self.factors[1] if b is not None else 0.0
-        return elementwise.combine(a, Combination(torch.int8, self.factors[0], self.offset, factor, *self.clamp), b)
+        return elementwise.combine(a, self._how(b is not None), b)
+
+    def step(self, a: Tensor, b: Tensor | None = None) -> Step | None:
+        return elementwise.combine_step(a, self._how(b is not None), b)
 
 
 class AveragePool(nn.Module):
@@ -90,8 +116,13 @@ class AveragePool(nn.Module):
         self.pool, self.scale = pool, scale
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cpu and plain(x) and (pool := pooling(x, self.pool, self.scale.zero)):
+            return pool(x)
         means = self.pool(x.float() - self.scale.zero)  # what pads is 0
         return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
+
+    def step(self, x: Tensor) -> Step | None:
+        return pool.step(x) if (pool := pooling(x, self.pool, self.scale.zero)) else None
 
 
 class MaxPool(nn.Module):
@@ -102,10 +133,21 @@ class MaxPool(nn.Module):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.pool, nn.MaxPool2d) and x.is_cpu and x.dim() == 4 and plain(x):
-            return max_pool2d(x, self.pool)
+        if x.is_cpu and plain(x) and (pool := pooling(x, self.pool)):
+            return pool(x)
         # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
         return cast(Tensor, self.pool(x.to(torch.bfloat16)).to(torch.int8))
+
+    def step(self, x: Tensor) -> Step | None:
+        return pool.step(x) if (pool := pooling(x, self.pool)) else None
+
+
+_made = 0
+
+
+def weights_made() -> int:
+    """How many times a layer on codes was given a weight, in whatever network: what was made of weights before may be out of date."""
+    return _made
 
 
 class IntegerModule(QuantModule):
@@ -144,6 +186,8 @@ class IntegerModule(QuantModule):
         return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.moves, dtype=dtype, error=error)
 
     def refresh(self) -> None:
+        global _made  # noqa: PLW0603
+        _made += 1
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
@@ -163,6 +207,10 @@ class IntegerConv2d(IntegerModule):
         assert self.moves is not None
         return conv.qconv2d_with(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
 
+    def step(self, x: Tensor) -> Step | None:
+        assert self.moves is not None
+        return qconv2d_step(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
+
     def extra_repr(self) -> str:
         out, channels, kh, kw = self.packed.shape
         return f"{channels * self.packed.sizes.groups}, {out}, kernel_size=({kh}, {kw}), clamp={self.clamp}, format={self.packed.format}"
@@ -175,6 +223,9 @@ class IntegerConv1d(IntegerConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+    def step(self, x: Tensor) -> Step | None:
+        return super().step(x.unsqueeze(-2))
 
 
 class IntegerLinear(IntegerModule):
@@ -190,6 +241,9 @@ class IntegerLinear(IntegerModule):
     def forward(self, x: Tensor) -> Tensor:
         n, k = self.packed.shape
         return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.table, self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
+
+    def step(self, x: Tensor) -> Step | None:
+        return qlinear_step(x, self.packed, self.table, self.clamp)
 
     def extra_repr(self) -> str:
         n, k = self.packed.shape

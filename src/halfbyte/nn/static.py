@@ -34,6 +34,7 @@ from halfbyte.nn.integer import (
     Scale,
 )
 from halfbyte.nn.modules import AnyPacked
+from halfbyte.nn.network import IntegerNetwork
 from halfbyte.ops import conv
 
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -244,7 +245,7 @@ class _Rewriter:
     def result(self, notes: tuple[str, ...]) -> fx.GraphModule:
         for node in self.traced.graph.nodes:
             self._node(node)
-        made = fx.GraphModule(self.root, self.graph, type(self.traced).__name__)
+        made = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
         made.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
         return made.eval()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.steps import Step
 
 _INFINITE = float("inf")
 _CPU = torch.device("cpu")
@@ -102,6 +106,18 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         flat = flat.contiguous()
     kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")
     return kernel(flat, _aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
+
+
+def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> Step | None:
+    """`qlinear` of tensors of the sizes and strides of x, as a step of a program; None where it is none."""
+    from halfbyte.kernels.cpu.linear import ROWS_A_PASS, linear_kernel
+    from halfbyte.kernels.cpu.steps import linear_step
+
+    n, k = packed.shape
+    if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS:
+        return None
+    kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block")
+    return linear_step(kernel, x.numel() // k, _aligned(packed.data), table, *map(float, clamp))
 
 
 def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,9 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
 from halfbyte.ops.library import plain
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.steps import Step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -56,6 +61,14 @@ def _combine(
 
     with cuda.on(a):
         return gpu.combine(a, how, b)
+
+
+def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
+    """`combine` of tensors on the CPU of the sizes and strides of a and b, as a step of a program; None where it is none."""
+    from halfbyte.kernels.cpu import elementwise as cpu
+
+    dense = a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last)
+    return cpu.step(a, how, b) if a.numel() and dense and (b is None or b.stride() == a.stride()) else None
 
 
 _library.impl("combine", _combine, "CPU")

@@ -119,8 +119,8 @@ def convolved(
     weights, bias, scales = rest[0], rest[1], more.get("scales")
     with _in_place_of_the_cpu(emulator):
         kernel = make()
-        calls, prepare = [], kernel._prepare
-        kernel._prepare = lambda *arguments: calls.append(prepare(*arguments)) or calls[-1]
+        calls, prepare = [], kernel.prepare
+        kernel.prepare = lambda *arguments: calls.append(prepare(*arguments)) or calls[-1]
 
         def run(address: int, threads: int) -> None:
             assert threads == 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.ir import Value
 
+Buffer = ctypes.Array[ctypes.c_char]
 _HEADER = ("first_phase", "second_phase", "openmp", "counter")
 
 
@@ -29,7 +30,7 @@ class Block:
         stop = len(self.fields) if last is None else self.fields.index(last) + 1
         return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
 
-    def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> ctypes.Array[ctypes.c_char]:
+    def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> Buffer:
         """A block with these values, and 0 in all other fields."""
         buffer = ctypes.create_string_buffer(8 * len(self.fields))
         for field, value in values.items():

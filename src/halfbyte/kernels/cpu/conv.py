@@ -78,7 +78,7 @@ class ConvKernel:
         scales     of each image, float32 [B], where codes become floating point
         """
         key = self.linear.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
         out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
         _memory, scratch = thread.memory(call.memory)
         table = 0 if bias is None else bias.data_ptr()
@@ -92,7 +92,7 @@ class ConvKernel:
         self.linear.run(call.address, call.threads)
         return out if out.dtype == self.result else out.to(self.result)
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
         batch, _, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         linear = self.linear.taking(batch * ho * wo)

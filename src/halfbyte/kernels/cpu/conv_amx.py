@@ -374,7 +374,7 @@ class MatrixConvKernel:
     ) -> Tensor:
         """As `ConvKernel`."""
         key = self.number, x.shape, window.numbers, outside, residual is not None, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside, residual=residual is not None))
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights, residual=residual is not None))
         out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
         _memory, scratch = thread.memory(call.memory)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
@@ -394,7 +394,7 @@ class MatrixConvKernel:
             return bias
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
 
-    def _prepare(self, x: Tensor, window: Window, outside: int, *, residual: bool) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *, residual: bool = False) -> ConvCall:
         sizes = self.sizes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)

@@ -31,19 +31,18 @@ from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
 DEPTHWISE = Block(
     (
-        *LINEAR.fields[:4],
-        *("x", "weights", "bias", "out", "residual", "clamp"),
+        *LINEAR.fields[: LINEAR.fields.index("clamp") + 1],
         *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
         *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
     ),
-    frozenset({"clamp"}),
+    LINEAR.floats,
 )
 _TOGETHER = 8  # neighbouring outputs that share a weight, at most; with many registers _MORE_TOGETHER
 _MORE_TOGETHER = 14
@@ -221,8 +220,6 @@ def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
 
 _kept = Kept[ConvCall]()
 _numbers = itertools.count()
-_pack_call = DEPTHWISE.struct("counter", "clamp").pack_into
-_CALL = DEPTHWISE.offset("counter")
 
 
 class DepthwiseKernel:
@@ -258,15 +255,15 @@ class DepthwiseKernel:
             x = x.to(self.inner_dtype)
             residual = None if residual is None else residual.to(self.inner_dtype)
         key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
         out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
-        _pack_call(call.buffer, _CALL, 0, x.data_ptr(), weights.data_ptr(), table, out.data_ptr(), apart, low, high)
+        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
         self.run(call.address, call.threads)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         lanes = self.isa.lanes if channels >= self.isa.lanes else 1

@@ -312,12 +312,12 @@ class OwnWeightsKernel:
     def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
         """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
         key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, weights, outside))
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
         out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
         _memory, scratch = thread.memory(call.memory)
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
         self.linear.run(call.address, call.threads)
         return out
 
-    def _prepare(self, x: Tensor, window: Window, weights: Tensor, outside: int) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
         return plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, self.tiles(weights.shape[2]))

@@ -20,6 +20,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import KINDS
+from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Combination
 
@@ -115,14 +116,23 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     isa = current()
     out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
     key = a.dtype, None if b is None else b.dtype, how, a.numel(), runtime.threads()
-    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(a, b, out, how))
+    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(a, b, out.dtype, how))
     _pack_tensors(call.buffer, _TENSORS, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out if out.dtype == how.dtype else out.to(how.dtype)
 
 
-def _prepare(a: Tensor, b: Tensor | None, out: Tensor, how: Combination) -> _Call:
-    spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out.dtype])
+def step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
+    """`combine` of tensors of these sizes; None where it would be followed by a conversion."""
+    if how.dtype == torch.float16 and not current().half_conversions:
+        return None
+    call = _prepare(a, b, how.dtype, how)
+    inputs = tuple(ELEMENTWISE.offset(name) for name in ("a", "b")[: 1 if b is None else 2])
+    return Step(call.buffer, call.threads, a.numel() * how.dtype.itemsize, inputs, ELEMENTWISE.offset("out"))
+
+
+def _prepare(a: Tensor, b: Tensor | None, out: torch.dtype, how: Combination) -> _Call:
+    spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out])
     buffer = ELEMENTWISE.buffer(
         {
             "first_phase": jit.load(spec.name, functools.partial(build, spec), current())[spec.name],

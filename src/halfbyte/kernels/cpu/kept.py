@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.problem import Window
 
 T = TypeVar("T")
 _MOST = 1024
@@ -38,6 +39,13 @@ class OwnWeights(Protocol):
         """The weights as the kernel reads them; None where it does not take them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class CodesConv(Protocol):
+    """A convolution from codes to codes."""
+
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
+        """The call for images of the size of x; `outside` is the code of what lies outside of them, `weights` what the kernel reads."""
 
 
 class Kept(threading.local, Generic[T]):

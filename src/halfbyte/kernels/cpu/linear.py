@@ -187,14 +187,18 @@ class LinearKernel:
         self.run(call.address, call.threads)
 
     def _prepare(self, m: int, available: int) -> _Call:
-        geo = self.geometry
-        threads = max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
+        threads = self.threads(m, available)
         buffer, scratch_bytes = self.arguments(m, threads)
         call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
         if len(thread.calls) >= _KEPT_CALLS:
             thread.calls.clear()
         thread.calls[self.number, m, available] = call
         return call
+
+    def threads(self, m: int, available: int) -> int:
+        """Of those available, how many are worth waking for M rows."""
+        geo = self.geometry
+        return max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
 
     def arguments(self, m: int, threads: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
         """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""

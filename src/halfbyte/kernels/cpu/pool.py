@@ -1,8 +1,10 @@
-"""The largest code under each place of a window: pools of int8 images.
+"""The largest code under each place of a window, or their mean: pools of int8 images.
 
     y[b, c, oy, ox] = max over kh, kw that lie inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
+    y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
 
-Images and results have their channels together (channels_last). Threads share the lines of outputs.
+A mean is exact but for its one rounding, ties to even. Images and results have their channels together (channels_last). Threads share the
+lines of outputs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,17 +21,19 @@ from torch import Tensor
 from halfbyte.kernels.cpu import jit, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.direct import power_of_two
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Module, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.steps import Step
+from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 
 POOL = Block(
     (
         *(*LINEAR.fields[:4], "x", "out", "lines", "channels"),
         *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
-        *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w"),
+        *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
     )
 )
 _TENSORS = POOL.offset("x")
@@ -36,20 +41,30 @@ _pack_tensors = POOL.struct("x", "out").pack_into
 _WORK_A_THREAD = 1 << 18  # codes read
 
 
-def name_of(together: int) -> str:
-    return f"max_pool_{together}"
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """together: channels that are taken at a time; averages: means, not the largest."""
+
+    together: int
+    averages: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'average' if self.averages else 'max'}_pool_{self.together}"
 
 
-def build(together: int, isa: ISA) -> Module:
-    """A module with one phase: name_of(together)(arguments, thread, threads), which takes so many channels at a time."""
+def build(spec: PoolSpec, isa: ISA) -> Module:
+    """A module with one phase: spec.name(arguments, thread, threads)."""
     module = Module(isa.attributes)
-    f = module.function(name_of(together), ["ptr", "i64", "i64"])
+    f = module.function(spec.name, ["ptr", "i64", "i64"])
     args, thread, threads = f.parameters
 
     def get(name: str) -> Value:
         return POOL.load(args, name)
 
-    kind, channels, out_width, lines = vector("i8", together), get("channels"), get("out_width"), get("lines")
+    together = spec.together
+    kind, ints = vector("i8", together), vector("i32", together)
+    channels, out_width, lines = get("channels"), get("out_width"), get("lines")
     line_bytes = get("width") * channels
     for line in f.loop((thread + 1) * lines // threads, start=thread * lines // threads):
         y = line % get("out_height") * get("stride_h") - get("top")
@@ -58,7 +73,7 @@ def build(together: int, isa: ISA) -> Module:
             x, out = ox * get("stride_w") - get("left"), POOL.load(args, "out", "ptr") + (line * out_width + ox) * channels
             for c0 in f.loop(channels, step=together):
                 c = f.umin(c0, channels - together)  # the last ones may overlap those before
-                largest = f.variable(f.value(kind, -128))
+                found = f.variable(f.value(ints, 0) if spec.averages else f.value(kind, -128))
                 for kh in f.loop(get("kernel_h")):
                     iy = y + kh * get("dilation_h")
                     with f.when(_below(f, iy, get("height"))):
@@ -66,9 +81,19 @@ def build(together: int, isa: ISA) -> Module:
                             ix = x + kw * get("dilation_w")
                             with f.when(_below(f, ix, get("width"))):
                                 codes = (image + iy * line_bytes + ix * channels + c).load(kind)
-                                largest.value = (codes > largest.value).select(codes, largest.value)
-                (out + c).store(largest.value)
+                                if spec.averages:
+                                    found.value = found.value + codes.to("i32")
+                                else:
+                                    found.value = (codes > found.value).select(codes, found.value)
+                (out + c).store(_mean(f, found.value, get("kernel_h") * get("kernel_w"), get("zero")) if spec.averages else found.value)
     return module
+
+
+def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
+    """Codes; their mean lies between the least and the largest of them."""
+    lanes = lanes_of(total.type)
+    real = (total - (count * zero).to("i32").splat(lanes)).to("float") / count.to("float").splat(lanes)
+    return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
 
 
 def _below(f: Function, a: Value, size: Value) -> Value:
@@ -87,27 +112,34 @@ class _Call(NamedTuple):
 _kept = Kept[_Call]()
 
 
-def max_pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int]) -> Tensor:
+def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
     """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
 
     window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
+    zero     the code that means 0: means are taken, and nothing is padded. None: the largest codes
     """
     batch, channels, _, _ = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last)
-    key = x.shape, kernel, window, out_size, runtime.threads()
-    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(x.shape, kernel, window, out_size))
+    key = x.shape, kernel, window, out_size, zero, runtime.threads()
+    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(x.shape, kernel, window, out_size, zero))
     _pack_tensors(call.buffer, _TENSORS, x.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out
 
 
-def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int]) -> _Call:
+def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Step:
+    """`pool` of images of these sizes."""
+    call = _prepare(x.shape, kernel, window, out_size, zero)
+    return Step(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
+
+
+def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> _Call:
     batch, channels, height, width = shape
-    together, isa = power_of_two(channels, 4 * current().lanes), current()
-    name, lines = name_of(together), batch * out_size[0]
+    isa, lines = current(), batch * out_size[0]
+    spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
     buffer = POOL.buffer(
         {
-            "first_phase": jit.load(name, functools.partial(build, together), isa)[name],
+            "first_phase": jit.load(spec.name, functools.partial(build, spec), isa)[spec.name],
             "openmp": runtime.openmp_address(),
             "lines": lines,
             "channels": channels,
@@ -123,6 +155,7 @@ def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_
             "left": window.padding[2],
             "dilation_h": window.dilation[0],
             "dilation_w": window.dilation[1],
+            "zero": zero or 0,
         }
     )
     codes = lines * out_size[1] * kernel[0] * kernel[1] * channels

@@ -324,14 +324,14 @@ class WinogradKernel:
     def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
         """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
         key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self._prepare(x, window, outside))
+        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
         out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
         _memory, scratch = thread.memory(call.memory)
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
         self.run(call.address, call.threads)
         return out
 
-    def _prepare(self, x: Tensor, window: Window, outside: int) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
         sizes, column = self.sizes, 2 * self.isa.lanes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)

@@ -1,0 +1,218 @@
+"""Networks on int8 codes as one module, which on a CPU computes images of sizes that it has seen before in one call.
+
+What modules do to tensors of known sizes are steps (`kernels/cpu/steps.py`): those that follow each other become a program, which Python
+starts once, and whose results lie in memory of its own. What is no step runs between the programs as it did. Gradients, hooks,
+torch.compile and other devices go node by node.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as torch_modules
+
+from halfbyte.nn.integer import weights_made
+from halfbyte.ops.library import plain
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.steps import Step
+
+_SIZES = 16  # of images whose programs are kept: each has memory of its own
+_GLOBAL_HOOKS = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+
+
+class IntegerNetwork(fx.GraphModule):
+    """A graph whose nodes are modules of `integer.py`, and others."""
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        made: Any = type(self)  # each GraphModule is the only one of its class
+        made.node_by_node, made.forward = made.forward, _forward
+        return code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (*super().__reduce__(), self.meta)  # which torch leaves out
+
+
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], meta: dict[str, Any]) -> IntegerNetwork:
+    plain = make(*arguments)
+    made = IntegerNetwork(plain, plain.graph, type(plain).__name__)
+    made.meta = meta
+    return made.eval()
+
+
+def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
+    if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]) and x.is_cpu:
+        kept = _thread.networks.get(self)
+        if kept is None:
+            kept = _thread.networks[self] = _Kept(self)
+        if not any(kept.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
+            found = kept.programs_for(self, x)
+            if found is not None:
+                with suppress(_OtherSizes):
+                    return found(x)
+    return self.node_by_node(*inputs, **more)
+
+
+class _Kept:
+    """What a thread has for a network: the network of programs for each kind of images; None for one that came once. It does not hold the
+    network itself."""
+
+    def __init__(self, network: fx.GraphModule) -> None:
+        self.hooks = *_GLOBAL_HOOKS, *chain(*((m._forward_hooks, m._forward_pre_hooks) for m in network.modules() if m is not network))
+        self.weights = weights_made()
+        self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
+
+    def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], Any] | None:
+        from halfbyte.kernels.cpu import runtime
+
+        if self.weights != weights_made():
+            self.weights = weights_made()
+            self.found.clear()
+        key = x.shape, x.stride(), x.dtype, runtime.threads()
+        found = self.found.get(key)
+        if found is None:
+            if len(self.found) >= _SIZES:
+                self.found.clear()
+            found = self.found[key] = _with_programs(network, x) if key in self.found else None
+        return found
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.networks: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+_thread = _Thread()
+
+
+class _OtherSizes(Exception):
+    """What lies between programs gave tensors of other sizes than before for images of the same."""
+
+
+class _Sizes(fx.Interpreter):
+    """Runs a graph and remembers sizes, strides and types of its tensors, as tensors without memory."""
+
+    def __init__(self, network: fx.GraphModule) -> None:
+        super().__init__(network)
+        self.seen: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self.seen[n] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return value
+
+
+def _with_programs(network: fx.GraphModule, x: Tensor) -> fx.GraphModule:
+    sizes = _Sizes(network)
+    sizes.run(x)
+    return _Writer(network, sizes.seen).result()
+
+
+class _Writer:
+    """Makes the graph with programs, node by node."""
+
+    def __init__(self, network: fx.GraphModule, seen: dict[fx.Node, Tensor]) -> None:
+        self.network, self.seen = network, seen
+        self.modules = dict(network.named_modules())
+        self.root: dict[str, Any] = {}
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.waiting: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
+
+    def result(self) -> fx.GraphModule:
+        for node in self.network.graph.nodes:
+            if (step := self._step(node)) is not None or self._moves_nothing(node):
+                self.waiting[node] = step
+                continue
+            self._finish()
+            self._copy(node)
+        return fx.GraphModule(self.root, self.graph, type(self.network).__name__)
+
+    def _step(self, node: fx.Node) -> Step | None:
+        step_of = getattr(self.modules.get(str(node.target)), "step", None) if node.op == "call_module" else None
+        if step_of is None or node not in self.seen:
+            return None
+        return step_of(*(self.seen[source] for source in _sources(node)))  # type: ignore[no-any-return]
+
+    def _moves_nothing(self, node: fx.Node) -> bool:
+        """Whether it gives what a step before it gives, as it lies in memory, in another shape."""
+        if not isinstance(self.modules.get(str(node.target)), nn.Flatten) or _sources(node)[0] not in self.waiting:
+            return False
+        x, y = self.seen[_sources(node)[0]], self.seen[node]
+        return x.is_contiguous() and y.is_contiguous()
+
+    def _copy(self, node: fx.Node) -> None:
+        if node.op in ("call_module", "get_attr"):
+            self.root[str(node.target)] = operator.attrgetter(str(node.target))(self.network)
+        self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+
+    def _finish(self) -> None:
+        """What waits becomes a program."""
+        waiting, self.waiting = self.waiting, {}
+        steps = {node: step for node, step in waiting.items() if step is not None}
+        if not steps:
+            return
+        at = {node: node for node in waiting}  # where its memory comes from
+        for node in waiting.keys() - steps.keys():
+            at[node] = at[_sources(node)[0]]
+        brought = list(dict.fromkeys(source for node in steps for source in _sources(node) if source not in at))
+        views = [node for node in waiting if node not in steps and self._is_read_behind(node, waiting)]
+        given = [node for node in steps if self._is_read_behind(node, waiting) or any(at[view] is node for view in views)]
+        program = _ProgramModule(brought, steps, at, given, self.seen)
+        name = f"program_{len(self.graph.nodes)}"
+        self.root[name] = program
+        call = self.graph.call_module(name, tuple(self.made[source] for source in brought))
+        for i, node in enumerate(given):
+            self.made[node] = self.graph.call_function(operator.getitem, (call, i))
+        for view in views:
+            self.made[view] = self.graph.call_function(torch.reshape, (self.made[at[view]], tuple(self.seen[view].shape)))
+
+    @staticmethod
+    def _is_read_behind(node: fx.Node, waiting: dict[fx.Node, Any]) -> bool:
+        return any(user not in waiting for user in node.users)
+
+
+def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a node that calls a module with tensors alone reads."""
+    return cast("tuple[fx.Node, ...]", node.args)
+
+
+class _ProgramModule(nn.Module):
+    """A program, and the tensors that it makes: tensors -> list of tensors."""
+
+    def __init__(
+        self,
+        brought: list[fx.Node],
+        steps: dict[fx.Node, Step],
+        at: dict[fx.Node, fx.Node],
+        given: list[fx.Node],
+        seen: dict[fx.Node, Tensor],
+    ) -> None:
+        from halfbyte.kernels.cpu.steps import Program, Wired
+
+        super().__init__()
+        numbers = {node: i for i, node in enumerate((*brought, *steps))}
+        wired = [
+            Wired(step, tuple(numbers[at.get(source, source)] for source in _sources(node)), node in given)
+            for node, step in steps.items()
+        ]
+        self._program = Program(wired, len(brought))
+        self._brought = [(seen[node].shape, seen[node].stride()) for node in brought]
+        self._given = [(tuple(seen[node].shape), seen[node].stride(), seen[node].dtype) for node in given]
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        if [(t.shape, t.stride()) for t in tensors] != self._brought:
+            raise _OtherSizes
+        made = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self._given]
+        self._program((*tensors, *made))
+        return made
