@@ -22,6 +22,7 @@ RANKS = {
     "machine": 0.2,
     "timing": 0.3,
     "memory": 0.4,
+    "plot": 0.5,
     "formats": 1,
     "quantizers": 2,
     "layouts": 2,

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from halfbyte.bench import cpu, own, torch_peers, worker
 from halfbyte.bench.contenders import PEERS, contender, select
-from halfbyte.bench.plot import line_plot
 from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
 from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.machine import machine
+from halfbyte.plot import line_plot
 
 WORK = Workload(n=80, k=128, threads=1, cache_bytes=10_000, memory_bytes=1 << 20)
 OWN_FORMATS = ["q4_0", "int4_g128", "int4_g128_zp", "q8_0", "int8_channel"]
@@ -255,7 +255,7 @@ def test_points_lie_inside_the_axes_in_order(log: bool) -> None:
     at = [(float(circle.get("cx")), float(circle.get("cy"))) for circle in circles]
     assert [x for x, _ in at] == sorted(x for x, _ in at)
     assert [y for _, y in at] == sorted((y for _, y in at), reverse=True)
-    assert all(0 < x < 860 and 0 < y < 480 for x, y in at)
+    assert all(70 <= x <= 610 and 44 <= y <= 426 for x, y in at)
     assert "<ceiling> & more" in labels(svg)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.evaluate import Point, evaluate_language, last_word_accuracy, scatter
+from halfbyte.evaluate import evaluate_language, last_word_accuracy
 from halfbyte.evaluate.language import _windows
 
 WORDS = 7
@@ -113,17 +112,3 @@ def test_last_words() -> None:
     assert last_word_accuracy(model, Tokenizer(), ["a cb ca", " acb ca ", "b ab cb", "ab cad"]) == 0.5
     with pytest.raises(ArgumentError, match="at least two words"):
         last_word_accuracy(model, Tokenizer(), ["abc"])
-
-
-@pytest.mark.parametrize(
-    "points", [[Point("only", 3.0, 12.5)], [Point("a<b", 0.0, 0.0), Point("c", 1e9, 0.0)], [Point(str(i), i, i * i / 3) for i in range(9)]]
-)
-def test_the_picture_holds_every_point_inside(points: list[Point]) -> None:
-    root = ElementTree.fromstring(scatter(points, "MB & more", "perplexity"))
-    name = "{http://www.w3.org/2000/svg}"
-    circles = root.findall(f"{name}circle")
-    places = {(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in circles}
-    assert len(circles) == len(points) == len(places)
-    assert all(70 <= x <= 510 and 20 <= y <= 350 for x, y in places)
-    labels = {t.text for t in root.findall(f"{name}text")}
-    assert {p.label for p in points} | {"MB & more", "perplexity"} <= labels

@@ -242,7 +242,7 @@ def test_other_classes(small: Path) -> None:
 def test_reordered_inputs(small: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(small)
     name = "model.layers.0.mlp.up_proj"
-    model.set_submodule(name, PermutedLinear.of(model.get_submodule(name), torch.randperm(64)))
+    model.set_submodule(name, PermutedLinear(model.get_submodule(name), torch.randperm(64)))
     model.save_pretrained(tmp_path / "permuted")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "permuted")
     assert isinstance(again.get_submodule(name), PermutedLinear)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from halfbyte.bench.plot import line_plot
+from halfbyte.plot import line_plot
 
 SCHEMA = 1
 _CEILINGS = (("read_bandwidth", "reads", "GB/s"), ("dot_peak", "int8 dot", "GOP/s"), ("fma_peak", "float32 FMA", "GFLOP/s"))

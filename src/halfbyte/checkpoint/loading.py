@@ -303,7 +303,7 @@ def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
     if not isinstance(module, QuantLinear):
         raise CheckpointError(f"the columns of a {module.kind} have an order, which only a Linear's can have: the checkpoint is damaged")
     try:
-        return PermutedLinear.of(module, order)
+        return PermutedLinear(module, order)
     except ArgumentError as e:
         raise CheckpointError(f"{e}: the checkpoint is damaged") from e
 

@@ -170,10 +170,10 @@ def _mb(row: dict[str, Any]) -> str:
 
 
 def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    from halfbyte.evaluate import Point, scatter
+    from halfbyte.plot import line_plot
 
-    points = [Point(row["model"], row["weight_bytes"] / 1e6, row["perplexity"]) for row in rows]
-    args.plot.write_text(scatter(points, "weights, MB", "perplexity"), encoding="utf-8")
+    points = {row["model"]: [(row["weight_bytes"] / 1e6, row["perplexity"])] for row in rows}
+    args.plot.write_text(line_plot(points, title="perplexity against size", x_label="weights, MB", y_label="perplexity"), encoding="utf-8")
 
 
 # Models that do not

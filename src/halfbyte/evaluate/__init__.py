@@ -2,7 +2,6 @@
 
 outputs.py   embeddings, hidden states and logits of two models for the same lines
 language.py  what language models predict: perplexity, divergence, agreement, last words
-plot.py      quality against size, as a picture
 """
 
 from halfbyte.evaluate.language import LanguageQuality as LanguageQuality
@@ -16,5 +15,3 @@ from halfbyte.evaluate.outputs import compare_outputs as compare_outputs
 from halfbyte.evaluate.outputs import embed as embed
 from halfbyte.evaluate.outputs import merge_outputs as merge_outputs
 from halfbyte.evaluate.outputs import pool as pool
-from halfbyte.evaluate.plot import Point as Point
-from halfbyte.evaluate.plot import scatter as scatter

@@ -299,7 +299,7 @@ class HalfbyteQuantizer(HfQuantizer):
             module = model.get_submodule(place)
             made = quantized_form(module, packed, dtype, settings.compute, settings.activation, error)
             if isinstance(made, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
-                made = PermutedLinear.of(made, order)
+                made = PermutedLinear(made, order)
             model.set_submodule(place, made)
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
 

@@ -1,4 +1,4 @@
-"""A linear layer whose weight keeps its columns in another order than its inputs have."""
+"""A linear layer whose weight has its columns in another order than its inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantLinear
 
 ORDER = "input_order"
@@ -16,36 +15,21 @@ ORDER = "input_order"
 class PermutedLinear(QuantLinear):
     """y = x[..., order] W^T + bias: column j of W belongs to input order[j].
 
-    GPTQ with activation order gives weights whose blocks are not runs of inputs. Sorted by block they are, without a number changed,
-    at the price of reordering x.
+    In weights of GPTQ with activation order the blocks are not contiguous inputs. Sorting the columns by block makes them contiguous and
+    changes no number; x is reordered at each call instead.
 
+    linear       the layer to take over; its columns belong to the inputs `input_order`
     input_order  int32 [in_features], a permutation
     """
 
     input_order: Tensor
 
-    def __init__(
-        self,
-        packed: Packed,
-        input_order: Tensor,
-        bias: Tensor | None = None,
-        compute: str = "auto",
-        activation: str = "block",
-        *,
-        dtype: torch.dtype | None = None,
-        error: float | None = None,
-    ) -> None:
-        super().__init__(packed, bias, compute, activation, dtype=dtype, error=error)
+    def __init__(self, linear: QuantLinear, input_order: Tensor) -> None:
+        super().__init__(linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
         check_order(input_order, self.in_features)
         self.register_buffer(ORDER, input_order.to(torch.int32))
-
-    @classmethod
-    def of(cls, linear: QuantLinear, input_order: Tensor) -> PermutedLinear:
-        """`linear` with its columns understood as those of inputs `input_order`."""
-        settings = {"dtype": linear.dtype, "error": linear.error}
-        made = cls(linear.packed, input_order, linear.bias, linear.compute, linear.activation, **settings)  # type: ignore[arg-type]
-        made.transposed = linear.transposed
-        return made.train(linear.training)
+        self.transposed = linear.transposed
+        self.train(linear.training)
 
     @property
     def weight(self) -> Tensor:

@@ -74,12 +74,8 @@ class Builder:
         check_weight(weight, name)
         self.weight, self.fmt, self.name = weight, fmt, name
         self.rows = weight.detach().reshape(-1, weight.shape[-1]) if weight.numel() else weight.new_empty(0, weight.shape[-1])
-        width = (weight.shape[-1] + 1) // 2 if fmt.bits == 4 else weight.shape[-1]
-        signed_bytes = fmt.bits == 8 and fmt.signed
-        self.data = torch.empty(len(self.rows), width, dtype=torch.int8 if signed_bytes else torch.uint8, device=weight.device)
-        flat = (1, 1) if fmt.block == "tensor" else fmt.scale_shape(tuple(self.rows.shape))
-        self.scale = torch.zeros(flat, dtype=fmt.scale, device=weight.device)
-        self.zero = None if fmt.zero == "none" else torch.zeros_like(self.scale, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
+        stored = Codes.zeros(fmt, tuple(self.rows.shape), weight.device)
+        self.data, self.scale, self.zero = stored.data, stored.scale, stored.zero
         self._row = 0
 
     def __iter__(self) -> Iterator[list[Tensor]]:

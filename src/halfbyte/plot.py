@@ -1,4 +1,4 @@
-"""Line plots as SVG text, so that a benchmark needs no plotting library."""
+"""Line plots as SVG text, so that no plotting library is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Points = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 44, 54  # margins; the legend is on the right
-# Okabe and Ito's colours, told apart by the colour-blind too.
+# The palette of Okabe and Ito, for colour-blind readers too.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31", "#7f3c8d")
 _GREY = "#777777"
 _DASHES = ("7 4", "2 3", "10 3 2 3")
@@ -28,11 +28,11 @@ def line_plot(
     log_y: bool = False,
     lines: Mapping[str, Points] | None = None,
 ) -> str:
-    """An SVG image of labelled lines through points (x, y).
+    """An SVG image of labelled series of points (x, y), each connected by a line, with a legend.
 
-    lines  drawn dashed and without marks: ceilings, a horizontal one by two points
+    lines  drawn dashed and without markers, such as ceilings
 
-    Raises ArgumentError where there is no point, a number is not finite, or one that is not positive lies on a logarithmic axis.
+    Raises ArgumentError where there is no point, a number is not finite, or a number on a logarithmic axis is not positive.
     """
     dashed = lines or {}
     points = [point for some in (*series.values(), *dashed.values()) for point in some]
@@ -43,7 +43,7 @@ def line_plot(
             raise ArgumentError(f"{axis} values of a plot are finite{' and positive' if logarithmic else ''}, got {bad[0]}")
     xs = sorted({x for some in series.values() for x, _ in some})
     x_ticks = xs if log_x and len(xs) <= 14 else _ticks([x for x, _ in points], log_x)
-    y_ticks = _ticks([y for _, y in points] + ([] if log_y else [0.0]), log_y)
+    y_ticks = _ticks([y for _, y in points], log_y)
     to_x = _scale([x for x, _ in points] + x_ticks, log_x, _LEFT, _WIDTH - _RIGHT)
     to_y = _scale([y for _, y in points] + y_ticks, log_y, _HEIGHT - _BOTTOM, _TOP)
     out = [
@@ -78,7 +78,7 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
 
 
 def _scale(values: Sequence[float], logarithmic: bool, start: float, stop: float) -> Callable[[float], float]:
-    """From numbers to places between start and stop."""
+    """Maps numbers to coordinates between start and stop."""
 
     def linear(v: float) -> float:
         return math.log(v) if logarithmic else v
@@ -89,7 +89,7 @@ def _scale(values: Sequence[float], logarithmic: bool, start: float, stop: float
 
 
 def _ticks(values: Sequence[float], logarithmic: bool) -> list[float]:
-    """Round numbers that cover the values: 1, 2 and 5 of each decade, or steps of 1, 2 or 5 of one."""
+    """Round numbers that cover the values: 1, 2 and 5 of each decade, or, on a linear axis, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
     if logarithmic:
         decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
