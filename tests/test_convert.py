@@ -143,7 +143,7 @@ def test_what_a_kind_does_not_hold_is_said(folders: Path, tmp_path: Path) -> Non
     report = export(tmp_path / "mixed", tmp_path / "gptq", "gptq")
     reasons = {row.name: row.reason or "" for row in report.kept}
     assert "one format, and most weights have another" in reasons["model.layers.0.mlp.down_proj.weight"]
-    assert "offsets, no integer points" in reasons["model.layers.1.mlp.up_proj.weight"]
+    assert "offsets, not integer zero points" in reasons["model.layers.1.mlp.up_proj.weight"]
     settings = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
     assert any("down_proj" in pattern for pattern in settings["dynamic"])
     assert isinstance(load(tmp_path / "gptq").get_submodule("model.layers.0.mlp.gate_proj"), QuantLinear)

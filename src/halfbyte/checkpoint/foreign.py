@@ -27,7 +27,7 @@ from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.io import awq, compressed_tensors, gptq, points
+from halfbyte.io import awq, compressed_tensors, gptq, zero_points
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
@@ -89,7 +89,7 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
 def read_plain(reader: Reader, config: Mapping[str, Any]) -> Entries:
     """The tensors of a folder whose config.json speaks of no quantization: 8-bit floats with scales are known by these."""
     dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
-    usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in points.SCALES and len(spec.shape) > 1)
+    usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in zero_points.SCALES and len(spec.shape) > 1)
     return plain_or_float8(reader, None, dtype or next(usual, torch.bfloat16))
 
 
@@ -103,7 +103,7 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
     entries = {}
     for name, parts in modules.items():
         k, words = _words_shape(reader, name, parts)
-        fmt = _points_format(reader, name, parts, 4, group, 8 * words, points.middle(4))
+        fmt = _points_format(reader, name, parts, 4, group, 8 * words, zero_points.middle(4))
 
         def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
             return awq.read(read_parts(reader, parts), group, name)
@@ -122,14 +122,14 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         bits, group = _of_module(settings, name)
         words, n = _words_shape(reader, name, parts)
         k = words * 32 // bits
-        fmt = _points_format(reader, name, parts, bits, group, n, points.middle(bits) - (version == 1))
+        fmt = _points_format(reader, name, parts, bits, group, n, zero_points.middle(bits) - (version == 1))
 
         def read(
             dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts, bits: int = bits, group: int = group
         ) -> Codes:
             return gptq.read(read_parts(reader, parts), bits, group, version, name)[0]
 
-        order = _order(reader, parts.get("g_idx"), k, points.block_of(group, k), name)
+        order = _order(reader, parts.get("g_idx"), k, zero_points.block_of(group, k), name)
         entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), nbytes_of(reader, parts), read, Quantized(fmt, "GPTQ", order))
     lies = f"config.json says GPTQ version {claimed}, the points are those of version {version}, which is believed"
     return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
@@ -158,7 +158,7 @@ def _order(reader: Reader, name: str | None, k: int, block: int, where: str) -> 
         return None
 
     def read() -> Tensor | None:
-        g_idx = points.take({"g_idx": reader.read(name)}, "g_idx", (torch.int32, torch.int64), (k,), where)
+        g_idx = zero_points.take({"g_idx": reader.read(name)}, "g_idx", (torch.int32, torch.int64), (k,), where)
         unused = bool((g_idx == -1).all())  # so compressed-tensors says that there is none
         return None if unused else gptq.order_of(g_idx, block, where)
 
@@ -228,7 +228,7 @@ def _ct_points(reader: Reader, name: str, rows: int, bits: int) -> Tensor:
         return stored
     if stored.dtype != torch.int32 or stored.dim() != 2:
         raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)}, not int32 [words, blocks]: the checkpoint is damaged")
-    return gptq.unpack(stored.T, bits, rows).to(torch.int16) - points.middle(bits)
+    return gptq.unpack(stored.T, bits, rows).to(torch.int16) - zero_points.middle(bits)
 
 
 def _ct_bits(reader: Reader, name: str, parts: Mapping[str, str], group: Mapping[str, Any]) -> int:

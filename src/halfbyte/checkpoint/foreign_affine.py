@@ -15,7 +15,7 @@ from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts,
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.io import float8, hqq, points, torchao
+from halfbyte.io import float8, hqq, torchao, zero_points
 from halfbyte.io.safetensors import Reader, parse_json
 from halfbyte.io.tensors import Spec
 
@@ -54,7 +54,7 @@ def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entr
             return hqq.read(read_parts(reader, numbers), *how)
 
         blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
-        scale, zero = (points.take(read_parts(reader, numbers), part, points.SCALES, blocks, name) for part in ("scale", "zero"))
+        scale, zero = (zero_points.take(read_parts(reader, numbers), part, zero_points.SCALES, blocks, name) for part in ("scale", "zero"))
         entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read, Quantized(hqq.format_of(scale, zero, bits, group), "HQQ"))
     return Entries(entries | plain_entries(reader, rest), notes({"codes in groups along the outputs": floats} if floats else {}, 0))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.io import points
+from halfbyte.io import zero_points
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import Spec
 
@@ -38,6 +38,6 @@ def nbytes_of(reader: Reader, parts: Mapping[str, str]) -> int:
 
 
 def scale_dtype(name: str, spec: Spec) -> torch.dtype:
-    if spec.dtype not in points.SCALES:
+    if spec.dtype not in zero_points.SCALES:
         raise CheckpointError(f"{name} is {spec.dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged")
     return spec.dtype

@@ -1,7 +1,7 @@
 """AWQ's weights (its "gemm" version) <-> Codes. Nothing is rounded.
 
-    qweight  int32 [K, N/8]    eight codes of a row of x, for neighbouring outputs: nibble i, lowest first, is output ORDER[i] of the eight
-    qzeros   int32 [K/g, N/8]  the points of each block, in the same order
+    qweight  int32 [K, N/8]    codes of one input for eight neighbouring outputs: nibble i, lowest first, is output ORDER[i] of the eight
+    qzeros   int32 [K/g, N/8]  the zero points of each block, in the same order
     scales   [K/g, N]
     w[n, k] = scales[k / g, n] * (q[k, n] - qzeros[k / g, n])
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.io import points
+from halfbyte.io import zero_points
 
 PARTS = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -26,24 +26,24 @@ _PLACE = tuple(ORDER.index(i) for i in range(8))  # in which nibble each output 
 
 
 def read(parts: Mapping[str, Tensor], group_size: int, where: str) -> Codes:
-    """The weight [N, K]; `group_size` -1 is one block a row. `where` is what errors call it."""
+    """The weight [N, K]; `group_size` -1 is one block per row. `where` is its name in error messages."""
     qweight = parts.get("qweight", torch.empty(0))
     if qweight.dim() != 2:
         raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K, N/8]: the checkpoint is damaged")
     k, n = qweight.shape[0], 8 * qweight.shape[1]
-    blocks, rest = divmod(k, points.block_of(group_size, k))
+    blocks, rest = divmod(k, zero_points.block_of(group_size, k))
     if rest:
         raise CheckpointError(f"{where} has {k} inputs, no multiple of its blocks of {group_size}: the checkpoint is damaged")
-    points.take(parts, "qweight", (torch.int32,), (k, n // 8), where)
-    zeros = points.take(parts, "qzeros", (torch.int32,), (blocks, n // 8), where)
-    scales = points.take(parts, "scales", points.SCALES, (blocks, n), where)
+    zero_points.take(parts, "qweight", (torch.int32,), (k, n // 8), where)
+    zeros = zero_points.take(parts, "qzeros", (torch.int32,), (blocks, n // 8), where)
+    scales = zero_points.take(parts, "scales", zero_points.SCALES, (blocks, n), where)
     data = pack_nibbles(_unpack(qweight).T)
-    return points.codes_of(4, group_size, k, data, scales.T.contiguous(), _unpack(zeros).T.contiguous())
+    return zero_points.codes_of(4, group_size, k, data, scales.T.contiguous(), _unpack(zeros).T.contiguous())
 
 
 def write(codes: Codes) -> dict[str, Tensor]:
-    """The three tensors of a weight that `why_not` has nothing against."""
-    data, zeros = points.unsigned(codes)
+    """The three tensors of a weight for which `why_not` gives None."""
+    data, zeros = zero_points.unsigned(codes)
     return {
         "qweight": _pack(unpack_nibbles(data, codes.shape[1]).T),
         "qzeros": _pack(zeros.T),
@@ -53,12 +53,12 @@ def write(codes: Codes) -> dict[str, Tensor]:
 
 def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     """Why a weight cannot be written, or None."""
-    return points.why_not(fmt, shape, (4,), n_multiple=8, k_multiple=1)
+    return zero_points.why_not(fmt, shape, (4,), n_multiple=8, k_multiple=1)
 
 
 def _unpack(packed: Tensor) -> Tensor:
     """int32 [R, N/8] -> uint8 [R, N]."""
-    nibbles = unpack_nibbles(points.bytes_of(packed), 8 * packed.shape[1])
+    nibbles = unpack_nibbles(zero_points.bytes_of(packed), 8 * packed.shape[1])
     eights: Tensor = nibbles.unflatten(1, (-1, 8))
     return eights[:, :, list(_PLACE)].flatten(1)
 
@@ -66,4 +66,4 @@ def _unpack(packed: Tensor) -> Tensor:
 def _pack(values: Tensor) -> Tensor:
     """uint8 [R, N] -> int32 [R, N/8]."""
     eights: Tensor = values.unflatten(1, (-1, 8))
-    return points.words(pack_nibbles(eights[:, :, list(ORDER)].flatten(1)))
+    return zero_points.words(pack_nibbles(eights[:, :, list(ORDER)].flatten(1)))

@@ -1,15 +1,15 @@
 """Weights of compressed-tensors, pack-quantized and int-quantized <-> Codes. Nothing is rounded.
 
     pack-quantized   weight_packed      int32 [N, ceil(K * bits / 32)]  codes as q + 2^(bits-1), lowest bits first along K
-                     weight_zero_point  int32 [ceil(N * bits / 32), G]  points so too, packed along N; older files: int8 [N, G]
+                     weight_zero_point  int32 [ceil(N * bits / 32), G]  zero points, likewise, packed along N; older files: int8 [N, G]
                      weight_shape       int64 [2]: N, K
     int-quantized    weight             int8 [N, K]
                      weight_zero_point  int8 [N, G]
-    both             weight_scale       [N, G]; [N, 1] a channel; [1] or [] a tensor
+    both             weight_scale       [N, G]; [N, 1] per channel; [1] or [] per tensor
                      weight_g_idx       int [K]  the block of each input, where they are not in order (see gptq.py)
     w = weight_scale * (q - weight_zero_point)
 
-All of it follows from dtypes and shapes, except the number of bits, which a config also says.
+All of this follows from dtypes and shapes, except the number of bits, which the config gives.
 
 Source: github.com/vllm-project/compressed-tensors, compressors/pack_quantized and naive_quantized
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.io import points
+from halfbyte.io import zero_points
 from halfbyte.io.gptq import order_of, reorder
 
 PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -38,49 +38,49 @@ def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Ten
     else:
         weight = parts.get("weight", torch.empty(0))
         n, k = weight.shape if weight.dim() == 2 else (0, 0)
-        points.take(parts, "weight", (torch.int8,), (n, k), where)
-        data, bits = points.flip(weight), 8
+        zero_points.take(parts, "weight", (torch.int8,), (n, k), where)
+        data, bits = zero_points.flip(weight), 8
     scale = parts.get("weight_scale", torch.empty(0))
     if scale.numel() == 1 and scale.dim() < 2 and n:
-        scale = scale.reshape(1, 1).expand(n, 1).contiguous()  # one for all is one a channel, the same for each
+        scale = scale.reshape(1, 1).expand(n, 1).contiguous()  # one scale for all: the same for each channel
     blocks = scale.shape[1] if scale.dim() == 2 else 0
-    scale = points.take({"weight_scale": scale}, "weight_scale", points.SCALES, (n, blocks), where)
+    scale = zero_points.take({"weight_scale": scale}, "weight_scale", zero_points.SCALES, (n, blocks), where)
     if blocks == 0 or k % blocks:
         raise CheckpointError(f"{where} has {blocks} scales for each {k} inputs, which do not divide them: the checkpoint is damaged")
     order = None
     if "weight_g_idx" in parts:
-        g_idx = points.take(parts, "weight_g_idx", (torch.int32, torch.int64), (k,), where)
+        g_idx = zero_points.take(parts, "weight_g_idx", (torch.int32, torch.int64), (k,), where)
         order = order_of(g_idx, k // blocks, where) if bool((g_idx >= 0).all()) else None  # all -1: not used
     if order is not None:
         data = reorder(data, bits, order)
     zero = _points(parts["weight_zero_point"], bits, (n, blocks), where) if "weight_zero_point" in parts else _middle(bits, scale)
-    return points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero), order
+    return zero_points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero), order
 
 
 def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tensor]:
-    """The tensors of a weight that `why_not` has nothing against; as int-quantized unless `packed`."""
+    """The tensors of a weight for which `why_not` gives None; as int-quantized unless `packed`."""
     bits, (n, k) = codes.format.bits, codes.shape
-    data, zeros = points.unsigned(codes)
+    data, zeros = zero_points.unsigned(codes)
     parts = {"weight_scale": codes.scale.contiguous()}
     if order is not None:
         back = order.long().argsort()
         data = reorder(data, bits, back)
         parts["weight_g_idx"] = (torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k))[back]
     if not packed:
-        parts["weight"] = points.flip(data).view(torch.int8)
+        parts["weight"] = zero_points.flip(data).view(torch.int8)
         if codes.zero is not None:
-            parts["weight_zero_point"] = points.flip(zeros.contiguous()).view(torch.int8)
+            parts["weight_zero_point"] = zero_points.flip(zeros.contiguous()).view(torch.int8)
         return parts
-    parts |= {"weight_packed": points.words(data), "weight_shape": torch.tensor([n, k])}
+    parts |= {"weight_packed": zero_points.words(data), "weight_shape": torch.tensor([n, k])}
     if codes.zero is not None:
         columns = zeros.T.contiguous()
-        parts["weight_zero_point"] = points.words(columns if bits == 8 else pack_nibbles(columns)).T.contiguous()
+        parts["weight_zero_point"] = zero_points.words(columns if bits == 8 else pack_nibbles(columns)).T.contiguous()
     return parts
 
 
 def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     """Why a weight cannot be written, or None."""
-    return points.why_not(fmt, shape, (4, 8), n_multiple=1, k_multiple=1)
+    return zero_points.why_not(fmt, shape, (4, 8), n_multiple=1, k_multiple=1)
 
 
 def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> tuple[int, int]:
@@ -96,22 +96,22 @@ def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> t
 def _packed(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Tensor, int, int]:
     words = parts["weight_packed"]
     n, k = shape_of(tuple(words.shape), parts.get("weight_shape", torch.empty(0)), bits, where)
-    points.take(parts, "weight_packed", (torch.int32,), (n, words.shape[1]), where)
-    data = points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
+    zero_points.take(parts, "weight_packed", (torch.int32,), (n, words.shape[1]), where)
+    data = zero_points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
     if bits == 4 and k % 2:
-        data[:, -1] &= 15  # what pads a row means nothing
+        data[:, -1] &= 15  # the padding of a row may have any value
     return data, n, k
 
 
 def _points(stored: Tensor, bits: int, shape: tuple[int, int], where: str) -> Tensor:
     n, blocks = shape
     if stored.dtype == torch.int8:  # not packed
-        signed = points.take({"weight_zero_point": stored.reshape(-1, blocks)}, "weight_zero_point", (torch.int8,), shape, where)
-        return (signed.to(torch.int16) + points.middle(bits)).to(torch.uint8)
-    words = points.take({"weight_zero_point": stored}, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
-    data = points.bytes_of(words.T)
+        signed = zero_points.take({"weight_zero_point": stored.reshape(-1, blocks)}, "weight_zero_point", (torch.int8,), shape, where)
+        return (signed.to(torch.int16) + zero_points.middle(bits)).to(torch.uint8)
+    words = zero_points.take({"weight_zero_point": stored}, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
+    data = zero_points.bytes_of(words.T)
     return (data[:, :n] if bits == 8 else unpack_nibbles(data, n)).T.contiguous()
 
 
 def _middle(bits: int, scale: Tensor) -> Tensor:
-    return torch.full(scale.shape, points.middle(bits), dtype=torch.uint8)
+    return torch.full(scale.shape, zero_points.middle(bits), dtype=torch.uint8)

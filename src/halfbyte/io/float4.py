@@ -24,8 +24,8 @@ from halfbyte.io.float8 import numbers_of
 
 MX, NV = as_format("int8_g32_bf16"), as_format("int8_g16_f32")
 _TABLE = torch.tensor(E2M1, dtype=torch.int8)
-_PAIRS = torch.stack((_TABLE.repeat(16), _TABLE.repeat_interleave(16)), dim=1)  # of each byte: its two codes
-_CHUNK = 1 << 18  # bytes that are looked up at a time
+_PAIRS = torch.stack((_TABLE.repeat(16), _TABLE.repeat_interleave(16)), dim=1)  # the two codes of each byte
+_CHUNK = 1 << 18  # bytes that are decoded at a time
 
 
 def read_mx(data: Tensor, exponents: Tensor, where: str) -> Codes:
@@ -38,7 +38,7 @@ def read_mx(data: Tensor, exponents: Tensor, where: str) -> Codes:
 
 
 def read_nv(data: Tensor, scale: Tensor, factor: Tensor, where: str, *, divide: bool) -> Codes:
-    """uint8 [..., K/2], float8_e4m3fn [..., K/16] and one float32, by which the scales are multiplied, or divided -> Codes [..., K]."""
+    """uint8 [..., K/2], float8_e4m3fn [..., K/16] and a float32 factor of the scales, or with `divide` divisor -> Codes [..., K]."""
     shape = shape_of(data, scale, NV, (torch.float8_e4m3fn,), where)
     if factor.dtype != torch.float32 or factor.numel() != 1:
         raise CheckpointError(f"{where} has a factor {factor.dtype} {list(factor.shape)}, not one float32: the checkpoint is damaged")
@@ -48,7 +48,7 @@ def read_nv(data: Tensor, scale: Tensor, factor: Tensor, where: str, *, divide: 
 
 
 def shape_of(data: Tensor, scale: Tensor, fmt: Format, dtypes: tuple[torch.dtype, ...], where: str) -> tuple[int, ...]:
-    """[..., N, K] of packed values and their scales; raises CheckpointError where these do not fit together."""
+    """The shape [..., N, K] of packed values with these scales; raises CheckpointError where the two do not fit together."""
     sound = data.dtype == torch.uint8 and data.dim() > 1 and scale.dtype in dtypes
     shape = (*data.shape[:-1], 2 * data.shape[-1]) if data.dim() else ()
     if not sound or (*shape[:-1], shape[-1] // int(fmt.block)) != tuple(scale.shape) or shape[-1] % int(fmt.block):

@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point with scales -> floats. They are not codes, for 4 bits of exponent reach beyond 8-bit integers.
+"""Weights in 8-bit floating point with scales -> floats. Codes cannot hold them: 4 bits of exponent exceed the range of 8-bit integers.
 
     w = scale * weight     weight float8_e4m3fn or float8_e5m2 [..., N, K]
 
@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # weights that are multiplied at a time
 
 
 def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype, where: str) -> Tensor:
-    """The weight in `dtype`, its products computed in float32. `block`: the sizes of the rectangles, where a config says them."""
+    """The weight in `dtype`, its products computed in float32. `block`: the sizes of the rectangles, if a config gives them."""
     rows_of, columns_of = rectangle(tuple(weight.shape), tuple(scale.shape), scale.dtype, block, where)
     n, k = weight.shape[-2:]
     numbers = numbers_of(scale)
@@ -45,7 +45,7 @@ def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: to
 
 
 def numbers_of(scale: Tensor) -> Tensor:
-    """Scales as float32; an exponent of 255, which is not a number, as one."""
+    """Scales as float32; the exponent 255 is NaN."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     return scale.float()
@@ -71,7 +71,7 @@ def rectangle(
 
 
 def _run(size: int, count: int, usual: int | None) -> int | None:
-    """How many rows or columns share one of `count` scales; None where that makes no sense."""
+    """How many rows or columns share one of `count` scales; None where sizes do not fit."""
     if usual is not None and -(-size // usual) == count:
         return usual
     return size // count if 0 < count <= size and size % count == 0 else None

@@ -11,8 +11,8 @@ A model may be split into files called <name>-00001-of-00003.gguf and so on, eac
 A string is its length, u64, and its bytes in UTF-8; an array its elements' type u32, their count u64, and they. All little-endian.
 
 The header is parsed from bytes in memory with every length checked against what is left, so that a damaged or hostile file can
-neither loop nor allocate beyond its own size; arrays of strings are decoded when they are looked at. Data are read by plain reads
-(see safetensors.py), a few rows at a time, and their codes and scales come out exact: formats/ggml.py.
+neither loop nor allocate beyond its own size; arrays of strings are decoded when they are accessed. Data are read with plain reads
+(see safetensors.py), a few rows at a time, and their codes and scales are exact: formats/ggml.py.
 
 Source: docs/gguf.md of https://github.com/ggml-org/ggml
 """
@@ -59,7 +59,7 @@ Value = Scalar | Sequence[Any]
 
 
 class Strings(Sequence[str]):
-    """An array of strings as it is in the file; each is decoded when it is taken."""
+    """An array of strings in the file's encoding; each is decoded when it is accessed."""
 
     def __init__(self, text: bytes, ends: np.ndarray[Any, np.dtype[np.int64]], key: str) -> None:
         self._text, self._ends, self._key = text, ends, key
@@ -84,7 +84,7 @@ class Strings(Sequence[str]):
 
 
 class Numbers(Sequence[Any]):
-    """An array of numbers as it is in the file. (An array of numpy would compare in a way of its own.)"""
+    """An array of numbers. (A NumPy array itself would compare element by element.)"""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
@@ -137,7 +137,7 @@ def kind_name(kind: int) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does, or at least is called one."""
+    """Whether a file begins with GGUF's magic number, or at least has its suffix."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC or path.suffix == ".gguf"
@@ -154,7 +154,7 @@ def read_header(path: Path) -> File:
 
 
 def _merged(path: Path, count: Value) -> File:
-    """The parts of a model, one of which is at `path`, as one file: the first, with the tensors of all."""
+    """The parts of a split model, one of which is at `path`, as one file: the first, with the tensors of all."""
     name = _PART.fullmatch(path.name)
     if not isinstance(count, int) or not 0 < count <= _MOST_PARTS:
         raise CheckpointError(f"{path} says that it is one of {short(count)} files: it is damaged")
@@ -178,7 +178,7 @@ def _read_one(path: Path) -> File:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            # Nothing says how long the header is: a few MB are enough for most, and others are read again, twice as much.
+            # The length of the header is not stored: a few MB suffice for most, otherwise twice as much is read.
             have = _FIRST_BYTES
             while True:
                 file.seek(0)
@@ -187,7 +187,7 @@ def _read_one(path: Path) -> File:
                     return _parse(path, text, size)
                 except _CutError:
                     if len(text) == size:
-                        raise CheckpointError(f"{path} ends within its header: it is cut short or damaged") from None
+                        raise CheckpointError(f"{path} ends within its header: it is truncated or damaged") from None
                 if have >= _HEADER_LIMIT:
                     raise CheckpointError(f"the header of {path} is longer than {_HEADER_LIMIT} bytes: the file is damaged")
                 have *= 4
@@ -200,7 +200,7 @@ class _CutError(Exception):
 
 
 class _Cursor:
-    """Takes values from bytes, one after the other. `size` is that of the file, of which `text` is the beginning."""
+    """Reads values from `text`, the first bytes of a file of `size` bytes."""
 
     def __init__(self, path: Path, text: bytes, size: int) -> None:
         self.path, self.text, self.size, self.at = path, text, size, 0
@@ -209,7 +209,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {what}: the file is damaged")
 
     def skip(self, count: int) -> int:
-        """Where the next `count` bytes begin."""
+        """Skips `count` bytes; returns where they begin."""
         start = self.at
         if count > self.size - start:
             raise self.wrong(f"something of {count} bytes at byte {start} goes beyond the end, {self.size}")
@@ -244,12 +244,12 @@ class _Cursor:
             start = self.skip(count * dtype.itemsize)
             return Numbers(np.frombuffer(self.text, dtype, count, start).copy())
         if kind != _STRING:
-            raise self.wrong(f"{short(key)} is an array of type {kind}, which is none of numbers or strings")
+            raise self.wrong(f"{short(key)} is an array of type {kind}, neither numbers nor strings")
         if 8 * count > self.size - self.at:
             raise self.wrong(f"{short(key)} has {count} strings, more than the file has room for")
         begin, at, have = self.at, self.at, len(self.text)
         ends, length = np.zeros(count + 1, np.int64), struct.Struct("<Q").unpack_from
-        for i in range(count):  # hundreds of thousands: no call for each
+        for i in range(count):  # inlined: there may be hundreds of thousands
             self.at = at
             at += 8 + length(self.text, at)[0] if at + 8 <= have else 8
             if at > have:
@@ -303,12 +303,12 @@ def _parse(path: Path, text: bytes, size: int) -> File:
             raise cursor.wrong(f"tensor {short(name)} overlaps the one before it")
         end = entry.place.offset + entry.place.spec.nbytes
         if end > size:
-            raise CheckpointError(f"{path} has {size} bytes, tensor {short(name)} ends at {end}: the file is cut short or damaged")
+            raise CheckpointError(f"{path} has {size} bytes, tensor {short(name)} ends at {end}: the file is truncated or damaged")
     return File(path, metadata, entries)
 
 
 def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
-    """What a tensor is in the file: rows of bytes, or numbers."""
+    """dtype and shape of a tensor in the file: rows of bytes, or numbers."""
     if kind in _PLAIN:
         return Spec(_PLAIN[kind], shape)
     if kind not in ggml.TYPES:
@@ -321,7 +321,7 @@ def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
 
 
 def read(entry: Entry) -> Codes | Tensor:
-    """One tensor: codes with the file's own numbers where it is quantized. Holds the result and a few MB."""
+    """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and a few MB."""
     try:
         with open(entry.place.path, "rb", buffering=0) as file:
             file.seek(entry.place.offset)

@@ -1,16 +1,16 @@
 """GPTQ's weights <-> Codes. Nothing is rounded.
 
     qweight  int32 [K * bits / 32, N]  codes of neighbouring inputs, lowest bits first
-    qzeros   int32 [G, N * bits / 32]  the points, those of neighbouring outputs in a word; version 1 stores each less one, modulo 2^bits
+    qzeros   int32 [G, N * bits / 32]  zero points of neighbouring outputs; version 1 stores each minus one, modulo 2^bits
     scales   [G, N]
     g_idx    int32 [K]                 the block of each input; without it, k / g
     w[n, k] = scales[g_idx[k], n] * (q[k, n] - point[g_idx[k], n])
 
-With "activation order" (desc_act) g_idx is no longer sorted. The codes are then kept sorted by block, and beside them the order:
-column j of the codes belongs to input order[j]. Nothing is lost, every block is one run of columns, and a module reorders x once.
+With "activation order" (desc_act) g_idx is not sorted. The columns of the codes are then sorted by block and their order is kept:
+column j of the codes belongs to input order[j]. No number changes, every block is contiguous, and a module reorders x at each call.
 
-Files lie about their version. A symmetric model has the same point everywhere, 8 or 128, so that what is stored says which it is; the
-points of an asymmetric one lie around 7.5, as the extremes of weights are alike on both sides. `version_of` judges by that.
+The version that a file claims can be wrong. A symmetric model has the same zero point everywhere, 8 or 128, which reveals the version;
+the zero points of an asymmetric one average about 7.5, as weights are distributed symmetrically. `version_of` uses both.
 
 Sources: https://arxiv.org/abs/2210.17323; github.com/AutoGPTQ/AutoGPTQ, qlinear_cuda.py (version 1, where a stored 15 is the point 0);
 github.com/ModelCloud/GPTQModel (version 2, `checkpoint_format: gptq_v2`)
@@ -26,10 +26,10 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.io import points
+from halfbyte.io import zero_points
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-# When the values of an asymmetric model overrule what a file says of itself: points of real weights spread little.
+# When the zero points of an asymmetric model overrule the claimed version: those of real weights vary little.
 _LEAST_POINTS = 4096
 _MOST_SPREAD = 3.0
 _MOST_DISTANCE = 0.25
@@ -41,33 +41,33 @@ def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, 
     if qweight.dim() != 2:
         raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K * bits / 32, N]: the checkpoint is damaged")
     k, n = qweight.shape[0] * 32 // bits, qweight.shape[1]
-    block = points.block_of(group_size, k)
+    block = zero_points.block_of(group_size, k)
     blocks = -(-k // block)
-    points.take(parts, "qweight", (torch.int32,), (k * bits // 32, n), where)
-    stored = unpack(points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
-    scales = points.take(parts, "scales", points.SCALES, (blocks, n), where)
+    zero_points.take(parts, "qweight", (torch.int32,), (k * bits // 32, n), where)
+    stored = unpack(zero_points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
+    scales = zero_points.take(parts, "scales", zero_points.SCALES, (blocks, n), where)
     zeros = stored if version == 2 else stored + 1 & (1 << bits) - 1
-    data = points.bytes_of(qweight.T)
+    data = zero_points.bytes_of(qweight.T)
     order = None
     if "g_idx" in parts:
-        order = order_of(points.take(parts, "g_idx", (torch.int32, torch.int64), (k,), where), block, where)
+        order = order_of(zero_points.take(parts, "g_idx", (torch.int32, torch.int64), (k,), where), block, where)
     if order is not None:
         data = reorder(data, bits, order)
-    return points.codes_of(bits, group_size, k, data, scales.T.contiguous(), zeros.T.contiguous()), order
+    return zero_points.codes_of(bits, group_size, k, data, scales.T.contiguous(), zeros.T.contiguous()), order
 
 
 def write(codes: Codes, order: Tensor | None, version: int) -> dict[str, Tensor]:
-    """The four tensors of a weight that `why_not` has nothing against."""
+    """The four tensors of a weight for which `why_not` gives None."""
     bits, k = codes.format.bits, codes.shape[1]
-    data, zeros = points.unsigned(codes)
+    data, zeros = zero_points.unsigned(codes)
     g_idx = torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k)
     if order is not None:
         back = order.long().argsort()
         data, g_idx = reorder(data, bits, back), g_idx[back]
     stored = zeros if version == 2 else zeros - 1 & (1 << bits) - 1
     return {
-        "qweight": points.words(data).T.contiguous(),
-        "qzeros": points.words(stored.T.contiguous() if bits == 8 else pack_nibbles(stored.T)),
+        "qweight": zero_points.words(data).T.contiguous(),
+        "qzeros": zero_points.words(stored.T.contiguous() if bits == 8 else pack_nibbles(stored.T)),
         "scales": codes.scale.T.contiguous(),
         "g_idx": g_idx.contiguous(),
     }
@@ -75,12 +75,12 @@ def write(codes: Codes, order: Tensor | None, version: int) -> dict[str, Tensor]
 
 def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     """Why a weight cannot be written, or None."""
-    return points.why_not(fmt, shape, (4, 8), n_multiple=32 // fmt.bits, k_multiple=32 // fmt.bits)
+    return zero_points.why_not(fmt, shape, (4, 8), n_multiple=32 // fmt.bits, k_multiple=32 // fmt.bits)
 
 
 def version_of(stored: Tensor, bits: int, symmetric: bool, claimed: int) -> int:
-    """1 or 2: how the points uint8 of a model are stored, judged by their values; what it claims where they do not tell."""
-    middle = points.middle(bits)
+    """1 or 2: how a model's zero points (`stored`, uint8) are encoded, judged by their values; `claimed` where that is not conclusive."""
+    middle = zero_points.middle(bits)
     if stored.numel() == 0:
         return claimed
     if bool((stored == stored.flatten()[0]).all()):
@@ -94,7 +94,7 @@ def version_of(stored: Tensor, bits: int, symmetric: bool, claimed: int) -> int:
 
 
 def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
-    """Columns of packed codes uint8 [N, K * bits / 8], in another order."""
+    """Packed codes uint8 [N, K * bits / 8] with their columns in another order."""
     if bits == 8:
         return data[:, order.long()]
     return pack_nibbles(unpack_nibbles(data, 2 * data.shape[1])[:, order.long()])
@@ -102,12 +102,12 @@ def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """int32 [R, ceil(n * bits / 32)] -> uint8 [R, n]."""
-    data = points.bytes_of(packed)
+    data = zero_points.bytes_of(packed)
     return data[:, :n] if bits == 8 else unpack_nibbles(data, n)
 
 
 def order_of(g_idx: Tensor, block: int, where: str) -> Tensor | None:
-    """The inputs sorted by block, int32; None where they are."""
+    """The inputs sorted by block, int32; None where they are sorted already."""
     k = len(g_idx)
     blocks = -(-k // block)
     if k and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < blocks:

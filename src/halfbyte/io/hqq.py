@@ -1,12 +1,12 @@
 """HQQ's weights -> Codes: w = (q - zero) scale, zero and scale floats for each group of the flattened weight.
 
     W_q    [rows / (8 / bits), group]  uint8, the first rows in the highest bits; of 3 bits int32, ten rows a word, from bit 27 down.
-                                       Or the same bytes by the name of a float
-    scale, zero  [rows, 1]             with axis 1: groups are runs of inputs
-                 [1, columns]          with axis 0: they are not, and no codes hold them
+                                       Or the same bytes viewed as a floating-point dtype
+    scale, zero  [rows, 1]             with axis 1: groups are contiguous inputs
+                 [1, columns]          with axis 0: they are not, so Codes cannot hold them
 
 Codes have offsets -zero * scale, in float32: a product of two numbers of 11 bits or fewer is exact there. Where all zeros are integers
-they are points. Weights of 1, 2 and 3 bits are codes of 4.
+they are zero points. Weights of 1, 2 and 3 bits become 4-bit codes.
 
 Source: hqq 0.2.8, core/quantize.py and core/bitpack.py
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.io import points
+from halfbyte.io import zero_points
 
 BITS = (8, 4, 3, 2, 1)
 _CHUNK = 1 << 20  # weights that are multiplied at a time
@@ -32,7 +32,7 @@ def format_of(scale: Tensor, zero: Tensor, bits: int, group: int | None) -> Form
     held, block = (8 if bits == 8 else 4), group or "channel"
     if not _integral(zero, held):
         return Format(held, block, "offset", torch.float32)  # type: ignore[arg-type]
-    middle = bool((zero == points.middle(held)).all())
+    middle = bool((zero == zero_points.middle(held)).all())
     return Format(held, block, "none" if middle else "point", scale.dtype)  # type: ignore[arg-type]
 
 
@@ -45,11 +45,13 @@ def read(parts: Mapping[str, Tensor], bits: int, group: int | None, shape: tuple
     n, k = shape
     values = _values(parts, bits, group or k, n * k, where).reshape(n, k)
     blocks = k // (group or k)
-    scale, zero = (points.take(parts, name, points.SCALES, (n * blocks, 1), where).reshape(n, blocks) for name in ("scale", "zero"))
+    scale, zero = (
+        zero_points.take(parts, name, zero_points.SCALES, (n * blocks, 1), where).reshape(n, blocks) for name in ("scale", "zero")
+    )
     fmt = format_of(scale, zero, bits, group)
     data = values if fmt.bits == 8 else pack_nibbles(values)
     if fmt.zero != "offset":
-        return points.codes_of(fmt.bits, group or -1, k, data, scale, zero.to(torch.uint8))
+        return zero_points.codes_of(fmt.bits, group or -1, k, data, scale, zero.to(torch.uint8))
     return Codes(fmt, shape, data, scale.float(), -(zero.float() * scale.float()))
 
 
@@ -60,7 +62,7 @@ def read_floats(
     rows = group or shape[0]
     columns = shape[0] * shape[1] // rows
     values = _values(parts, bits, columns, shape[0] * shape[1], where)
-    scale, zero = (points.take(parts, name, points.SCALES, (1, columns), where).float() for name in ("scale", "zero"))
+    scale, zero = (zero_points.take(parts, name, zero_points.SCALES, (1, columns), where).float() for name in ("scale", "zero"))
     out = torch.empty(rows, columns, dtype=dtype)
     step = max(1, _CHUNK // max(1, columns))
     for made, some in zip(out.split(step), values.split(step), strict=True):

@@ -3,7 +3,7 @@
     y = A [..., K] · dequantize(B)ᵀ (+ bias)
     B            uint8 [N, blocks, block * bits / 8]   codes along K, low nibble first; the last block is padded
     scales       [N * blocks]  of A's dtype
-    zero_points  uint8 [N * ceil(blocks * bits / 8)]   points, packed likewise; without them all are 2^(bits-1)
+    zero_points  uint8 [N * ceil(blocks * bits / 8)]   packed likewise; if absent, all are 2^(bits-1)
 
 Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md. Needs the package `onnx`.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
-from halfbyte.io import points
+from halfbyte.io import zero_points
 
 _OPSET = 21
 _DOMAIN = "com.microsoft"
@@ -31,13 +31,13 @@ _FILE_LIMIT = 2 << 30  # of a protobuf
 def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | None = None) -> None:
     """Writes a model with one input "x" [M, K] and one output "y" [M, N], both of the scales' dtype, float32 or float16.
 
-    Raises ArgumentError for a format that the operator does not have: it takes symmetric codes and integer points, and blocks
-    of a power of two, 16 or more (a row of such a length too).
+    Raises ArgumentError for a format that the operator does not support: it takes symmetric codes or zero points, and blocks
+    of a power of two, 16 or more (or one block per row of such a length).
     """
     onnx = _onnx()
     n, k = codes.shape
     block, dtype = codes.format.block if isinstance(codes.format.block, int) else k, codes.scale.dtype
-    reason = points.why_not(codes.format, (n, block), (4, 8), n_multiple=1, k_multiple=1)
+    reason = zero_points.why_not(codes.format, (n, block), (4, 8), n_multiple=1, k_multiple=1)
     if reason is None and (block < _LEAST_BLOCK or block & (block - 1)):
         reason = f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}"
     if reason is None and dtype == torch.bfloat16:
@@ -47,7 +47,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
             f"MatMulNBits cannot hold a weight {[n, k]} of {codes.format}, for {reason}: use float16 scales and blocks of 32"
         )
     bits, blocks = codes.format.bits, codes.scale.shape[1]
-    data, zeros = points.unsigned(codes)
+    data, zeros = zero_points.unsigned(codes)
     width = blocks * block * bits // 8
     data = torch.nn.functional.pad(data, (0, width - data.shape[1])).reshape(n, blocks, -1)
     tensors = {"B": data, "scales": codes.scale.flatten()}
@@ -91,7 +91,7 @@ def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
         raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
     except CheckpointError:
         raise
-    except Exception as e:  # protobuf's own DecodeError is named differently by each of its implementations
+    except Exception as e:  # the implementations of protobuf raise different DecodeErrors
         raise CheckpointError(f"{source} is not an ONNX file: {' '.join(str(e).split())[:200]}") from e
     nodes = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
     if len(nodes) != 1:
@@ -115,18 +115,18 @@ def _weight(parts: dict[str, Tensor], settings: dict[str, int], source: Path) ->
     blocks = -(-k // block)
     flat = {name: tensor.reshape(-1) for name, tensor in parts.items()}
     data = (
-        points.take(flat, "B", (torch.uint8,), (n * blocks * (block * bits // 8),), where)
+        zero_points.take(flat, "B", (torch.uint8,), (n * blocks * (block * bits // 8),), where)
         .reshape(n, -1)[:, : -(-k * bits // 8)]
         .contiguous()
     )
     if bits == 4 and k % 2:
         data[:, -1] &= 15
-    scales = points.take(flat, "scales", points.SCALES, (n * blocks,), where).reshape(n, blocks)
-    zero = torch.full(scales.shape, points.middle(bits), dtype=torch.uint8)
+    scales = zero_points.take(flat, "scales", zero_points.SCALES, (n * blocks,), where).reshape(n, blocks)
+    zero = torch.full(scales.shape, zero_points.middle(bits), dtype=torch.uint8)
     if "zero_points" in flat:
-        stored = points.take(flat, "zero_points", (torch.uint8,), (n * -(-blocks * bits // 8),), where).reshape(n, -1)
+        stored = zero_points.take(flat, "zero_points", (torch.uint8,), (n * -(-blocks * bits // 8),), where).reshape(n, -1)
         zero = stored if bits == 8 else unpack_nibbles(stored, blocks)
-    codes = points.codes_of(bits, block, k, data, scales, zero.contiguous())
+    codes = zero_points.codes_of(bits, block, k, data, scales, zero.contiguous())
     codes.check_values()
     return codes
 

@@ -5,9 +5,9 @@
                    from the header's end; "__metadata__" may hold an object of strings
     the rest       the tensors, row-major, little-endian, without holes or overlaps
 
-Tensors are read by plain reads, not through a memory map: a mapped file that another process truncates kills the reader,
-and mapped pages count as its memory. They are written at offsets that are known beforehand, so that no more than one
-tensor is ever held.
+Tensors are read with plain reads, not through a memory map: a mapped file that another process truncates crashes the reader,
+and mapped pages count as its memory. They are written at offsets computed in advance, so that no more than one tensor is held
+in memory.
 
 Wider dtypes are written first, so that every tensor is aligned to its elements, as readers that map the file expect.
 
@@ -51,7 +51,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the same as the safetensors package's
 _CHUNK = 4 << 20  # elements that are converted at a time
-_RUN = 1 << 16  # bytes: shorter ones are not worth a read of their own
+_RUN = 1 << 16  # bytes: shorter runs are not worth a separate read
 SHARD_BYTES = 5_000_000_000
 
 
@@ -64,7 +64,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes."""
     try:
         with open(path, "rb") as file:
-            content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) takes n bytes of memory, whatever comes
+            content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes, however long the file is
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
     if len(content) > limit:
@@ -73,13 +73,13 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object that `text` spells; a name that comes twice is an error."""
+    """The JSON object in `text`; a duplicate name is an error."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         parsed = dict(pairs)
-        "".join(parsed).encode()  # an escaped lone surrogate is not text, and raises
+        "".join(parsed).encode()  # raises for an escaped lone surrogate, which is not text
         if len(parsed) < len(pairs):
-            raise ValueError("a name comes twice")
+            raise ValueError("a name occurs twice")
         return parsed
 
     try:
@@ -92,7 +92,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
-    """Where each tensor of a file lies, and its metadata. Raises CheckpointError for a header that breaks any rule of the format."""
+    """The place of each tensor in a file, and the metadata. Raises CheckpointError for a header that breaks any rule of the format."""
     if sys.byteorder != "little":
         raise UnsupportedError("safetensors files are little-endian and this machine is not: load the model on another machine")
     try:
@@ -148,7 +148,7 @@ class Reader:
     """The tensors of one or more safetensors files, by name.
 
     places    name -> where it lies, in the order of the headers
-    metadata  of all files: strings by name, as far as they are what they should be
+    metadata  of all files: strings by name; values of other types are ignored
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -169,7 +169,7 @@ class Reader:
         return {name: place.spec for name, place in self.places.items()}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, converted to `dtype` piece by piece if one is named. Holds one copy of it and a few MB."""
+        """The tensor, converted to `dtype` piece by piece if one is given. Needs memory for the result and a few MB."""
         place = self.places[name]
         spec = place.spec
         out = torch.empty(spec.shape, dtype=dtype or spec.dtype)
@@ -189,9 +189,9 @@ class Reader:
         return out
 
     def read_part(self, name: str, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Some runs (first, one past the last) of a tensor along a dimension, one after the other. Holds them and a few MB.
+        """Some ranges (first, one past the last) of a tensor along a dimension, concatenated. Needs memory for them and a few MB.
 
-        Long runs are read alone; for short ones the tensor is read piece by piece and the rest of it dropped.
+        Long runs of bytes are read one by one; for short ones the tensor is read piece by piece and the rest dropped.
         """
         place = self.places[name]
         shape, axis = place.spec.shape, dim % len(place.spec.shape)
@@ -233,11 +233,11 @@ class Reader:
 
 
 class Writer(Placed):
-    """Files that together hold `tensors`, each of at most `shard_bytes` where its tensors allow it.
+    """Writes files that together hold `tensors`, each of at most `shard_bytes` unless a single tensor is larger.
 
-    One file is called `<stem>.safetensors`, more are `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
+    A single file is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
 
-    specs      name of a tensor -> what it is
+    specs      name of a tensor -> its dtype and shape
     files      the files' names
     file_of    name of a tensor -> name of its file
     """
@@ -260,7 +260,7 @@ class Writer(Placed):
 
 
 def _split(tensors: Mapping[str, Spec], shard_bytes: int) -> Iterator[list[str]]:
-    """Names in their order, cut where the next tensor would make a file larger than `shard_bytes`. At least one list."""
+    """Names in order, split where the next tensor would make a file larger than `shard_bytes`. At least one list."""
     shard: list[str] = []
     size = 0
     for name, spec in tensors.items():

@@ -1,8 +1,8 @@
-"""What the files of this room have in common: tensors at places that are known before any is read or written.
+"""Common to safetensors and GGUF files: tensors at offsets that are known before any is read or written, and resumable writing.
 
-A journal makes writing resumable. It is a text file beside the files: the first line says what is being written, every other
-line is a tensor that is whole on the way to the disk, as `<CRC-32 in hexadecimal> <name in JSON>`. A writer that finds a journal of
-its own kind takes the tensors whose bytes have that CRC-32 for done.
+A journal makes writing resumable. It is a text file beside the files: the first line identifies what is being written, every other
+line a tensor that has been written completely, as `<CRC-32 in hexadecimal> <name in JSON>`. A writer that finds a journal with the
+same first line skips the tensors whose bytes have that CRC-32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor is, without its numbers."""
+    """dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: `spec.nbytes` bytes of the file at `path`, from `offset` on."""
+    """The place of a tensor: `spec.nbytes` bytes of the file at `path`, from `offset` on."""
 
     path: Path
     offset: int
@@ -53,7 +53,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, row-major; those of the tensor itself where it is contiguous."""
+    """The bytes of a CPU tensor, row-major; a view where it is contiguous."""
     array: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -70,10 +70,10 @@ def fill(file: FileIO, tensor: Tensor, path: Path) -> None:
 class Placed:
     """Files that are written one tensor at a time, in any order.
 
-    heads    what each file begins with; its size follows from its last tensor
+    heads    the first bytes of each file; its size follows from its last tensor
     places   where each tensor goes
     folder   where the journal is kept, if there is one
-    journal  what is being written, for a writer that can be resumed: another text, other headers, and it starts anew
+    journal  the journal's first line, for a resumable writer: if it or a header differs, writing starts from the beginning
 
     checksums  name of a tensor that has been written -> CRC-32 of its bytes
     resumed    how many of them an earlier writer wrote
@@ -132,7 +132,7 @@ def _begins_with(path: Path, head: bytes) -> bool:
 
 
 def _done(journal: Path, title: str, places: Mapping[str, Place]) -> Iterator[tuple[str, int]]:
-    """The tensors that a journal lists and that are really there: a power failure may keep the line and lose the bytes."""
+    """The tensors that a journal lists and whose bytes are intact: a power failure may keep the line and lose the bytes."""
     lines = journal.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if lines[:1] != [title]:
         return
@@ -146,7 +146,7 @@ def _done(journal: Path, title: str, places: Mapping[str, Place]) -> Iterator[tu
 
 
 def _crc32_of(place: Place) -> int | None:
-    """The CRC-32 of what is at a place; None where the file ends before."""
+    """The CRC-32 of the bytes at a place; None where the file is shorter."""
     left, crc32 = place.spec.nbytes, 0
     with open(place.path, "rb") as file:
         if os.fstat(file.fileno()).st_size < place.offset + left:

@@ -1,7 +1,7 @@
 """torchao's weights -> Codes: w = (q - zero) scale.
 
     Int8Tensor                qdata int8 [N, K], scale [N, blocks], zero_point int8 [N, blocks] or none
-    IntxUnpackedToInt8Tensor  the same; q of 1 to 8 bits, as the file's metadata say
+    IntxUnpackedToInt8Tensor  the same; q has 1 to 8 bits, which the file's metadata give
 
 Source: torchao 0.18, quantization/quantize_/workflows, prototype/safetensors
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles
-from halfbyte.io import points
+from halfbyte.io import zero_points
 
 PARTS = ("qdata", "scale", "zero_point")
 
@@ -23,21 +23,21 @@ PARTS = ("qdata", "scale", "zero_point")
 def read(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], blocks: int, where: str) -> Codes:
     """qdata, scale and zero_point -> Codes [N, K] of 4 or 8 bits."""
     n, k = shape
-    q = points.take(parts, "qdata", (torch.int8,), shape, where)
+    q = zero_points.take(parts, "qdata", (torch.int8,), shape, where)
     low = -(1 << bits - 1)
     if q.numel() and (int(q.min()) < low or int(q.max()) >= -low):
         raise CheckpointError(f"{where}.qdata has values in {int(q.min())} … {int(q.max())}, not of {bits} bits: the checkpoint is damaged")
-    scale = points.take(parts, "scale", points.SCALES, (n, blocks), where)
+    scale = zero_points.take(parts, "scale", zero_points.SCALES, (n, blocks), where)
     zero = zeros(parts, (n, blocks), where) - low
     if bool(((zero < 0) | (zero >= 1 << bits)).any()):
         raise CheckpointError(f"{where}.zero_point is not a number of {bits} bits: the checkpoint is damaged")
     raw = q.to(torch.int16) - low
     data = raw.to(torch.uint8) if bits == 8 else pack_nibbles(raw.to(torch.uint8))
-    return points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero.to(torch.uint8))
+    return zero_points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero.to(torch.uint8))
 
 
 def zeros(parts: Mapping[str, Tensor], shape: tuple[int, int], where: str) -> Tensor:
-    """The points of signed codes, int16."""
+    """The zero points of signed codes, int16."""
     if "zero_point" not in parts:
         return torch.zeros(shape, dtype=torch.int16)
-    return points.take(parts, "zero_point", (torch.int8, torch.int16, torch.int32, torch.int64), shape, where).to(torch.int16)
+    return zero_points.take(parts, "zero_point", (torch.int8, torch.int16, torch.int32, torch.int64), shape, where).to(torch.int16)

@@ -19,7 +19,7 @@ from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import module_moves
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
 from halfbyte.ops.images import depthwise
-from halfbyte.quantizers import given
+from halfbyte.quantizers import quantize_to_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FakeQuantized(nn.Module):
         if self.weight_scale is None:
             weight = self.weight.T if is_transposed(self) else self.weight
             return quantize_weight(kind_of(self), weight, self.target.format, self.target.method, name)
-        return given(self.ordered(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
+        return quantize_to_grid(self.ordered(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
 
     def extra_repr(self) -> str:
         scales = "" if self.weight_scale is None else ", learned scales"

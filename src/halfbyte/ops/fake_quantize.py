@@ -27,7 +27,7 @@ from halfbyte.kernels.problem import Activation
 from halfbyte.kernels.reference import quantize_block
 from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.ops import functions
-from halfbyte.quantizers import given
+from halfbyte.quantizers import quantize_to_grid
 
 
 def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Tensor:
@@ -85,7 +85,7 @@ def _fake_quantize(rows: Tensor, format: str, method: str, name: str) -> tuple[T
     schema="(Tensor rows, Tensor scale, Tensor? zero, str format, str name) -> (Tensor, Tensor)",
 )
 def _fake_quantize_given(rows: Tensor, scale: Tensor, zero: Tensor | None, format: str, name: str) -> tuple[Tensor, Tensor]:
-    codes = given(rows, as_format(format), scale, zero, name)
+    codes = quantize_to_grid(rows, as_format(format), scale, zero, name)
     return _dequantized(codes, rows), _inside(rows, codes)
 
 

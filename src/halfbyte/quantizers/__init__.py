@@ -8,7 +8,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax as absmax
 from halfbyte.quantizers.check import check_finite as check_finite
-from halfbyte.quantizers.given import given as given
+from halfbyte.quantizers.fixed_grid import quantize_to_grid as quantize_to_grid
 from halfbyte.quantizers.hqq import hqq as hqq
 from halfbyte.quantizers.mse import mse as mse
 

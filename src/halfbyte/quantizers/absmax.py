@@ -44,7 +44,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.quantizers.walk import Builder, Grid, as_blocks
+from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 
 
 @torch.no_grad()

@@ -31,8 +31,8 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, stored_grid
+from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 from halfbyte.quantizers.mse import Blocks, refit
-from halfbyte.quantizers.walk import Builder, Grid, as_blocks
 
 _P = 0.7
 _BETA, _GROWTH = 10.0, 1.01

@@ -32,8 +32,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, steps, stored_grid
+from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 from halfbyte.quantizers.check import check_finite
-from halfbyte.quantizers.walk import Builder, Grid, as_blocks
 
 _FACTORS = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
 _CUTS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4)  # fractions of a range clipped at one end or both

@@ -1,7 +1,7 @@
-"""What AWQ, GPTQ, compressed-tensors and ONNX have in common: unsigned codes with a point, w = scale * (q - point).
+"""Common to AWQ, GPTQ, compressed-tensors and ONNX: unsigned codes with zero points, w = scale * (q - point).
 
-Where every point is the middle, 8 or 128, the codes are those of a signed format without points, q - 8 or q - 128: the numbers are the
-same, there is less to keep, and kernels have less to do. Codes are read as such, and written with points again.
+Where every zero point is the middle of the range, 8 or 128, the codes are read as those of a symmetric format, q - 8 or q - 128: the
+numbers are the same, less is stored, and kernels have less to do. They are written with zero points again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def middle(bits: int) -> int:
-    """The point at which unsigned codes are signed ones."""
+    """The zero point of unsigned codes that are equivalent to signed ones."""
     return 1 << (bits - 1)
 
 
@@ -29,7 +29,7 @@ def block_of(group_size: int, k: int) -> int:
 
 
 def codes_of(bits: int, group_size: int, k: int, data: Tensor, scale: Tensor, zero: Tensor | None) -> Codes:
-    """Unsigned packed codes uint8 [N, K * bits / 8], scales and points [N, blocks] -> Codes, signed where all points are the middle."""
+    """Unsigned packed codes uint8 [N, K * bits / 8], scales and zero points [N, blocks] -> Codes, signed if all points are the middle."""
     channel = group_size <= 0
     if zero is not None and bool((zero == middle(bits)).all()):
         zero = None
@@ -40,12 +40,12 @@ def codes_of(bits: int, group_size: int, k: int, data: Tensor, scale: Tensor, ze
 
 
 def flip(data: Tensor) -> Tensor:
-    """8-bit codes with the other meaning of the highest bit: q + 128 of q, as bytes."""
+    """8-bit codes with the highest bit flipped: signed to unsigned (q + 128) or back, as bytes."""
     return data.view(torch.uint8) ^ 128
 
 
 def unsigned(codes: Codes) -> tuple[Tensor, Tensor]:
-    """Packed codes uint8 [N, ceil(K * bits / 8)] and points uint8 [N, blocks] of codes of any format without offsets."""
+    """Packed unsigned codes uint8 [N, ceil(K * bits / 8)] and zero points uint8 [N, blocks] of codes in any format without offsets."""
     if codes.zero is not None:
         return codes.data, codes.zero
     points = torch.full(codes.scale.shape, middle(codes.format.bits), dtype=torch.uint8, device=codes.scale.device)
@@ -66,11 +66,11 @@ def bytes_of(words: Tensor) -> Tensor:
 
 
 def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multiple: int, k_multiple: int) -> str | None:
-    """Why codes cannot be written with points in int32 words, or None."""
+    """Why codes cannot be written with zero points in int32 words, or None."""
     n, k = shape[-2:]
     reasons = {
         f"it has {fmt.bits} bits": fmt.bits not in bits,
-        "it has offsets, no integer points": fmt.zero == "offset",
+        "it has offsets, not integer zero points": fmt.zero == "offset",
         "one scale is for all of it": fmt.block == "tensor",
         f"its {n} rows are not a multiple of {n_multiple}": n % n_multiple != 0,
         f"its {k} columns are not a multiple of {k_multiple}": k % k_multiple != 0,
@@ -81,7 +81,7 @@ def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multip
 
 
 def take(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], where: str) -> Tensor:
-    """A part of a weight; raises CheckpointError where it is missing or not as it must be."""
+    """The tensor `name` of a weight; raises CheckpointError where it is missing or of another dtype or shape."""
     tensor = parts.get(name)
     if tensor is None:
         raise CheckpointError(f"{where} has no {name}: the checkpoint is damaged")

@@ -9,12 +9,12 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import encode, grid_of
+from halfbyte.quantizers.builder import Builder, as_blocks
 from halfbyte.quantizers.check import check_finite
-from halfbyte.quantizers.walk import Builder, as_blocks
 
 
 @torch.no_grad()
-def given(weight: Tensor, fmt: Format, scale: Tensor, zero: Tensor | None, name: str = "weight") -> Codes:
+def quantize_to_grid(weight: Tensor, fmt: Format, scale: Tensor, zero: Tensor | None, name: str = "weight") -> Codes:
     """Quantizes `weight` [..., N, K] to `fmt` with these scales (floating point, rounded to the scale dtype here) and zeros (as stored),
     both in the shape `Format.scale_shape`.
 
