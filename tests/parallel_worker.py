@@ -209,7 +209,7 @@ def what_is_refused(mesh: Any, folder: Path) -> None:
         (lambda: hb.parallelize_(alone, mesh, {"*.up_proj": "sideways"}), UnsupportedError, "up_proj is one of colwise.* got 'sideways'"),
         (lambda: hb.parallelize_(nn.Sequential(nn.Linear(2, 2)), mesh), ArgumentError, "Sequential has no tp_plan"),
         (lambda: hb.parallelize_(alone, square), ArgumentError, r'the one called "tp", got 2 dimensions'),
-        (lambda: hb.load(folder / "blocks", exact=True), ArgumentError, "pass the mesh"),
+        (lambda: hb.load(folder / "blocks", exact=True), ArgumentError, "pass their mesh"),
         (lambda: hb.load(folder / "blocks", "cuda", mesh=mesh), ArgumentError, "a mesh of cpu devices"),
         (lambda: (fuse_(alone), hb.parallelize_(alone, mesh)), ArgumentError, "call parallelize_ first, then fuse_"),
     ]

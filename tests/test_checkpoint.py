@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit_is_refused_unchanged(tmp_path: Path) -> None:
         r"0\.weight is a Linear \[6, 8\] in .*, in the model Linear \[6, 9\]": [nn.Linear(9, 6), nn.LayerNorm(6)],
         r"0\.weight is a Linear \[6, 8\] in .*, in the model Embedding": [nn.Embedding(6, 8), nn.LayerNorm(6)],
         r"1\.weight is \[6\] in .*, \[5\] in the model": [nn.Linear(8, 6), nn.LayerNorm(5)],
-        r"no place for 0\.bias": [nn.Linear(8, 6, bias=False), nn.LayerNorm(6)],
+        r"the model has no 0\.bias": [nn.Linear(8, 6, bias=False), nn.LayerNorm(6)],
         r"has no 2\.weight, which the model has": [nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(1, 1)],
         "Own has a forward of its own": [Own(8, 6), nn.LayerNorm(6)],
         r"the buffer 0\.table is in no file and has no data": [WithBuffer(), nn.LayerNorm(6)],
@@ -215,7 +215,7 @@ def test_a_damaged_tensor_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
-    with pytest.raises(CheckpointError, match="are not those that were written: the file is damaged"):
+    with pytest.raises(CheckpointError, match="do not match their checksum: the file is damaged"):
         load(tmp_path / "m", model=model)
     assert [type(module) for module in model] == [nn.Linear, nn.Linear]
 
@@ -295,7 +295,7 @@ def test_convert_understands_names_of_old(tmp_path: Path) -> None:
     save(quantize_(model, "q8_0"), tmp_path / "b")
     assert same_tensors(load_tensors(tmp_path / "a"), load_tensors(tmp_path / "b"))
     left_out = {row.name: row.reason for row in result.rows if (row.reason or "").startswith("left out")}
-    assert left_out == dict.fromkeys(extra, "left out: BertModel has no use for it")
+    assert left_out == dict.fromkeys(extra, "left out: BertModel does not use it")
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -137,7 +137,7 @@ def test_what_a_kind_does_not_hold_is_said(folders: Path, tmp_path: Path) -> Non
         export(folders / "q8_0", tmp_path / "awq", "awq")
     with pytest.raises(ArgumentError, match="offsets"):
         export(folders / "q4_1", tmp_path / "gptq", "gptq")
-    with pytest.raises(ArgumentError, match="nothing in it is quantized, quantize it first"):
+    with pytest.raises(ArgumentError, match="none is quantized, quantize the model first"):
         export(folders / "float", tmp_path / "gptq", "gptq")
     convert(folders / "float", tmp_path / "mixed", Config("q4_0", overrides={"*.down_proj": "q8_0", "*.up_proj": "q4_1"}))
     report = export(tmp_path / "mixed", tmp_path / "gptq", "gptq")

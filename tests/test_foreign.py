@@ -89,7 +89,7 @@ def test_gptq_of_a_version_that_it_is_not(folders: Path, tmp_path: Path) -> None
     """A file of version 1 that says 2: its points are all 7, which nobody's symmetric codes have."""
     lying = copied(folders / "gptq-v1", tmp_path / "lying", checkpoint_format="gptq_v2")
     assert torch.equal(logits(load(lying)), logits(load(folders / "gptq-v1")))
-    assert any("GPTQ version 2, the points are those of version 1" in note for note in describe(lying).notes)
+    assert any("GPTQ version 2, the zero points are those of version 1" in note for note in describe(lying).notes)
     assert not describe(folders / "gptq-v1").notes
 
 
@@ -244,7 +244,7 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
         ("gptq", {"bits": 2}, "says 2 bits"),
         ("gptq", {"bits": 8}, "the files, but config.json makes it|the checkpoint is damaged"),
         ("gptq", {"group_size": 64}, "the checkpoint is damaged"),
-        ("compressed-tensors", {"config_groups": 3}, "no object of objects"),
+        ("compressed-tensors", {"config_groups": 3}, "not an object of objects"),
         ("compressed-tensors", {"config_groups": {}}, "packed in None bits"),
     ],
 )

@@ -88,7 +88,7 @@ def test_byte_level(steps: list[Any], settings: dict[str, Any], name: str, tmp_p
 
 def test_a_cut_without_a_name_is_said(tmp_path: Path) -> None:
     _, _, notes = written(tmp_path, byte_level(split(r"\p{L}+|\p{N}+")))
-    assert any("may cut some text otherwise" in note for note in notes)
+    assert any("may split some text differently" in note for note in notes)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -136,7 +136,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert load(model="none") is None
     with pytest.raises(CheckpointError, match="of kind 'bert', halfbyte knows gpt2 and llama"):
         load(model="bert")
-    with pytest.raises(CheckpointError, match="cuts words in the way 'own'"):
+    with pytest.raises(CheckpointError, match="splits text by the rule 'own'"):
         load(model="gpt2", pre="own", tokens=["a"], merges=["a a"])
     with pytest.raises(CheckpointError, match=r"no list tokenizer\.ggml\.tokens"):
         load(model="gpt2")

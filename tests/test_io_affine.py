@@ -149,7 +149,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("axis", torch.tensor(2), "halfbyte reads HQQ of"),
         ("nbits", torch.tensor(5), "halfbyte reads HQQ of"),
         ("quant_zero", torch.tensor(1), "quantized themselves"),
-        ("group_size", torch.tensor(40), "not parts of its rows"),
+        ("group_size", torch.tensor(40), "do not divide its rows"),
         ("W_q", torch.zeros(3, 32, dtype=torch.uint8), "not .* weights of 4 bits"),
         ("zero", torch.zeros(3, 1), "fits the others"),
     ]):  # fmt: skip
@@ -158,7 +158,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             load(tmp_path / str(i))
     parts = {"_weight_qdata": torch.zeros(4, 2, dtype=torch.int32), "_weight_scale": torch.ones(4, 1)}
     for i, (metadata, message) in enumerate(
-        [(None, "no file says what"), ({"Int4Tensor": 1}, "'Int4Tensor' .* halfbyte reads matrices that are")]
+        [(None, "no file describes"), ({"Int4Tensor": 1}, "'Int4Tensor' .* halfbyte reads matrices that are")]
     ):
         names = [name for name, _ in LlamaForCausalLM(LlamaConfig(**SIZES)).named_parameters()]
         said = {name: json.dumps({"_type": "Int4Tensor", "_data": {}}) for name in names} if metadata else None

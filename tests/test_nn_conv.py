@@ -131,7 +131,7 @@ def test_a_network_without_linear_layers_is_refused_by_kinds_that_hold_no_others
         export(tmp_path / "a", tmp_path / "b.gguf", "gguf")
     codes = hb.Config("int8_channel", activations="static")
     hb.save(hb.quantize_(network(), codes, images()), tmp_path / "c")
-    with pytest.raises(ArgumentError, match="network on int8 codes, for which gptq has no place"):
+    with pytest.raises(ArgumentError, match="network on int8 codes, which gptq cannot hold"):
         export(tmp_path / "c", tmp_path / "b", "gptq")
     export(tmp_path / "c", tmp_path / "d", "halfbyte")
     assert torch.equal(hb.load(tmp_path / "d", model=network())(images()), hb.load(tmp_path / "c", model=network())(images()))
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_does_not_name_the_kernel_is_not_dequantized(tmp_path:
     model = nn.ModuleDict({"image": nn.Conv2d(32, 32, 3), "linear": nn.Linear(64, 64)})
     hb.save(hb.quantize_(model, "int4_g32"), tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    for wrong, error in ((None, "does not say the sizes of the kernel"), ([3, 4], "damaged"), ([9], "damaged"), ("3", "damaged")):
+    for wrong, error in ((None, "does not give the kernel size"), ([3, 4], "damaged"), ([9], "damaged"), ("3", "damaged")):
         entry = config["halfbyte"]["weights"]["image.weight"]
         entry.pop("kernel", None)
         if wrong is not None:

@@ -1,4 +1,4 @@
-"""Models on disk. docs/checkpoint.md says what the files hold."""
+"""Models on disk. docs/checkpoint.md specifies the files."""
 
 from halfbyte.checkpoint.converting import convert as convert
 from halfbyte.checkpoint.exporting import export as export

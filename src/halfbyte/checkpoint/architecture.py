@@ -1,6 +1,6 @@
-"""Models of transformers, built from a config.json without their numbers, and how other names map onto theirs.
+"""Models of transformers, built from a config.json on the meta device, and the mapping of tensor names in files to theirs.
 
-What checkpoints need to know about transformers is in this file.
+All that checkpoints need to know about transformers is in this file.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.overrides import TorchFunctionMode
 from halfbyte.errors import CheckpointError
 from halfbyte.io.tensors import Spec
 
-# A config.json from elsewhere must not make Python build endless lists: no model has as many layers, heads, labels.
+# A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
 _COUNT_LIMIT = 1 << 21
 _COUNT_NAME = re.compile(r"(num|n)_.*")
-# What a model may have in masks and tables that are in no file.
+# The most that a model may have in buffers that are in no file, such as masks and tables.
 _BUFFER_ELEMENTS = 1 << 27
 _BUFFERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How tensors of a model come from tensors of its files: one that has another name, or several that are fused or split.
+    """How tensors of a model are made from tensors of its files: renamed, fused or split.
 
     sources  their names in the files
-    targets  what comes of them, by the names in the model
+    targets  the tensors made, by their names in the model
     run      (a function that reads a source) -> the targets
-    converts whether the numbers change, or only the name
-    stacks   it converts, and all that it does is to stack matrices and to put their rows below each other
+    converts whether anything but the name changes
+    stacks   it converts only by stacking matrices and concatenating their rows
     """
 
     sources: tuple[str, ...]
@@ -52,7 +52,7 @@ class Step:
 
 
 def import_transformers(why: str) -> ModuleType:
-    """The package; raises CheckpointError with `why` it is needed where it is not installed."""
+    """The package; raises CheckpointError, which says `why` it is needed, where it is not installed."""
     try:
         import transformers
     except ImportError as e:
@@ -69,7 +69,7 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
     transformers = import_transformers(f"{name}, the architecture in config.json,")
     try:
         found = getattr(transformers, name, None)
-    except Exception as e:  # what the architecture itself imports may be missing
+    except Exception as e:  # a dependency of the architecture itself may be missing
         raise CheckpointError(f"transformers cannot import {name} ({_why(e)}): install what it needs") from e
     return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
@@ -78,7 +78,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
     """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
 
     dtype  of its parameters
-    files  the shapes of the tensors in the files: a config that asks for far more is refused before it is built
+    files  the shapes of the tensors in the files: a config that describes a far larger model is refused before it is built
     """
     name = known_architecture(config)
     if name is None:
@@ -94,7 +94,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
             model: nn.Module = cls(cls.config_class.from_dict(_with_special_floats(dict(config))))
     except CheckpointError:
         raise
-    except Exception as e:  # transformers raises anything for a config that makes no sense
+    except Exception as e:  # transformers raises errors of any type for an invalid config
         raise CheckpointError(f"transformers cannot build {name} from config.json ({_why(e)}): the file is damaged") from e
     return model.eval()
 
@@ -110,10 +110,10 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
 
 
 def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[str]]:
-    """How the tensors of a model's files become those of its `skeleton`, and which of them it has no use for.
+    """How the tensors of a model's files become those of its `skeleton`, and which of them it does not use.
 
-    Names of earlier versions, missing and superfluous prefixes, and tensors that the model now keeps fused or split are
-    understood as `from_pretrained` understands them, by transformers' own tables.
+    Names of earlier versions, missing and superfluous prefixes, and tensors that the model keeps fused or split are mapped as
+    `from_pretrained` does, by transformers' own tables.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -129,9 +129,9 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
-        elif target not in state and (stack := name.removesuffix(".weight")) in state:  # experts are stored as if they were modules
+        elif target not in state and (stack := name.removesuffix(".weight")) in state:  # experts are stored under module names
             target, pattern = stack, None
-        if target not in state or target in renamed:  # the first of two that become the same is taken
+        if target not in state or target in renamed:  # of two that map to the same name the first is taken
             unused.append(name)
         elif pattern is None:
             renamed[target] = name
@@ -163,7 +163,7 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
             raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({_why(e)})") from e
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    # Only the conversion itself knows what it makes: it is tried on tensors without data.
+    # Only the conversion itself knows its results: it is run on tensors without data.
     targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
     first, *rest = converter.operations
     stacks = isinstance(first, MergeModulelist) and first.dim == 0 and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
@@ -172,7 +172,7 @@ def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple
 
 
 def initial(model: Any, name: str) -> Tensor | None:
-    """What transformers computes for a parameter of a `skeleton` that its files may lack, such as sines of positions; None for others."""
+    """The value that transformers computes for a parameter that files may lack, such as sinusoidal positions; None for others."""
     allowed = [p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_missing", None) or ()]
     if not any(re.search(pattern, name) for pattern in allowed):
         return None
@@ -183,7 +183,7 @@ def initial(model: Any, name: str) -> Tensor | None:
 
 
 def _with_special_floats(value: Any) -> Any:
-    """A value of a config.json, where transformers writes {"__float__": "Infinity"} for what JSON has no word for."""
+    """A value of a config.json, with {"__float__": "Infinity"}, transformers' notation, replaced by the float."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -192,14 +192,14 @@ def _with_special_floats(value: Any) -> Any:
 
 
 def _why(e: Exception) -> str:
-    """What transformers says, on one line."""
+    """transformers' error message on one line."""
     return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 
 class _Skeleton(TorchFunctionMode):
-    """Inside, torch.empty makes tensors on the meta device: parameters, which layers allocate so and fill afterwards.
+    """A context in which torch.empty creates tensors on the meta device: parameters, which layers allocate so and fill afterwards.
 
-    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget, which is generous to a
+    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget that is generous for a
     model whose tensors have these `sizes`.
     """
 
@@ -234,7 +234,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _check_counts(config: object) -> None:
-    """Raises CheckpointError where a number of things in a config.json is beyond all measure."""
+    """Raises CheckpointError where a count in a config.json is implausibly large."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if isinstance(value, int) and abs(value) > _COUNT_LIMIT and _COUNT_NAME.fullmatch(name):

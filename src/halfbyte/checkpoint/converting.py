@@ -1,4 +1,4 @@
-"""Float models on disk to checkpoints on disk, one tensor at a time."""
+"""Converts float models on disk to checkpoints, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def convert(
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Quantizes the float model in `src` and writes it to the folder `dst`, without ever holding more than one of its tensors.
+    """Quantizes the float model in `src` and writes it to the folder `dst`, holding no more than one tensor in memory.
 
-    src          a Hugging Face folder, another folder with safetensors files, one such file, or a GGUF file; its weights may be floats of
-                 8 or 4 bits, as long as none is held as codes, which `export` keeps
-    calibration  as for `quantize_`. There is then more in memory: one decoder layer in float32, the hidden states of all tokens and what
-                 lies outside the decoder layers
+    src          a Hugging Face folder, another folder with safetensors files, one such file, or a GGUF file. Its weights may be 8- or 4-bit
+                 floats, but not integer codes: `export` converts those
+    calibration  as for `quantize_`. Memory then also holds one decoder layer in float32, the hidden states of all tokens and the
+                 modules outside the decoder layers
     progress     called after each tensor with (bytes read, bytes in all, name); with a calibration as `quantize_` does
-    resume       go on where a writer to the same place, that was killed, had come to; not with a calibration
+    resume       continue a conversion to the same place that was killed; not with a calibration
 
     Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
-    write. Otherwise every 2-D floating tensor called *.weight is taken for the weight of a Linear. Small other files (tokenizer,
-    …) are copied. Raises as `quantize_` and `save` do; `dst` is then as it was.
+    write. Otherwise every 2-D floating-point tensor called *.weight is taken as the weight of a Linear. Small other files (tokenizer,
+    …) are copied. Raises what `quantize_` and `save` raise; `dst` is then unchanged.
     """
     config, calibration = take_calibration(as_config(config), calibration, in_memory=False)
     if resume and calibration is not None:
-        raise ArgumentError(f"{config.method} looks at all layers one after the other and cannot be resumed: start anew")
+        raise ArgumentError(f"{config.method} processes all layers one after the other and cannot be resumed: start again")
     source, target = Path(src), Path(dst)
     described, reader = open_floats(source)
     notes = list(reader.notes)
@@ -71,7 +71,7 @@ def convert(
         plan = plan_model(described, reader, choose)
     else:
         plan = plan_by_rule(reader, choose)
-        notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken for a Linear's")
+        notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
     for name, weight in plan.weights.items():
         if name in plan.linears or weight.kind != "Embedding":
             plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
@@ -105,9 +105,9 @@ def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Se
 
 
 def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:
-    """The names of what an earlier writer wrote."""
+    """The names of the tensors that an earlier writer has written."""
     if writer.resumed:
-        notes.append(f"resumed: {writer.resumed} tensors were there already, whose errors are not known")
+        notes.append(f"resumed: {writer.resumed} tensors were written before, their errors are not known")
     weights = {name for name, weight in plan.weights.items() if weight.stored(name).keys() <= writer.checksums.keys()}
     return weights | (plan.plain.keys() & writer.checksums.keys())
 
@@ -121,7 +121,7 @@ def _calibrated(
     progress: Callable[[int, int, str], object] | None,
     notes: list[str],
 ) -> set[str]:
-    """Quantizes and writes what calibration reaches, and what changes with it; the names of what is written."""
+    """Quantizes and writes what calibration reaches, and the parameters that change with it; returns the names written."""
     if plan.model is None:
         raise ArgumentError(
             f"{method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"

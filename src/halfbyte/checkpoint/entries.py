@@ -1,4 +1,4 @@
-"""The tensors of a model's files as what they are: some plain, some quantized in one way or another."""
+"""The tensors of a model's files, plain and quantized in the formats of various projects, behind one interface."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CHUNK = 1 << 20  # weights that are dequantized at a time
 class Quantized:
     """What is known of a quantized weight before it is read.
 
-    form    how the files hold it, in their project's words
-    order   gives the order of its columns, int32 [K], where they are not in the order of the inputs
+    form    how the files store it, in their project's terms
+    order   returns the order of its columns, int32 [K], where it is not that of the inputs
     transposed   the float tensor is [..., K, N], the codes are [..., N, K]
-    floats  these are floats of fewer bits, which may as well be quantized to something else
+    floats  the files hold low-precision floats, which may also be quantized to another format
     """
 
     format: Format
@@ -44,10 +44,10 @@ class Quantized:
 class Entry:
     """One tensor.
 
-    spec    of the float tensor that it is or stands for
-    nbytes  of all that the files hold of it
-    read    gives it: plain ones in a dtype of choice, codes where `quantized`
-    form    how the files hold one in fewer bits that is read as floats, since no codes hold it exactly
+    spec    of the float tensor that it is or represents
+    nbytes  of all that the files store for it
+    read    returns it: plain ones in a given dtype, codes where `quantized`
+    form    how the files store a low-precision tensor that is read as floats because Codes cannot hold it exactly
     """
 
     spec: Spec
@@ -61,8 +61,8 @@ class Entry:
 class Entries:
     """All tensors, by their names in the files; a Source for a plan.
 
-    notes  what a person should know about them
-    files  which hold the plain ones as they are
+    notes  remarks about them for the report
+    files  the reader of the plain ones
     """
 
     entries: Mapping[str, Entry]
@@ -76,7 +76,7 @@ class Entries:
         return self.entries[name].spec
 
     def form(self, names: Iterable[str]) -> str | None:
-        """How the files hold the first of these tensors that they hold in fewer bits than a float's, or None."""
+        """How the files store the first of these tensors that is low-precision, or None."""
         for name in names:
             entry = self.entries[name]
             if (form := entry.form if entry.quantized is None else entry.quantized.form) is not None:
@@ -84,7 +84,7 @@ class Entries:
         return None
 
     def outputs_first(self, name: str) -> bool:
-        """Whether `read` gives a matrix [N, K] even of a module that has it the other way round: so it is where codes are for Linears."""
+        """Whether `read` gives a matrix as [N, K] even if its module keeps it transposed: true of codes made for Linears."""
         quantized = self.entries[name].quantized
         return quantized is not None and not quantized.transposed
 
@@ -95,14 +95,14 @@ class Entries:
             assert isinstance(codes, Codes)
             planned = self.entries[name].quantized
             if planned is None or codes.format != planned.format:
-                raise FormatError(f"{codes.format} codes came where {planned and planned.format} was announced")
+                raise FormatError(f"{codes.format} codes found where {planned and planned.format} was expected")
             codes.check_values()
         except FormatError as e:
             raise CheckpointError(f"{name}: {e}: the checkpoint is damaged") from e
         return codes
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in floating point, whatever the files hold."""
+        """A tensor in floating point, dequantized if need be."""
         entry = self.entries[name]
         if entry.quantized is None:
             plain = entry.read(dtype)
@@ -120,7 +120,7 @@ class Entries:
         return torch.equal(self.read(name), self.read(other))
 
     def choose(self, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> dict[str, Format | str]:
-        """For each module the format that its weight has in the files, or why it is plain. Those that share a weight share it all."""
+        """For each module the format of its weight in the files, or why it is plain; the same for modules that share a weight."""
         shared: dict[object, str] = {}
         decisions: dict[str, Format | str] = {}
         forms = {candidate.name: self._form(sources.get(candidate.name, ())) for candidate in found}
@@ -139,7 +139,7 @@ class Entries:
         return decisions
 
     def _form(self, names: Sequence[str]) -> Quantized | None:
-        """How a weight is quantized that consists of these entries; None where not all of them are, or can be stacked as codes."""
+        """How the weight made of these entries is quantized; None where some are not, or cannot be stacked as codes."""
         forms = [self.entries[name].quantized for name in names]
         first = forms[0] if forms else None
         if first is None or len(forms) == 1:
@@ -149,16 +149,16 @@ class Entries:
 
 
 def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:
-    """Tensors that are not quantized: all, or those of these names."""
+    """The tensors that are not quantized: all, or those of these names."""
     return {n: Entry(reader.spec(n), reader.spec(n).nbytes, partial(reader.read, n)) for n in (reader.places if names is None else names)}
 
 
 def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
-    """The dequantized weight, a few rows at a time; its columns as the inputs are, where they have another `order`."""
+    """The dequantized weight, computed a few rows at a time; with its columns in the order of the inputs, if they have another `order`."""
     back = None if order is None else order.long().argsort()
     rows, k = codes.rows, codes.shape[-1]
     out = torch.empty(rows, k, dtype=dtype)
-    # One scale for all rows stays as it is.
+    # A scale of the whole tensor has no rows.
     flat = {name: t if codes.format.block == "tensor" and name != "data" else t.reshape(rows, -1) for name, t in codes.tensors().items()}
     step = max(1, _CHUNK // max(1, k))
     for first in range(0, rows, step):

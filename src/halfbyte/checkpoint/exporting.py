@@ -1,4 +1,4 @@
-"""A model on disk, of whatever kind, to one of another kind, with the same codes and scales, one tensor at a time."""
+"""Converts a model on disk from any kind of files to another, with the same codes and scales, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def export(
 
     to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"
     progress  is called after each tensor with (bytes written, bytes in all, name)
-    resume    go on where a writer to the same place, that was killed, had come to
+    resume    continue an export to the same place that was killed
 
-    Codes and scales are those of `src`. Where the new kind has no place for a format the weight is dequantized, and the report says so.
-    No more than one weight is held at a time. Raises CheckpointError (and `dst` is then as it was), ArgumentError where nothing at all
-    could be kept.
+    Codes and scales are those of `src`. Where the target kind cannot hold a format the weight is dequantized, and the report says so.
+    No more than one weight is held in memory. Raises CheckpointError (`dst` is then unchanged), ArgumentError where no weight at all
+    could stay quantized.
     """
     if to not in KINDS:
         remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
@@ -51,7 +51,7 @@ def export(
     source, target = Path(src), Path(dst)
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
-        raise ArgumentError(f"{source} holds a network on int8 codes, for which {to} has no place: export the model that it was made of")
+        raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
     if target.exists():
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
     if to == "gguf":
@@ -85,7 +85,7 @@ def export(
 
 
 def _pieces(model: Opened, kind: Target | None) -> list[Piece]:
-    """What is written to a folder: a halfbyte checkpoint without a `kind`."""
+    """What is written to a folder; without a `kind`, a halfbyte checkpoint."""
     pieces = []
     for name, weight in model.weights.items():
         if kind is None:

@@ -13,15 +13,15 @@ from halfbyte.errors import CheckpointError, not_there
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are not tokenizers
-# Where a folder says how it is quantized besides config.json: AutoGPTQ's file, that of AutoAWQ and llm-awq, Model Optimizer's.
+# Files besides config.json that describe the quantization: of AutoGPTQ, of AutoAWQ and llm-awq, of Model Optimizer.
 GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS = "quantize_config.json", "quant_config.json", "hf_quant_config.json"
 _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The safetensors files of a model: `source` itself, or those that transformers would take from the folder."""
+    """The safetensors files of a model: `source` itself, or those that transformers would read from the folder."""
     if source.suffix == ".onnx":
-        raise CheckpointError(f"{source} is not a model that is known here: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
+        raise CheckpointError(f"{source} is not a model that is read: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
     if isfile(source):
         return [source]
     if not isdir(source):
@@ -65,7 +65,7 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
 
 
 def journal(path: Path, what: str) -> str:
-    """What is being written, and from what: files that have changed since are another source."""
+    """The first line of a journal: what is being written from which source, its size and time of change included."""
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()]
     return json.dumps({"halfbyte": __version__, "what": what, "from": found})

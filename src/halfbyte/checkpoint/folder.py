@@ -1,8 +1,8 @@
-"""Writing a checkpoint so that a reader finds the old one or the new one, whole, at every moment, whatever kills the writer.
+"""Atomic writing of checkpoints: at every moment a reader finds the complete old or the complete new one, even if the writer is killed.
 
-A folder that does not exist yet is filled under another name beside its place and then renamed: one step.
+A folder that does not exist yet is written under a temporary name next to it and then renamed: one atomic step.
 
-A folder that exists keeps everything in it that is not the old checkpoint's. There the one step is the replacement of
+A folder that exists keeps every file that does not belong to the old checkpoint. There the atomic step is the replacement of
 config.json, which names the weight files:
 
     1. all files are written to a hidden subfolder, .halfbyte-<8 hexadecimal digits>
@@ -10,13 +10,13 @@ config.json, which names the weight files:
     3. config.json is replaced                                             <- before: the old checkpoint, after: the new one
     4. the other files (tokenizer, index, …) move up; the old checkpoint's weight files are deleted
 
-A writer that dies between 3 and 4 leaves its work named in the manifest, as `staging` and `obsolete`; whoever opens the
-folder next completes it. One that dies before 3 leaves hidden folders, and weight files with digits that no config.json
+A writer killed between 3 and 4 leaves its pending work listed in the manifest, as `staging` and `obsolete`; the next process that
+opens the folder completes it. A writer killed before 3 leaves hidden folders, and weight files with digits that no config.json
 names; the next writer removes them.
 
-A file is written in a hidden folder beside its place, and takes the place of the old one in one step. Writers of something new
-that keep a journal (io/tensors.py) can be resumed: what one that was killed left is taken over. One that was to be resumed itself
-leaves its work when it is interrupted at the keyboard, too.
+A single file is written in a hidden folder next to it and replaces the old one in one step. Writers to a new place that keep a journal
+(io/tensors.py) can be resumed: the next one continues the files of one that was killed. A writer started with `resume` also keeps its
+files when it is interrupted from the keyboard.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Staging:
     """Where the files of a new checkpoint are written until `commit`.
 
     path   the folder for all of them
-    stem   what the names of the weight files begin with
+    stem   the beginning of the names of the weight files
     fresh  whether the checkpoint's folder does not exist yet
     """
 
@@ -64,7 +64,7 @@ class Staging:
         self.stem = "model" if fresh else f"model-{digits}"
 
     def commit_folder(self) -> None:
-        """Makes `path` the folder that did not exist: one that is not a halfbyte checkpoint and is written once."""
+        """Renames `path` to the folder, which did not exist; for folders of other kinds than halfbyte checkpoints."""
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
@@ -72,7 +72,7 @@ class Staging:
         _sync(self._folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
-        """Puts everything in `path` in its place."""
+        """Moves everything in `path` to its place."""
         if not self.fresh:
             manifest = replace(manifest, staging=self.path.name, obsolete=self._old.files if self._old else ())
         write_json(self.path / CONFIG, {**config, SECTION: manifest.to_json()})
@@ -91,18 +91,18 @@ class Staging:
 
 @contextmanager
 def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
-    """A place to write a new checkpoint for `folder`. What is not committed in the block leaves no trace.
+    """A place to write a new checkpoint for `folder`. Without a commit in the block nothing is left behind.
 
-    resume  take over what a writer left that was killed; `folder` must not exist
+    resume  continue the work of a writer that was killed; `folder` must not exist
 
-    Raises CheckpointError where the folder holds something else than a halfbyte checkpoint, where another process writes to
-    it, and for every failure to write.
+    Raises CheckpointError where the folder holds anything but a halfbyte checkpoint, where another process writes to it, and for
+    every failure to write.
     """
     folder = Path(os.path.abspath(folder))
     try:
         fresh = not folder.exists()
         if resume and not fresh:
-            raise ArgumentError(f"{folder} exists, and only what was to be written to a new place can be resumed: choose another folder")
+            raise ArgumentError(f"{folder} exists, and only writing to a new place can be resumed: choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         if fresh:
             with _work(folder, resume) as path:
@@ -118,7 +118,7 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
                 try:
                     yield staging
                 finally:
-                    with suppress(OSError, CheckpointError):  # what cannot be cleaned now, the next writer will
+                    with suppress(OSError, CheckpointError):  # the next writer cleans up what cannot be removed now
                         _clean(folder, _present(folder))
     except OSError as e:
         raise _failed(folder, e) from e
@@ -126,9 +126,9 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
 
 @contextmanager
 def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
-    """Where to write a file that takes the place of `target` when the block ends. What fails leaves no trace.
+    """Where to write a file that replaces `target` when the block ends. A failure leaves nothing behind.
 
-    resume  take over what a writer left that was killed
+    resume  continue the work of a writer that was killed
 
     Raises CheckpointError where another process writes to it, and for every failure to write.
     """
@@ -146,7 +146,7 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _work(target: Path, resume: bool) -> Iterator[Path]:
-    """A folder beside `target`, locked; one that a dead writer left if it is to be resumed. After a commit it is no longer there."""
+    """A locked temporary folder next to `target`; with `resume`, one that a dead writer left. A commit removes it."""
     path = _remove_dead(target, spare=resume) or _beside(target)
     path.mkdir(exist_ok=True)
     with _locked(path):
@@ -172,7 +172,7 @@ def _failed(target: Path, e: OSError) -> CheckpointError:
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
-    """Moves the files that a writer left in its staging folder, when it died, to their places; where it cannot, it does not."""
+    """Moves the files that a killed writer left in its staging folder to their places, as far as possible."""
     staged = folder / (manifest.staging or ".")
     if manifest.staging is None or not os.path.isdir(staged) or os.path.islink(staged):
         return
@@ -182,7 +182,7 @@ def complete(folder: Path, manifest: Manifest) -> None:
         if not path.is_file() or path.is_symlink() or name.as_posix() in (CONFIG, *manifest.files):
             continue
         with suppress(OSError):  # another process may have moved it, or the folder may be read-only
-            if target.parent.resolve().is_relative_to(folder.resolve()):  # and not out of the folder by a link
+            if target.parent.resolve().is_relative_to(folder.resolve()):  # a link must not lead out of the folder
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
 
@@ -197,18 +197,18 @@ def _present(folder: Path) -> Manifest | None:
         try:
             return read_manifest(folder)[1]
         except CheckpointError as e:
-            raise CheckpointError(f"{folder} is not overwritten, for it holds no halfbyte checkpoint ({e}): choose another folder") from e
+            raise CheckpointError(f"{folder} is not overwritten, as it holds no halfbyte checkpoint ({e}): choose another folder") from e
     for path in folder.iterdir():
         if _ANY_WEIGHTS.fullmatch(path.name) and not _OURS.fullmatch(path.name):
-            raise CheckpointError(f"{folder} is not overwritten, for it holds another model's {path.name}: choose another folder")
+            raise CheckpointError(f"{folder} is not overwritten, as it holds another model's {path.name}: choose another folder")
     return None
 
 
 def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
-    """Removes what writers that died have left beside a place where there was nothing; `spare` the first with a journal, and tell."""
+    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal."""
     spared: Path | None = None
     for dead in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*")):
-        with suppress(OSError, CheckpointError), _locked(dead):  # one that is locked is alive
+        with suppress(OSError, CheckpointError), _locked(dead):  # a locked one belongs to a live process
             if spare and spared is None and (dead / JOURNAL).is_file():
                 spared = dead
             else:
@@ -217,7 +217,7 @@ def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
 
 
 def _clean(folder: Path, manifest: Manifest | None) -> None:
-    """Completes what a writer that committed has left to do, and removes what one that did not commit has left."""
+    """Completes the work of a writer killed after its commit, and removes the files of one killed before."""
     named: set[str] = set()
     if manifest is not None:
         complete(folder, manifest)
@@ -250,7 +250,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a loss of power."""
+    """Flushes a file, or the entries of a folder, to the disk, so that they survive a power failure."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)

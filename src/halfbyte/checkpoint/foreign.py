@@ -1,8 +1,8 @@
 """Folders that other projects quantized: AWQ, GPTQ, compressed-tensors, transformers with halfbyte, and those of
-foreign_affine.py and foreign_floats.py. What is in their files is what runs: no weight is quantized again.
+foreign_affine.py and foreign_floats.py. Their codes are used as they are: no weight is quantized again.
 
-`quantization_config` in config.json says which project it was. What it says about single modules is checked against the tensors that
-are there, and the tensors are believed. Older folders of AWQ and GPTQ say it in a file of their own.
+`quantization_config` in config.json names the project. Its settings of single modules are checked against the tensors, which take
+precedence. Older folders of AWQ and GPTQ have it in a separate file.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
-# What a module of a compressed-tensors checkpoint may hold besides its weight: scales of activations, of caches.
+# Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
-_MOST_POINTS = 1 << 22  # that are looked at to judge a version
-# What can be done about folders whose tensors mean nothing without their project's own classes.
+_MOST_POINTS = 1 << 22  # zero points that are read to determine a version
+# The remedy for folders whose tensors only their project's own classes can interpret.
 _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
 _REMEDIES = {name: _ELSEWHERE.format(name) for name in ("quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The quantization_config of a folder with this config.json, or what an older folder has in its place; None where it has neither."""
+    """The quantization_config of a folder with this config.json, or the settings file of an older folder; None where it has neither."""
     if (settings := config.get(quantization_config.SETTINGS)) is not None:
         return settings
-    if (folder / GPTQ_SETTINGS).is_file():  # AutoGPTQ keeps models of AWQ too, and then says so
+    if (folder / GPTQ_SETTINGS).is_file():  # AutoGPTQ also stores AWQ models, and then says so
         return {"quant_method": "gptq", **load_json(folder / GPTQ_SETTINGS)}
     if (folder / MODELOPT_SETTINGS).is_file():
         return {"quant_method": "modelopt"}
@@ -57,7 +57,7 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
-    """The tensors of a folder whose config.json has a quantization_config; raises CheckpointError for one of another project."""
+    """The tensors of a folder whose config.json has a quantization_config; raises CheckpointError for an unknown project."""
     settings = config[quantization_config.SETTINGS]
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     known: dict[str, Callable[[Reader, dict[str, Any], torch.dtype], Entries]] = {
@@ -76,8 +76,8 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
         "torchao": of_torchao,
     }
     if method is None and isinstance(settings, dict) and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
-        method = "bitsandbytes"  # as it was written before 2023
-    if method == "auto-round":  # has several ways to write a folder, and no layout of its own
+        method = "bitsandbytes"  # as written before 2023
+    if method == "auto-round":  # writes folders in the layouts of other projects
         method = next((name for name in ("gptq", "awq") if name in str(settings.get("packing_format"))), method)
     if not isinstance(method, str) or method not in known:
         remedy = _REMEDIES.get(str(method), "start from the float model")
@@ -87,7 +87,7 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
 
 
 def read_plain(reader: Reader, config: Mapping[str, Any]) -> Entries:
-    """The tensors of a folder whose config.json speaks of no quantization: 8-bit floats with scales are known by these."""
+    """The tensors of a folder without a quantization_config; 8-bit floats are recognized by their scales."""
     dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
     usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in zero_points.SCALES and len(spec.shape) > 1)
     return plain_or_float8(reader, None, dtype or next(usual, torch.bfloat16))
@@ -131,12 +131,12 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
 
         order = _order(reader, parts.get("g_idx"), k, zero_points.block_of(group, k), name)
         entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), nbytes_of(reader, parts), read, Quantized(fmt, "GPTQ", order))
-    lies = f"config.json says GPTQ version {claimed}, the points are those of version {version}, which is believed"
+    lies = f"config.json says GPTQ version {claimed}, the zero points are those of version {version}, which is used"
     return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
 
 
 def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """Bits and block size of a module, which patterns under `dynamic` may set."""
+    """Bits and block size of a module, which patterns under `dynamic` may override."""
     mine = dict(settings)
     dynamic = settings.get("dynamic")
     for pattern, changes in dynamic.items() if isinstance(dynamic, dict) and name else ():
@@ -153,13 +153,13 @@ def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 
 def _order(reader: Reader, name: str | None, k: int, block: int, where: str) -> Order | None:
-    """What reads the order of a weight's columns; None where it is that of the inputs."""
+    """A function that reads the order of a weight's columns; None where it is that of the inputs."""
     if name is None:
         return None
 
     def read() -> Tensor | None:
         g_idx = zero_points.take({"g_idx": reader.read(name)}, "g_idx", (torch.int32, torch.int64), (k,), where)
-        unused = bool((g_idx == -1).all())  # so compressed-tensors says that there is none
+        unused = bool((g_idx == -1).all())  # how compressed-tensors marks that there is none
         return None if unused else gptq.order_of(g_idx, block, where)
 
     return None if read() is None else cast(Order, read)
@@ -169,7 +169,7 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(
-            f"the config_groups of quantization_config are {short(groups)}, no object of objects: the checkpoint is damaged"
+            f"the config_groups of quantization_config are {short(groups)}, not an object of objects: the checkpoint is damaged"
         )
     small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
     packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
@@ -185,12 +185,12 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
         group = _group_of(name, groups)
         bits = 8 if name in integer else _ct_bits(reader, name, parts, group)
         entries[f"{name}.weight"] = _ct_entry(reader, name, parts, bits, group, dtype)
-    notes = [f"activations are quantized as they come: {len(dropped)} scales and points for them are not used"] if dropped else []
+    notes = [f"activations are quantized dynamically: {len(dropped)} static scales and zero points are not used"] if dropped else []
     return Entries({**others.entries, **entries}, [*others.notes, *notes])
 
 
 def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where one of the groups says so."""
+    """Rows and columns that share a scale, if one of the groups gives them."""
     weights = [group.get("weights") for group in groups.values()]
     return next((found for each in weights if isinstance(each, dict) and (found := block_of(each.get("block_structure")))), None)
 
@@ -203,7 +203,7 @@ def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, gr
     else:
         found = reader.spec(parts["weight"]).shape
         if len(found) != 2:
-            raise CheckpointError(f"{name}.weight is int8 {list(found)}, no matrix: the checkpoint is damaged")
+            raise CheckpointError(f"{name}.weight is int8 {list(found)}, not a matrix: the checkpoint is damaged")
         shape = (found[0], found[1])
     if "weight_scale" not in parts:
         raise CheckpointError(f"{name} has no weight_scale: the checkpoint is damaged")
@@ -222,7 +222,7 @@ def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, gr
 
 
 def _ct_points(reader: Reader, name: str, rows: int, bits: int) -> Tensor:
-    """The points of a weight, less the middle: all 0 where they are of no account."""
+    """The zero points of a weight minus the middle of their range: all 0 where the weight is symmetric."""
     stored = reader.read(name)
     if stored.dtype == torch.int8:
         return stored
@@ -241,7 +241,7 @@ def _ct_bits(reader: Reader, name: str, parts: Mapping[str, str], group: Mapping
 
 
 def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The config group whose targets name a module: its name, a pattern `re:…`, or else its class, which only Linears have here."""
+    """The config group whose targets match a module: its name, a pattern `re:…`, or else its class, here always Linear."""
     for group in groups.values():
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
@@ -251,7 +251,7 @@ def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """As the library matches. Patterns with nested repetition, which could take for ever, are not matched at all."""
+    """Matches as compressed-tensors does. Patterns with nested repetition, which could take exponential time, never match."""
     if len(pattern) > 400 or re.search(r"[*+}][^()|]*\)[*+{]", pattern):
         return False
     try:
@@ -261,7 +261,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
-    """How a group multiplies: with activations quantized to 8 bits per row, or in floating point where it says nothing of them."""
+    """The compute of a group: with activations quantized to 8 bits per row, or in floating point where it does not mention them."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
         return "auto", "block"
@@ -269,7 +269,7 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    """What transformers wrote of a model that halfbyte quantized: codes as in a checkpoint, and a guard under the weight's own name."""
+    """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
     known = quantization_config.parse(settings)
     entries: dict[str, Entry] = {}
@@ -284,7 +284,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
             return Codes.from_tensors(module.format, module.shape, tensors)
 
         if module.ordered and ORDER not in parts:
-            raise CheckpointError(f"{name} has no {ORDER}, which config.json speaks of: the checkpoint is damaged")
+            raise CheckpointError(f"{name} has no {ORDER}, which config.json mentions: the checkpoint is damaged")
         order = partial(reader.read, parts[ORDER]) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
         entries[f"{name}.weight"] = Entry(Spec(dtype, module.shape), nbytes_of(reader, parts), read, quantized)
@@ -295,7 +295,7 @@ def _group_size(settings: Mapping[str, Any]) -> int:
     size = settings.get("group_size", 128)
     if type(size) is not int or not (size == -1 or 0 < size < 10**9):
         raise CheckpointError(
-            f"config.json says group_size {short(size)}, which is not a number of weights and not -1: the checkpoint is damaged"
+            f"config.json says group_size {short(size)}, neither a number of weights nor -1: the checkpoint is damaged"
         )
     return size
 
@@ -306,12 +306,12 @@ def _words_shape(reader: Reader, name: str, parts: Mapping[str, str]) -> tuple[i
         raise CheckpointError(f"{name} has no {min(missing)}: the checkpoint is damaged")
     shape = reader.spec(parts["qweight"]).shape
     if len(shape) != 2 or min(shape) < 1:
-        raise CheckpointError(f"{name}.qweight has shape {list(shape)}, no matrix: the checkpoint is damaged")
+        raise CheckpointError(f"{name}.qweight has shape {list(shape)}, not a matrix's: the checkpoint is damaged")
     return shape[0], shape[1]
 
 
 def _points_format(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: int, n: int, middle: int) -> Format:
-    """The format of a weight with points, of which it is rid where all are the middle."""
+    """The format of a weight with zero points; symmetric if all are the middle of the range."""
     stored = reader.spec(parts["qzeros"])
     if stored.dtype != torch.int32 or len(stored.shape) != 2:
         raise CheckpointError(f"{name}.qzeros is {stored.dtype} {list(stored.shape)}, not int32 [blocks, words]: the checkpoint is damaged")
@@ -321,7 +321,7 @@ def _points_format(reader: Reader, name: str, parts: Mapping[str, str], bits: in
 
 
 def _judge(reader: Reader, modules: Mapping[str, Mapping[str, str]], bits: int, symmetric: bool, claimed: int) -> int:
-    """The version of a GPTQ model, by the points of its modules, as far as they are needed to tell."""
+    """The version of a GPTQ model, determined from the zero points of as many modules as needed."""
     seen: list[Tensor] = []
     for name, parts in modules.items():
         n = _words_shape(reader, name, parts)[1]

@@ -20,7 +20,7 @@ from halfbyte.io.safetensors import Reader, parse_json
 from halfbyte.io.tensors import Spec
 
 _NUMBERS = ("W_q", "scale", "zero")
-# What else hqq stores of a weight, each a tensor: how it was made, and what its own classes need.
+# Other tensors that hqq stores for a weight: its settings, and what its own classes need.
 _SETTINGS = (
     "nbits", "group_size", "axis", "shape", "channel_wise", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
     "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero",
@@ -31,7 +31,7 @@ _LARGEST = 1 << 20  # bytes of a description in a file's metadata
 
 
 def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    """HQQ: groups along the inputs keep their codes, groups along the outputs (axis 0) become floats."""
+    """HQQ: weights with groups along the inputs keep their codes, those with groups along the outputs (axis 0) become floats."""
     modules, rest = modules_of(reader, (*_NUMBERS, *_SETTINGS))
     entries: dict[str, Entry] = {}
     floats = 0
@@ -83,13 +83,13 @@ def _hqq_settings(reader: Reader, parts: Mapping[str, str], name: str) -> tuple[
     n, k = shape
     if not number("channel_wise", 1) or group < 0 or (group and (k % group if axis == 1 else (n * k) % group)):
         raise CheckpointError(
-            f"{name} of shape {shape} has groups of {group or 'all'}, which are not parts of its rows: dequantize it with hqq"
+            f"{name} of shape {shape} has groups of {group or 'all'}, which do not divide its rows: dequantize it with hqq"
         )
     return bits, group or None, axis, (n, k)
 
 
 def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    """torchao's tensors in safetensors, as transformers saves them since 5.0: those of integers that are not packed, and 8-bit floats."""
+    """torchao's tensors in safetensors, as transformers saves them since 5.0: unpacked integers and 8-bit floats."""
     modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
     entries: dict[str, Entry] = {}
     floats = 0
@@ -115,7 +115,7 @@ def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> 
         blocks = scale.shape[1] if len(scale.shape) == 2 else 0
         if not blocks or shape[1] % blocks:
             raise CheckpointError(
-                f"{name} of shape {list(shape)} has scales {list(scale.shape)}, not some for each row: the checkpoint is damaged"
+                f"{name} of shape {list(shape)} has scales {list(scale.shape)}, which do not divide its rows: the checkpoint is damaged"
             )
         bits = 8 if kind == _INT8 else _bits_of(about, name)
 
@@ -136,17 +136,17 @@ def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:
-    """The class of a tensor, and its attributes, from the metadata of the files."""
+    """The class of a tensor and its attributes, from the metadata of the files."""
     text = reader.metadata.get(name, "")
     if not isinstance(text, str) or not 0 < len(text) < _LARGEST:
-        raise CheckpointError(f"no file says what {name} of torchao is: save the model again with transformers 5 or newer")
-    found = parse_json(text.encode(errors="replace"), f"what the files say of {name}")
+        raise CheckpointError(f"no file describes {name} of torchao: save the model again with transformers 5 or newer")
+    found = parse_json(text.encode(errors="replace"), f"the description of {name}")
     about = found.get("_data")
     return str(found.get("_type")), about if isinstance(about, dict) else {}
 
 
 def _bits_of(about: Mapping[str, Any], name: str) -> int:
-    """4 or 8: what holds the integers of a dtype such as int4 or int3."""
+    """4 or 8: the bits of codes that hold the integers of a dtype such as int4 or int3."""
     target = about.get("target_dtype")
     said = target.get("_data") if isinstance(target, dict) else None
     bits = int(said[3:]) if isinstance(said, str) and said[:3] == "int" and said[3:] in tuple("12345678") else 0
@@ -156,7 +156,7 @@ def _bits_of(about: Mapping[str, Any], name: str) -> int:
 
 
 def _activation(about: Mapping[str, Any]) -> tuple[str, str]:
-    """How a weight is multiplied: with activations quantized to 8 bits per row, or as is fastest where it says nothing of them."""
+    """The compute of a weight: with activations quantized to 8 bits per row, or "auto" where they are not mentioned."""
     if about.get("activation_quantization") == "int8_asym_per_token":
         return "int8", "row_offset"
     inputs = about.get("act_quant_kwargs")

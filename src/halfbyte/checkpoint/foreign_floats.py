@@ -1,8 +1,8 @@
-"""Folders whose weights are small floats: 8-bit floats with scales (DeepSeek, Qwen and many others), MXFP4 (gpt-oss), NVFP4 (Model
-Optimizer, compressed-tensors), and what bitsandbytes writes.
+"""Folders with low-precision floating-point weights: 8-bit floats with scales (DeepSeek, Qwen and many others), MXFP4 (gpt-oss), NVFP4
+(Model Optimizer, compressed-tensors), and bitsandbytes.
 
-4-bit floats and bitsandbytes' 8-bit integers are held as codes. 8-bit floats, nf4 and fp4 are not multiples of one step: they are
-dequantized as they are read, which reports say.
+4-bit floats and bitsandbytes' 8-bit integers become codes. 8-bit floats, nf4 and fp4 are not multiples of one step: they are
+dequantized as they are read, which reports mention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from halfbyte.io import bitsandbytes, float4, float8
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import Spec
 
-# What the names of the scales of 8-bit floats end in, after the weight's name or in the weight's place.
+# The names of the scales of an 8-bit floating-point weight.
 _SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale")
 # Scales of activations and of caches, which are not used.
 _OTHERS = ("input_scale", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale")
@@ -56,8 +56,8 @@ def plain_or_float8(reader: Reader, names: Iterable[str] | None, dtype: torch.dt
 
 
 def notes(forms: Mapping[str, int], dropped: int) -> list[str]:
-    """What a person should know about weights in these forms, and scales of activations that are left out."""
-    found = [f"{count} weights are {form}, dequantized as they are read: a format for load or quantize keeps the model small"
+    """Notes for the report about dequantized weights, by their form, and about unused scales of activations."""
+    found = [f"{count} weights are {form}, dequantized as they are read: pass a format to load or quantize to keep the model small"
              for form, count in forms.items()]  # fmt: skip
     return found + ([f"activations are not quantized: {dropped} scales for them are not used"] if dropped else [])
 
@@ -68,7 +68,7 @@ def fp8(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries
 
 
 def block_of(value: object) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where a config says them."""
+    """Rows and columns that share a scale, if a config gives them."""
     sound = isinstance(value, list) and len(value) == 2 and all(type(size) is int and 0 < size < 1 << 31 for size in value)
     return (value[0], value[1]) if sound and isinstance(value, list) else None
 
@@ -118,7 +118,7 @@ def mxfp4(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         shape, its = reader.spec(blocks).shape, reader.spec(scales).shape
         if len(shape) != 4 or shape[3] != 16 or its != shape[:3] or reader.spec(blocks).dtype != torch.uint8:
             what = f"{blocks} is {list(shape)} and {scales} {list(its)}"
-            raise CheckpointError(f"{what}, no blocks of 32 weights with a scale each: the checkpoint is damaged")
+            raise CheckpointError(f"{what}, not blocks of 32 weights with a scale each: the checkpoint is damaged")
 
         def read(wanted: torch.dtype | None, blocks: str = blocks, scales: str = scales, name: str = name) -> Codes:
             return float4.read_mx(reader.read(blocks).flatten(2), reader.read(scales), name)
@@ -136,7 +136,7 @@ def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries
     entries: dict[str, Entry] = {}
     for name, parts in eights.items():
         if "weight" not in parts or len(shape := reader.spec(parts["weight"]).shape) != 2:
-            raise CheckpointError(f"{name} has an SCB, but no weight that is a matrix: the checkpoint is damaged")
+            raise CheckpointError(f"{name} has an SCB, but its weight is missing or not a matrix: the checkpoint is damaged")
 
         def read(wanted: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Any:
             return bitsandbytes.read_eight(read_parts(reader, parts), name)
@@ -146,7 +146,7 @@ def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries
     forms: Counter[str] = Counter()
     for kind, part in bitsandbytes.STATES.items():
         fours, rest = modules_of(reader, (part, *bitsandbytes.NUMBERS), rest)
-        for name, parts in fours.items():  # the name is that of the weight itself, whose parts hang on it
+        for name, parts in fours.items():  # the name of the weight itself, to which those of its parts are appended
             if name not in rest:
                 raise CheckpointError(f"there is {name}.{part}, but no {name}: the checkpoint is damaged")
             rest.remove(name)

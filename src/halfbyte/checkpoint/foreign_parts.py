@@ -1,4 +1,4 @@
-"""What the readers of other projects' folders have in common: the tensors of a module, by the ends of their names."""
+"""Common to the readers of other projects' folders: the tensors of a module, found by the suffixes of their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfbyte.io.tensors import Spec
 def modules_of(
     reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[Spec], bool] = lambda spec: True
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The modules that hold the first of these parts: of each the parts by their full names; and the names of all other tensors."""
+    """(module -> {part: full name} of the modules that have the first of `parts`, the names of all other tensors)."""
     rest = dict.fromkeys(reader.places if names is None else names)
     modules: dict[str, dict[str, str]] = {}
     for name in list(rest):

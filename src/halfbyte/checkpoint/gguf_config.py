@@ -18,7 +18,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 
 Metadata = Mapping[str, Value]
-# Key of the metadata, after the architecture's name -> key of config.json. Of each the type, and whether it must be there.
+# Key of the metadata, without the architecture's name -> (key of config.json, its type, whether it is required).
 _KEYS: dict[str, tuple[str, type, bool]] = {
     "context_length": ("max_position_embeddings", int, True),
     "embedding_length": ("hidden_size", int, True),
@@ -32,7 +32,7 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
 _WINDOW = "sliding_window"
-_ALSO = {"num_experts": "num_local_experts"}  # another name that versions of transformers write the same under
+_ALSO = {"num_experts": "num_local_experts"}  # the name in other versions of transformers
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -45,18 +45,18 @@ _YARN = {
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
-# What a model's config says besides, and a file does not.
+# Settings of a model's config that no file has.
 _YARN_OF: dict[str, dict[str, Any]] = {"mistral3": {"mscale": 1.0, "llama_4_scaling_beta": 0.0}, "gpt-oss": {"truncate": False}}
 _ROPE_BASE = 10_000.0
-_MOST_LAYERS = 10_000  # for which a list is made
-# Whether some layers see only a window of the text is in no file: llama.cpp knows these models by their number of layers.
+_MOST_LAYERS = 10_000  # for which a list of layer types is made
+# No file says whether some layers have sliding-window attention: llama.cpp recognizes these models by their number of layers.
 _WINDOWED_BY_DEPTH = {"exaone4": (64,)}
-# The scale of attention is in no file either: llama.cpp knows these models, by their layers, to differ from all others.
+# No file has the scale of attention either: llama.cpp recognizes the models with another one by their number of layers.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
 
 def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """config.json for a file with this metadata and tensors of these names; `read` gives one that is not quantized."""
+    """config.json for a file with this metadata and tensors of these names; `read` reads one that is not quantized."""
     architecture = of_file(metadata)
     name = architecture.name
     config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
@@ -97,7 +97,7 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
 
 
 def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> float | None:
-    """The base of rotary positions in layers with a window, where these are of their own: never scaled."""
+    """The base of rotary positions in layers with sliding-window attention, if they have their own; it is never scaled."""
     if architecture.types == ("olmo3",):
         return base
     if architecture.name != "gemma3":
@@ -106,18 +106,18 @@ def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> 
 
 
 def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
-    """_KEYS, and those of one architecture."""
+    """_KEYS and those of one architecture."""
     key, mine = architecture.epsilon
     return {**_KEYS, key: (mine, float, True), **{key: (mine, float, True) for key, mine in architecture.keys.items()}}
 
 
 def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
-    """What a config.json says about experts; `inner` is the file's feed_forward_length."""
+    """The settings of experts in a config.json; `inner` is the file's feed_forward_length."""
     name, config = architecture.name, dict[str, Any]()
     for key, mine in (architecture.experts or {}).items():
         config[mine] = _number(metadata, f"{name}.{key}", int, needed="count" in key)
     used = max(1, config["num_experts_per_tok"])
-    # Older files have the sizes of experts in the tensors alone.
+    # In older files the sizes of experts follow from the tensors only.
     for mine, size in (("moe_intermediate_size", inner // used), ("shared_expert_intermediate_size", inner)):
         if mine in config and config[mine] is None:
             config[mine] = size
@@ -141,7 +141,7 @@ def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
 def _rope_scaling(
     name: str, metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor], base: float, head_dim: int
 ) -> dict[str, Any]:
-    """How positions are scaled, where they are."""
+    """The rope_scaling of a config.json, if positions are scaled."""
     factors = read("rope_freqs.weight").double() if "rope_freqs.weight" in names else None
     if factors is not None and not bool((factors == 1).all()):
         return _llama3(factors, base, head_dim)
@@ -162,7 +162,8 @@ def _rope_scaling(
 
 
 def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tensor:
-    """What llama.cpp divides the frequencies by: transformers' rope_type llama3 (modeling_rope_utils.py), float64 [head_dim / 2]."""
+    """The factors by which llama.cpp divides rotary frequencies: transformers' rope_type llama3 (modeling_rope_utils.py), float64
+    [head_dim / 2]."""
     inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     length = 2 * math.pi / inverse
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
@@ -173,7 +174,7 @@ def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tenso
 
 
 def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
-    """The settings that give these factors. Llama's own are the only ones ever used but for the context that they began with."""
+    """The settings that give these factors. All models use Llama's own, except for the original context length."""
     for original in (8192, 4096, 16384, 32768, 2048, 32):
         rope = {**_LLAMA3, "factor": float(factors.max()), "original_max_position_embeddings": original}
         wanted = llama3_factors(rope, base, head_dim)
@@ -183,7 +184,7 @@ def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
 
 
 def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, Tensor]]:
-    """The metadata of a GGUF file for a model that config.json describes, and tensors that go with it."""
+    """The metadata of a GGUF file for the model of a config.json, and the tensors that belong to it."""
     architecture = of_config(config)
     name = architecture.name
     if reason := _no_place(architecture, config):
@@ -207,7 +208,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     rope = rope.get("full_attention", rope)
     base = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_BASE)
     if name == "hunyuan-dense" and rope.get("rope_type") == "dynamic" and rope.get("alpha"):
-        # Which does not depend on the length: transformers' ntk_alpha.
+        # transformers' ntk_alpha, which does not depend on the length.
         base, rope = base * float(rope["alpha"]) ** (head_dim / (head_dim - 2)), {}
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     out |= {f"{name}.rope.freq_base": base, f"{name}.rope.dimension_count": int(head_dim * partial)}
@@ -215,7 +216,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
 
 
 def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | None:
-    """What of a model llama.cpp cannot be told, or None."""
+    """The property of a model that GGUF's metadata cannot express, or None."""
     if (odd := next((key for key, value in architecture.settings.items() if config.get(key, value) != value), None)) is not None:
         return f"with {odd} {config[odd]}"
     rope = config.get("rope_parameters") or {}
@@ -227,9 +228,9 @@ def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | No
     if architecture.types == ("olmo3",):
         local, usual = rope.get("sliding_attention", {}), ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in layers]
         if config.get(_WINDOW) is None or config.get("layer_types") not in (None, usual):
-            return "whose layers see a window otherwise than three of four"
+            return "whose pattern of sliding-window layers is not three of four"
         if local.get("rope_type", "default") != "default" or local.get("rope_theta") != rope.get("full_attention", {}).get("rope_theta"):
-            return "whose layers with a window have rotary positions of their own"
+            return "whose sliding-window layers have their own rotary positions"
     depths = _WINDOWED_BY_DEPTH.get(architecture.name)
     if depths is not None and (config.get(_WINDOW) is not None) != (len(layers) in depths):
         return f"of {len(layers)} layers with sliding_window {config.get(_WINDOW)}"
@@ -246,7 +247,7 @@ def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | No
 
 
 def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: float, head_dim: int) -> dict[str, Tensor]:
-    """Adds what the metadata say about the scaling of positions; gives the tensors that say it."""
+    """Adds the metadata of scaled positions to `out`; returns the tensors that describe the scaling."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}

@@ -1,4 +1,4 @@
-"""What becomes of a model's weights in a GGUF file: which of ggml's types holds each with its numbers unchanged."""
+"""A model's weights in a GGUF file: the choice of ggml types that hold them with their numbers unchanged, and the encoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FILE_TYPES = {0: 0, 1: 1, 2: 2, 3: 3, 8: 7, 6: 8, 30: 32}
 
 @dataclass(frozen=True)
 class Export:
-    """What a file will hold. `types`: name -> (ggml's number, shape); `vocabulary`: rows of the embedding."""
+    """The contents of a file to write. `types`: name -> (ggml's number, shape); `vocabulary`: rows of the embedding."""
 
     metadata: dict[str, Value]
     types: dict[str, tuple[int, tuple[int, ...]]]
@@ -43,7 +43,7 @@ class Export:
 
 
 def plan(model: Opened) -> tuple[Export, list[str]]:
-    """What a model becomes in a GGUF file, and what a person should know about it. Nothing is read but scales that are not float16."""
+    """The GGUF file for a model, and notes for the report. Only scales that are not float16 are read."""
     metadata, tensors = to_metadata(model.config)
     architecture = of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
@@ -85,17 +85,17 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
     if "token_embd.weight" not in types:
         raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
     unsure = [name for name in model.tied if architecture.to_gguf(name) != ("output.weight",)]
-    notes = [f"not written, for they are tied: {', '.join(unsure)}"] if unsure else []
+    notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
     return Export(metadata, types, pieces, types["token_embd.weight"][1][0]), notes
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a tensor of a model goes in a file.
+    """The place of a model's tensor in a file.
 
-    names  of the tensors there: one, or those that the rows of each expert are shared out to in equal parts
+    names  of the tensors there: one, or several among which the rows of each expert are divided equally
     shape  of each
-    rows   which row of the model's is each of the file's; None where they are the same
+    rows   the row of the model's tensor for each row of the file's; None where they are the same
     """
 
     names: tuple[str, ...]
@@ -107,7 +107,7 @@ class _Place:
         return routes(self.names[0])
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The tensors of the file, of numbers or of blocks."""
+        """Splits numbers or blocks into the tensors of the file."""
         tensor = tensor if self.rows is None else tensor[self.rows]
         parts = tensor.chunk(len(self.names), dim=1) if len(self.names) > 1 else (tensor.reshape(*self.shape[:-1], -1),)
         return dict(zip(self.names, parts, strict=True))
@@ -120,7 +120,7 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], heads:
     rows = architecture.rows(names[0], heads, kv_heads, shape[0] if shape else 0)
     if len(names) > 1:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
-    elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert is a list
+    elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
         shape = shape[1:]
     return _Place(names, shape, rows)
 
@@ -135,10 +135,10 @@ def _plain(model: Opened, name: str, place: _Place, dtype: torch.dtype, plus: fl
 
 
 def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
-    """ggml's type for a weight, or why none holds it: a sentence with a space in it.
+    """ggml's type for a weight, or the reason why none holds it (recognizable by its spaces).
 
-    q4_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 those with points as q - point; a block longer than 32 is several
-    with the same scale. Scales are float16: others are looked at, with `read`.
+    q4_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 those with zero points as q - point; a block longer than 32 becomes
+    several with the same scale. Scales are float16; those of another dtype are read with `read` and checked.
     """
     fmt, k = weight.format, weight.shape[-1]
     if ordered:
@@ -148,7 +148,7 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     if fmt.zero == "none":
         kind = "q4_0" if fmt.bits == 4 else "q8_0"
     elif fmt.bits == 8:
-        return f"GGUF has no 8-bit codes with {'points' if fmt.zero == 'point' else 'offsets'}"
+        return f"GGUF has no 8-bit codes with {'zero points' if fmt.zero == 'point' else 'offsets'}"
     else:
         kind = "q5_0" if fmt.zero == "point" else "q4_1"
     if fmt.scale != torch.float16:

@@ -24,7 +24,7 @@ from halfbyte.io.tensors import Spec
 def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
     """The config and the tensors of a GGUF file whose header has been read.
 
-    dtype  that the model computes in; without one that of the file's matrices which are not quantized, or else float32
+    dtype  of the model's computation; by default that of the file's unquantized matrices, or else float32
     """
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
     architecture = of_file(file.metadata)
@@ -43,20 +43,20 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
         rows = architecture.rows(name, config["num_attention_heads"], config["num_key_value_heads"], entry.shape[0] if entry.shape else 0)
         back = None if rows is None else rows.argsort()
         minus = 1.0 if architecture.plus_one and architecture.is_norm(name) else 0.0
-        # The gate of the shared expert is a matrix of one row, and in the file a list.
+        # The gate of the shared expert is a matrix of one row, in the file a vector.
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)
     factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
     if odd := [name for name in unused if not unimportant(name) and name not in factors]:
-        raise CheckpointError(f"{file.path} has {short(odd[0])}, for which {architecture.model} has no place: use its safetensors")
+        raise CheckpointError(f"{file.path} has {short(odd[0])}, which {architecture.model} does not have: use its safetensors")
     return config, Entries(entries, notes)
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a file, and the number that it is multiplied by, as those of nvfp4 are: one, or one for each expert."""
+    """A tensor of a file and its factor, which nvfp4 has: one, or one for each expert."""
 
     entry: gguf.Entry
     factor: gguf.Entry | None
@@ -83,19 +83,18 @@ class _Tensor:
 
 
 def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
-    """What a tensor is multiplied by, if that is in the file."""
+    """The factor of a tensor, if the file has one."""
     factor = file.entries.get(f"{name.removesuffix('weight')}scale")
     if factor is None or not name.endswith(".weight"):
         return None
     shape = file.entries[name].shape
     if factor.blocks is not None or math.prod(factor.shape) not in (1, shape[0] if len(shape) > 2 else 1):
-        raise CheckpointError(f"{file.path}: the scale of {name} is not a number, and not one for each expert: the file is damaged")
+        raise CheckpointError(f"{file.path}: the scale of {name} is neither a number nor one for each expert: the file is damaged")
     return factor
 
 
 def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> tuple[dict[str, Entry], list[str]]:
-    """The stacks of experts, by transformers' names, and what a person should know about them. Those whose parts are of one type keep
-    their codes."""
+    """The stacks of experts, by transformers' names, and notes for the report. Stacks whose parts have one type keep their codes."""
     entries: dict[str, Entry] = {}
     mixed: list[str] = []
     for name, first in file.entries.items():
@@ -106,7 +105,7 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
         parts = [tensor.entry for tensor in tensors]
         if len(parts) < len(names) or any(len(p.shape) != 3 or p.shape[::2] != first.shape[::2] for p in parts):
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, no stacks of experts that fit: the file is damaged")
+            raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, not matching stacks of experts: the file is damaged")
         shape = (first.shape[0], sum(part.shape[1] for part in parts), first.shape[2])
         if architecture.transposed:
             entries |= _transposed(file, target, names, tensors, dtype)
@@ -118,16 +117,17 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
             mixed.append(f"{target} ({', '.join(gguf.kind_name(part.kind) for part in parts)})")
         nbytes = sum(part.place.spec.nbytes for part in parts)
         entries[target] = Entry(spec, nbytes, partial(_read_stack, tensors, quantized is not None), quantized)
-    return entries, [f"dequantized, for their parts are of several types: {', '.join(mixed)}"] if mixed else []
+    return entries, [f"dequantized because their parts have several types: {', '.join(mixed)}"] if mixed else []
 
 
 def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Sequence[_Tensor], dtype: torch.dtype) -> dict[str, Entry]:
-    """Stacks of experts [E, N, K] with biases as transformers has those of gpt-oss: [E, K, N] and [E, N], rows of gate and up in turn."""
+    """Stacks of experts [E, N, K] with biases in the layout of transformers' gpt-oss: [E, K, N] and [E, N], rows of gate and up
+    interleaved."""
     parts = [tensor.entry for tensor in tensors]
     biases = [file.entries.get(f"{name.removesuffix('weight')}bias") for name in names]
     fitting = [bias for bias, part in zip(biases, parts, strict=True) if bias and not bias.blocks and bias.shape == part.shape[:2]]
     if len(fitting) < len(parts) or len({part.shape for part in parts}) > 1:
-        raise CheckpointError(f"{file.path}: {' and '.join(names)} have no biases that fit, or not the same shape: the file is damaged")
+        raise CheckpointError(f"{file.path}: {' and '.join(names)} have no matching biases, or different shapes: the file is damaged")
     (experts, n, k), count = parts[0].shape, len(parts)
     first, alike = tensors[0].quantized, len({tensor.quantized for tensor in tensors}) == 1
     quantized = replace(first, transposed=True, floats=first.form == _MXFP4) if first is not None and alike else None
@@ -187,7 +187,7 @@ def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: f
 
 
 def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None) -> Codes | Tensor:
-    """Stacks of experts below each other: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes where they are to be kept."""
+    """Concatenates stacks of experts along N: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes if `keep`."""
     values = [part.read() for part in parts]
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
@@ -205,6 +205,6 @@ def _reshaped(codes: Codes, shape: tuple[int, ...]) -> Codes:
 
 
 def take_rows(codes: Codes, rows: Tensor) -> Codes:
-    """Some rows of codes [N, K], in some order."""
+    """The rows `rows` of codes [N, K]."""
     shape = (len(rows), *codes.shape[1:])
     return Codes.from_tensors(codes.format, shape, {name: tensor[rows.to(tensor.device)] for name, tensor in codes.tensors().items()})

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the tensors of a model, and what transformers calls them; how the numbers of a few differ."""
+"""The architectures that GGUF files are read and written for: llama.cpp's tensor names and transformers', and how values differ."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _without(*names: str) -> dict[str, str]:
 
 
 _SPARSE = _without(*_MLP) | {"ffn_gate_inp": "mlp.gate"}
-# Stacks of experts [E, N, K]: transformers' -> llama.cpp's, whose rows follow each other there.
+# Stacks of experts [E, N, K]: transformers' name -> llama.cpp's, whose rows are concatenated in transformers.
 _STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 _FUSED_STACK = {"ffn_gate_up_exps": "gate_up_proj"}  # of newer files
 _SHARED = {
@@ -52,11 +52,11 @@ _SHARED = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-# The Mixtrals of llama.cpp before 2024, one tensor for each expert, and what safetensors call them.
+# Mixtral in llama.cpp before 2024, one tensor per expert, and the names in safetensors.
 _ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
-# Tensors that mean nothing to a model of transformers: layers that guess further tokens, scales of activations, and what a config says in
-# its own way.
+# Tensors that transformers' models do not use: multi-token prediction layers, scales of activations, and tensors that a config expresses
+# by settings.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
@@ -66,7 +66,8 @@ _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's, or what of it one class of transformers reads.
+    """An architecture of llama.cpp, or the variant of it that one class of transformers implements. Keys of the metadata are given without
+    the architecture's name.
 
     name      llama.cpp's
     model     the class in transformers
@@ -74,18 +75,18 @@ class Architecture:
     layer     llama.cpp's names in a layer -> transformers'
     permuted  whether rows of Q and K are in llama.cpp's order, each head's two halves interleaved
     plus_one  whether the weights of norms are stored plus one
-    experts   of a mixture of experts: the key of the metadata, after the architecture's name -> key of config.json
-    normed    of a mixture of experts: whether the weights of a token's experts are made to sum to 1, which no file says
-    untied    whether llama.cpp wants a head of its own
-    epsilon   of norms: the key of the metadata, after the architecture's name, and that of config.json
-    keys      more of such keys, of numbers that each file has
-    biases    settings of config.json that say whether a tensor of the first layer, by llama.cpp's name, is there
-    settings  of config.json, which llama.cpp takes for granted: a model with others is not written
+    experts   of a mixture of experts: key of the metadata -> key of config.json
+    normed    of a mixture of experts: whether the weights of a token's experts are normalized to sum to 1, which no file says
+    untied    whether llama.cpp requires a separate output head
+    epsilon   of norms: the key of the metadata and that of config.json
+    keys      further required numbers: key of the metadata -> key of config.json
+    biases    settings of config.json that follow from whether the first layer has a tensor of llama.cpp's name
+    settings  of config.json, which llama.cpp assumes: a model with others is not written
     partial   whether only a part of a head may be rotated
-    transposed  whether experts of transformers' are [E, K, N] with biases, rows of gate and up in turn; such models are only read
-    windowed  whether the file says which width of attention its layers have; llama.cpp knows which layers
-    known_by  a key of the metadata, after the architecture's name, that tells its files from those of another one of the same name
-    sparse    transformers' name of what holds the experts of a layer
+    transposed  whether transformers' experts are [E, K, N] with biases, rows of gate and up interleaved; such models are only read
+    windowed  whether the file gives the width of sliding-window attention; llama.cpp knows in which layers
+    known_by  a key of the metadata that distinguishes its files from those of another architecture of the same name
+    sparse    transformers' name of the module with the experts of a layer
     """
 
     name: str
@@ -108,7 +109,7 @@ class Architecture:
     sparse: str = "mlp"
 
     def to_transformers(self, name: str) -> str | None:
-        """transformers' name of a tensor of a file, None where it has none. Of stacks of experts see `stack`."""
+        """transformers' name of a tensor of a file, None where it has none. For stacks of experts see `stack`."""
         if self.experts and (one := _ONE_EXPERT.fullmatch(name)):
             return f"model.layers.{int(one[1])}.mlp.experts.{int(one[3])}.{_ONE_EXPERT_PARTS[one[2]]}.weight"
         if self.transposed and (sinks := _SINKS.fullmatch(name)):
@@ -121,7 +122,7 @@ class Architecture:
         return f"model.layers.{int(found[1])}.{inner}.{found[3]}" if found and inner else None
 
     def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """For a stack of experts of a file: transformers' name, and the names of the stacks that it consists of, rows below rows."""
+        """For a stack of experts of a file: transformers' name, and the names of the stacks whose rows it concatenates."""
         found = _IN_LAYER.fullmatch(name)
         if not self.experts or found is None or found[3] != "weight":
             return None
@@ -138,7 +139,7 @@ class Architecture:
         return self.stack(name) is not None
 
     def to_gguf(self, name: str) -> tuple[str, ...]:
-        """The inverse of both: none, one, or the stacks that a stack is cut into."""
+        """The inverse of both: no name, one, or the stacks that a stack is split into."""
         if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self.sparse:
             return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[3], ()))
         head, _, end = name.rpartition(".")
@@ -150,7 +151,7 @@ class Architecture:
         return (f"blk.{found[1]}.{inner}.{found[3]}",) if found and inner else ()
 
     def rows(self, name: str, heads: int, kv_heads: int, rows: int) -> Tensor | None:
-        """For a tensor by llama.cpp's name: which row of transformers' is each of its rows; None where they are the same."""
+        """For a tensor by llama.cpp's name: the row of transformers' tensor for each of its rows; None where they are the same."""
         found = _IN_LAYER.fullmatch(name)
         if not self.permuted or found is None or found[2] not in ("attn_q", "attn_k"):
             return None
@@ -268,7 +269,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
-    """That of a file with this metadata; raises CheckpointError for one that is not known."""
+    """The architecture of a file with this metadata; raises CheckpointError for an unknown one."""
     name = metadata.get("general.architecture")
     sparse = bool(metadata.get(f"{name}.expert_count"))
     found = [a for a in ARCHITECTURES if a.name == name]
@@ -283,7 +284,7 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def of_config(config: Mapping[str, Any]) -> Architecture:
-    """That of a file for the model of a config.json; raises CheckpointError where GGUF is not written for it."""
+    """The architecture to write for the model of a config.json; raises CheckpointError where there is none."""
     model_type = config.get("model_type")
     by_type = {
         model_type: architecture for architecture in ARCHITECTURES if not architecture.transposed for model_type in architecture.types

@@ -1,7 +1,7 @@
 """A tokenizer of transformers from the metadata of a GGUF file.
 
-Two kinds are known: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama". They are built with
-`tokenizers` as llama.cpp understands them, so that every version of transformers gives the same tokens.
+Two kinds are supported: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama". They are built with
+`tokenizers` so as to behave like llama.cpp, so that every version of transformers gives the same tokens.
 
 Source: llama.cpp, src/llama-vocab.cpp
 """
@@ -17,8 +17,8 @@ from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value, is_gguf, read_header
 
-CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are found in a text before it is cut
-# The patterns by which words are cut before merging, as in the tokenizer.json of the models.
+CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
+# The patterns that split text into words before merging, as in the tokenizer.json of the models.
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
@@ -31,8 +31,8 @@ _GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2 = None  # what ByteLevel does by itself
-_DIGITS = ""  # the same, after each digit has been set apart
+_GPT2 = None  # the default of ByteLevel
+_DIGITS = ""  # the same, after digits have been split one by one
 _CUTS: dict[str, str | None] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
@@ -41,11 +41,11 @@ _CUTS: dict[str, str | None] = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-_WHOLE = (LLAMA3, _TEKKEN)  # where a word that is a token is not merged from pieces, and texts begin with a token by default
+_WHOLE = (LLAMA3, _TEKKEN)  # with these, a word that is a token is not merged from pieces, and texts begin with a token by default
 
 
 def load(path: Path) -> Any:
-    """The tokenizer of a GGUF file; None where the file has none. Raises CheckpointError for one of a kind that is not known."""
+    """The tokenizer of a GGUF file; None where the file has none. Raises CheckpointError for an unsupported kind."""
     metadata = read_header(path).metadata
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
@@ -66,13 +66,13 @@ def load(path: Path) -> Any:
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings)
     except CheckpointError:
         raise
-    except Exception as e:  # tokenizers raises Exception itself for a vocabulary that makes no sense
+    except Exception as e:  # tokenizers raises Exception itself for an invalid vocabulary
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        raise CheckpointError(f"no tokenizer can be made of the metadata of {path} ({why}): the file is damaged") from e
+        raise CheckpointError(f"no tokenizer can be made from the metadata of {path} ({why}): the file is damaged") from e
 
 
 def save(path: Path, folder: Path) -> list[str]:
-    """Writes the tokenizer of a GGUF file to a folder; says where there is none."""
+    """Writes the tokenizer of a GGUF file to a folder; returns a note for the report if there is none."""
     if not is_gguf(path):
         return []
     tokenizer = load(path)
@@ -90,11 +90,11 @@ def _sequence(metadata: Mapping[str, Value], name: str) -> Any:
 
 
 def _cut(metadata: Mapping[str, Value]) -> str | None:
-    """The pattern by which words are cut."""
+    """The pattern that splits text into words."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _CUTS:
         raise CheckpointError(
-            f"the GGUF file's tokenizer cuts words in the way {short(name)}, which halfbyte does not know: load the model alone"
+            f"the GGUF file's tokenizer splits text by the rule {short(name)}, which halfbyte does not know: load the model alone"
         )
     return _CUTS[str(name)]
 
@@ -135,7 +135,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
     backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    # As llama.cpp does it: a space more before each stretch of text, also one that begins with a space.
+    # As in llama.cpp: one more space before each piece of text, even one that begins with a space.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
@@ -144,7 +144,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that give every token of which two others are the halves, the one of the highest score first."""
+    """The merges that form every token that two others concatenate to, in the order of decreasing scores."""
     found = []
     for token, i in vocabulary.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -155,7 +155,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
 
 
 def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[str]) -> None:
-    """Tells which tokens are found in a text as they stand."""
+    """Registers the tokens that are matched literally in a text."""
     from tokenizers import AddedToken
 
     if "tokenizer.ggml.token_type" not in metadata:
@@ -167,7 +167,7 @@ def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[st
 
 
 def _begin_and_end(backend: Any, metadata: Mapping[str, Value], special: Mapping[str, str], begins: bool) -> None:
-    """What texts begin and end with."""
+    """Sets the tokens that texts begin and end with."""
     from tokenizers import processors
 
     begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and "bos_token" in special

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder as the metadata of a GGUF file.
 
-It is written from tokenizer.json: byte-level BPE as llama.cpp's "gpt2", BPE over a SentencePiece vocabulary as its "llama". How text is
-cut before merging, llama.cpp knows by name only (`tokenizer.ggml.pre`).
+It is written from tokenizer.json: byte-level BPE as llama.cpp's "gpt2", BPE over a SentencePiece vocabulary as its "llama". llama.cpp
+knows the rules that split text before merging by name only (`tokenizer.ggml.pre`).
 
 Source: llama.cpp, convert_hf_to_gguf.py and convert_hf_to_gguf_update.py
 """
@@ -25,19 +25,19 @@ _CUTS = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 
 
 def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
-    """The metadata for the tokenizer of a folder, and what a person should know about it.
+    """The metadata for the tokenizer of a folder, and notes for the report.
 
     vocabulary  rows of the embedding, each of which gets a token
     """
     if not isfile(folder / "tokenizer.json"):
-        return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written, for there is no tokenizer.json"]
+        return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written because there is no tokenizer.json"]
     described = load_json(folder / "tokenizer.json", _LIMIT)
     settings = load_json(folder / "tokenizer_config.json", _LIMIT) if isfile(folder / "tokenizer_config.json") else {}
     try:
         out, notes = _vocabulary(described, vocabulary)
         out |= _special(described, settings, config)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-        raise CheckpointError(f"{folder / 'tokenizer.json'} is not what tokenizers writes ({type(e).__name__}: {e})") from e
+        raise CheckpointError(f"{folder / 'tokenizer.json'} is not a file of tokenizers ({type(e).__name__}: {e})") from e
     template = settings.get("chat_template")
     if isfile(folder / "chat_template.jinja"):
         template = read_bytes(folder / "chat_template.jinja", _LIMIT).decode()
@@ -53,7 +53,7 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
     if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
         kind = f"{model.get('type')}{'' if model.get('type') != 'BPE' else ' without bytes'}"
         return {"tokenizer.ggml.model": "none"}, [
-            f"no tokenizer is written: a tokenizer of type {kind} has no form in GGUF that is known here"
+            f"no tokenizer is written: GGUF has no known form for a tokenizer of type {kind}"
         ]
     tokens = [f"[PAD{i}]" for i in range(count)]
     types = [_UNUSED] * count
@@ -82,7 +82,7 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
 
 
 def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
-    """A pre-tokenizer or normalizer, and those that it is a sequence of."""
+    """A pre-tokenizer or normalizer, or the elements of a sequence of them."""
     if isinstance(piece, Mapping):
         yield piece
         for key in ("pretokenizers", "normalizers"):
@@ -91,7 +91,7 @@ def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _cut(pre_tokenizer: Any) -> tuple[str, list[str]]:
-    """llama.cpp's name of the way that words are cut."""
+    """llama.cpp's name of the rule that splits text."""
     patterns = [p["pattern"].get("Regex", "") for p in _walk(pre_tokenizer) if p.get("type") == "Split"]
     digits = any(p.get("type") == "Digits" for p in _walk(pre_tokenizer))
     if not patterns and not digits:
@@ -100,7 +100,7 @@ def _cut(pre_tokenizer: Any) -> tuple[str, list[str]]:
             return "gpt-2", []
     if len(patterns) == 1 and not digits and patterns[0] in _CUTS:
         return _CUTS[patterns[0]], []
-    return "default", ["llama.cpp has no name for the way that this tokenizer cuts words: it may cut some text otherwise"]
+    return "default", ["llama.cpp has no name for the rule by which this tokenizer splits text: it may split some text differently"]
 
 
 def _special(described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""A model on disk to a model in memory."""
+"""Loads a model from disk."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> Opened:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
-    floats    models that are not quantized are opened too: Hugging Face folders, folders of safetensors, one such file
-    quantize  how to quantize as it is read a model that the files hold as floats; none of its weights may be codes
+    floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
+    quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
     """
     source = Path(path)
     opened = open_source(source, floats=floats) if quantize is None else open_floats(source)
@@ -65,7 +65,7 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
         tensor = reader.read(name)
         if checksum(tensor) != crc32:
             path = reader.places[name].path
-            raise CheckpointError(f"{path}: the bytes of {name} are not those that were written: the file is damaged")
+            raise CheckpointError(f"{path}: the bytes of {name} do not match their checksum: the file is damaged")
         return tensor
 
     def codes(name: str) -> Codes:
@@ -83,7 +83,7 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
     def codes_part(name: str, dim: int, ranges: Ranges) -> Codes:
         weight = manifest.weights[name]
         runs = stored_runs(weight.format, weight.shape, dim, ranges)
-        if runs is None:  # within a byte
+        if runs is None:  # a boundary lies within a byte
             return take(codes(name), dim, ranges)
         shape = list(weight.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
@@ -111,10 +111,10 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
-    """Everything in a checkpoint (or a file that `load` reads), by the names of the model's parameters and buffers.
+    """All tensors of a checkpoint (or a file that `load` reads), by the names of the model's parameters and buffers.
 
-    Tied names have one and the same value. Beside a weight whose columns are not in the order of its inputs, as GPTQ's activation
-    order leaves them, `<module>.input_order` says which input each column belongs to.
+    Tied names have the same value. For a weight whose columns are not in the order of its inputs, as with GPTQ's activation order,
+    `<module>.input_order` gives the input of each column.
     """
     model = open_model(dir)
     tensors: dict[str, Codes | Tensor] = {name: model.codes(name) for name in model.weights}
@@ -123,7 +123,7 @@ def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
 
 
 def describe(dir: str | PathLike[str]) -> Report:
-    """What is in a checkpoint or a file that `load` reads, from its headers alone (and the points of some weights)."""
+    """A report of a checkpoint or a file that `load` reads, from its headers alone (and the zero points of some weights)."""
     return open_model(dir).report()
 
 
@@ -152,31 +152,31 @@ def load(
     plan: Mapping[str, str] | None = None,
     exact: bool = False,
 ) -> nn.Module:
-    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, or what other projects made of a model of
-    transformers, or a GGUF file, with the codes and scales that are there.
+    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, a transformers model quantized by another project, or a
+    GGUF file, with the codes and scales of the files.
 
-    device  "cpu" unless told otherwise; with a mesh, this process's device of its kind
-    model   a module of the right architecture, in floating point (on the meta device, if you like) or quantized: it is filled
-            in place and returned. Without one, config.json names an architecture of transformers, which is built, and is
-            returned in evaluation mode.
-    format  what to quantize a model to that the files hold as floats (of 32, 16, 8 or 4 bits), one weight at a time as it is read: a
-            Config, or the format of all Linears
-    mesh    torch's DeviceMesh: each of its processes reads and has its part of the weights (see `parallelize_`, whose arguments `plan`
-            and `exact` are). A `model` that was passed is filled first and spread then
+    device  by default "cpu"; with a mesh, this process's device of its kind
+    model   a module of the right architecture, in floating point (possibly on the meta device) or quantized: it is filled in place
+            and returned. Without one, the architecture that config.json names is built with transformers and returned in
+            evaluation mode
+    format  for floating-point files (of 32, 16, 8 or 4 bits): quantize to this, one weight at a time as it is read; a Config, or the
+            format of all Linears
+    mesh    torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
+            `exact`). A `model` that was passed is filled first and distributed then
 
-    Parameters and buffers that are not quantized take the dtypes of the checkpoint. At no time is there more in memory than
-    the model and one tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape;
-    a `model` that was passed has not changed then.
+    Parameters and buffers that are not quantized take the dtypes of the checkpoint. Memory never holds more than the model and one
+    tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape; a `model` that was passed is
+    then unchanged.
     """
     if mesh is None and (plan is not None or exact):
-        raise ArgumentError("plan and exact say how processes share a model: pass the mesh of the processes, load(dir, mesh=mesh)")
+        raise ArgumentError("plan and exact are for models shared by processes: pass their mesh, load(dir, mesh=mesh)")
     sharing = None if mesh is None else Sharing(mesh, plan, exact)
     opened = open_model(dir, quantize=None if format is None else as_config(format))
     return fill(opened, device_of(mesh, device), model, sharing)
 
 
 def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None, sharing: Sharing | None = None) -> nn.Module:
-    """`load` of a model that has been opened."""
+    """`load` for a model that has been opened."""
     if sharing is not None and (model is not None or opened.static is not None):
         return parallelize_(fill(opened, device, model), sharing.mesh, sharing.plan, exact=sharing.exact)
     if opened.static is not None:
@@ -189,9 +189,9 @@ def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | 
 
 
 def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:
-    """A network on int8 codes, in the place of the float one."""
+    """Turns the float network `model` into a network on int8 codes and fills it."""
     if model is None:
-        raise CheckpointError(f"{opened.path} holds a network on int8 codes, made of a float one: pass that, load(dir, model=model)")
+        raise CheckpointError(f"{opened.path} holds a network on int8 codes, made from a float one: pass that, load(dir, model=model)")
     if calibrated(model) == static:
         return _filled(opened, device, model)
     if calibrated(model) is not None:
@@ -199,7 +199,7 @@ def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, mo
     try:
         made = rebuilt(model, static)
     except (ArgumentError, KeyError) as e:
-        raise CheckpointError(f"the network on int8 codes in {opened.path} cannot be made of the model: {e}") from e
+        raise CheckpointError(f"the network on int8 codes in {opened.path} cannot be made from the model: {e}") from e
     _filled(opened, device, made)
     replace_(model, made)
     return model
@@ -252,7 +252,7 @@ def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
             )
     for name, owner in owners.items():
         if name not in places:
-            raise CheckpointError(f"the model has no place for {name} of {folder}: pass the model that was saved")
+            raise CheckpointError(f"the model has no {name}, which is in {folder}: pass the model that was saved")
         if owner not in weights and (got := checkpoint.plain[owner].shape) != (want := tuple(places[name].shape)):
             raise CheckpointError(f"{name} is {list(got)} in {folder}, {list(want)} in the model: pass the model that was saved")
         same.setdefault(id(places[name]), owner)
@@ -277,7 +277,7 @@ def _holders(opened: Opened, owners: Mapping[str, str], model: nn.Module) -> dic
 def _fill(
     model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, AnyPacked], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
 ) -> None:
-    """Puts everything in its place; `owners` is what `_fit` found."""
+    """Puts packed weights and plain tensors into the model; `owners` is the result of `_fit`."""
     made: dict[int, QuantModule] = {}
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         owner = owners.get(f"{prefix}.weight", "")
@@ -301,7 +301,7 @@ def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
     if order is None:
         return module
     if not isinstance(module, QuantLinear):
-        raise CheckpointError(f"the columns of a {module.kind} have an order, which only a Linear's can have: the checkpoint is damaged")
+        raise CheckpointError(f"the columns of a {module.kind} have an order, which only those of a Linear can: the checkpoint is damaged")
     try:
         return PermutedLinear(module, order)
     except ArgumentError as e:
@@ -309,7 +309,7 @@ def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
 
 
 def _dtype(checkpoint: Opened) -> torch.dtype:
-    """The dtype that the model was built in: what config.json says, or else that of its first floating tensor."""
+    """The dtype to build the model in: that of config.json, or else that of its first floating-point tensor."""
     named = dtype_named(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
     floats = (spec.dtype for spec in checkpoint.plain.values() if spec.dtype.is_floating_point)
     return named or next((weight.dtype for weight in checkpoint.weights.values()), None) or next(floats, torch.float32)

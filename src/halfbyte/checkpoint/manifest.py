@@ -1,4 +1,4 @@
-"""The `halfbyte` section of config.json: what the tensors in a checkpoint's files mean. docs/checkpoint.md specifies it."""
+"""The `halfbyte` section of config.json, which describes the tensors of a checkpoint. docs/checkpoint.md specifies it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Weight:
 
     kind    one of KINDS
     shape   of the codes
-    dtype   of the float weight that it stands for, in which the module runs
+    dtype   of the float weight that it represents, in which the module runs
     error   relative error when it was quantized, if known
     crc32   of each of its tensors: data, scale and perhaps zero
     kernel  of a convolution: (Kh, Kw) or (Kw,); empty where the checkpoint does not say
@@ -63,7 +63,7 @@ class Weight:
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Of the float weight: [N, K], the other way round where it is so, or [Co, Ci/groups, *kernel]."""
+        """The shape of the float weight: [N, K], [K, N] if `transposed`, or [Co, Ci/groups, *kernel]."""
         if self.transposed:
             return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         if not self.kernel:
@@ -72,7 +72,7 @@ class Weight:
 
     @property
     def float_bytes(self) -> int:
-        """What the weight takes when it is not quantized."""
+        """Bytes of the weight when it is not quantized."""
         return Spec(self.dtype, self.shape).nbytes
 
     @property
@@ -103,10 +103,10 @@ class Manifest:
     files       the safetensors files, plain names
     weights     the quantized weights, by module name + ".weight"
     plain       the other tensors in the files: name -> CRC-32
-    tied        name of a parameter -> name of the weight or plain tensor that it is the same as
-    static      of a network on int8 codes: what it is made from, beside the float network
-    staging     a subfolder that may still hold other files (tokenizer, …) on their way to their places
-    obsolete    weight files of the checkpoint before this one, which may still be there
+    tied        name of a parameter -> name of the weight or plain tensor that it shares
+    static      of a network on int8 codes: what it is made from, besides the float network
+    staging     a subfolder that may still hold other files (tokenizer, …) to be moved to their places
+    obsolete    weight files of the previous checkpoint, which may still exist
     """
 
     files: tuple[str, ...]
@@ -135,7 +135,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
-    """config.json without the section, and the section. Raises CheckpointError where anything in it does not fit."""
+    """config.json without the section, and the section. Raises CheckpointError where anything in it is inconsistent."""
     path = folder / CONFIG
     if not isfile(path):
         if not exists(folder):
@@ -148,7 +148,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     config = load_json(path)
     section = config.pop(SECTION, None)
     if section is not None:
-        config.pop(SETTINGS, None)  # the same once more, for transformers
+        config.pop(SETTINGS, None)  # the same information for transformers
     if section is None:
         call = f"convert({str(folder)!r}, 'new_folder', 'q4_0')"
         raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {call} does it")
@@ -166,7 +166,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
     plain = _checksums(section, "plain")
     tied = _get(section, "tied", dict)
     if twice := (weights.keys() & plain.keys()) | (tied.keys() & (weights.keys() | plain.keys())):
-        raise ValueError(f"{short(min(twice))} is there in two ways")
+        raise ValueError(f"{short(min(twice))} is listed twice")
     for name, owner in tied.items():
         if not isinstance(owner, str) or (owner not in weights and owner not in plain):
             raise ValueError(f"{short(name)} is tied to {short(owner)}, which is not a tensor of the files")
@@ -215,7 +215,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
 
 
 def _divides(taps: int, shape: Sequence[int], fmt: Format) -> bool:
-    """Whether codes of `shape` are those of a kernel of so many taps."""
+    """Whether codes of `shape` can be those of a kernel with so many taps."""
     return taps == shape[1] if isinstance(fmt.block, int) else taps > 0 and shape[1] % taps == 0
 
 
@@ -253,7 +253,7 @@ def dtype_named(name: object) -> torch.dtype | None:
 
 
 def plain_name(name: object) -> str:
-    """`name` if it is that of a safetensors file in the folder itself; raises ValueError for anything else."""
+    """`name`, if it names a safetensors file in the folder itself; raises ValueError otherwise."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or any(c in name for c in "/\\:\0"):
         raise ValueError(f"{short(name)} is not the plain name of a safetensors file")
     return name

@@ -1,4 +1,4 @@
-"""A model on disk of which only some parts are in memory at a time."""
+"""A model on disk of which only some modules are in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from halfbyte.nn.runs import decoder_layers
 
 
 class Materializer:
-    """The model of a plan. What lies outside its decoder layers has data, but for an output head of its own.
+    """The model of a plan. Modules outside its decoder layers are loaded, except an output head that is not tied.
 
     model  its other parameters are on the meta device
     """
 
     def __init__(self, plan: Plan, reader: Source) -> None:
         if plan.model is None:
-            raise CheckpointError("the files name no architecture, of which a model could be made")
+            raise CheckpointError("the files name no architecture to build a model from")
         self.model = plan.model
         self._plan, self._reader = plan, reader
         self._steps = {plan.renamed.get(target, target): step for step in plan.steps for target in step.targets}

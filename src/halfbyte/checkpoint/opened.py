@@ -1,4 +1,4 @@
-"""A model on disk, of whatever kind, whose names, shapes and dtypes are known and of which no tensor has been read."""
+"""A model on disk, of any kind, whose names, shapes and dtypes are known before any tensor is read."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from halfbyte.nn.static import Calibrated
 class Opened:
     """Names are those of the model's parameters and buffers, as in a halfbyte checkpoint.
 
-    path     what errors call it
-    config   config.json without what it says about quantization
+    path     its name in error messages
+    config   config.json without its settings of quantization
     weights  the quantized ones
     plain    all others. One called `<module>.input_order`, int32 [K], is the order of the columns of that module's weight
-    tied     name -> the name, in `weights` or `plain`, that it is the same as
+    tied     name -> the name, in `weights` or `plain`, of the tensor that it shares
     codes    reads a weight
     tensor   reads a plain tensor
-    report   what of the files became what, and why
+    report   what became of each tensor of the files, and why
     nbytes   of each weight and plain tensor in the files
-    static   of a network on int8 codes: what it is made from, beside the float network
-    codes_part, tensor_part   read some runs along a dimension and no more than these, where the files allow it
+    static   of a network on int8 codes: what it is made from, besides the float network
+    codes_part, tensor_part   read only some ranges along a dimension, where the files allow it
     """
 
     path: Path
@@ -58,15 +58,15 @@ class Opened:
     tensor_part: Callable[[str, int, Ranges], Tensor] | None = None
 
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
-        """Some runs of a weight along one of its dimensions, one after the other."""
+        """Some ranges of a weight along one of its dimensions, concatenated."""
         return take(self.codes(name), dim, ranges) if self.codes_part is None else self.codes_part(name, dim, ranges)
 
     def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:
-        """The same of a plain tensor."""
+        """The same for a plain tensor."""
         return narrowed(self.tensor(name), dim, ranges) if self.tensor_part is None else self.tensor_part(name, dim, ranges)
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """(name, the name that it is stored under) of everything, ties included."""
+        """(name, the name under which it is stored) of all tensors, tied ones included."""
         yield from ((name, name) for name in (*self.weights, *self.plain))
         yield from self.tied.items()
 
@@ -77,14 +77,14 @@ class Opened:
 
 
 def order_name(weight: str) -> str:
-    """What the order of the columns of a weight is called."""
+    """The name of the tensor with the order of a weight's columns."""
     return f"{weight.removesuffix('weight')}{ORDER}"
 
 
 def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> Opened:
-    """The model that a config describes, from tensors in files; or the tensors alone, where it names no architecture.
+    """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture.
 
-    quantize  how to quantize weights as they are read, all of which are floats then
+    quantize  how to quantize weights as they are read; all must be floats then
     """
     choose = entries.choose if quantize is None else partial(_choose, quantize)
     if known_architecture(config) is not None:
@@ -139,7 +139,7 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
     def floats(name: str, dtype: torch.dtype) -> Tensor:
         step, target = steps[name]
         made = step.run(lambda source: entries.read(source, dtype))[target]
-        # What conversions make may share memory with more than itself.
+        # The result of a conversion may be a view of a larger tensor.
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
     sizes = {name: sum(entries.entries[source].nbytes for source in step.sources) for name, (step, _) in steps.items()}
@@ -148,6 +148,6 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
 
 def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
     if take_calibration(config, None, in_memory=False)[1] is not None:
-        raise ArgumentError("what is quantized as it is read is not calibrated, got a calibration: use halfbyte.convert, or quantize_")
+        raise ArgumentError("a model that is quantized while it loads cannot be calibrated: use halfbyte.convert, or quantize_")
     check_patterns(config, [candidate.name for candidate in found])
     return decide(found, config)

@@ -1,8 +1,8 @@
-"""A model on disk of which each of several processes reads its part.
+"""Loading for tensor parallelism: each of several processes reads its part of a model.
 
-The architecture is built without numbers, the plan made from it and from what the files say, its modules cut, and then filled like a model
-that was never larger: no process has a whole weight in memory that it has a part of, if the files are a halfbyte checkpoint. What other
-files hold is read one whole weight at a time.
+The architecture is built on the meta device, the plan is made from it and from the headers of the files, the modules are cut and then
+filled like those of a smaller model. From a halfbyte checkpoint, no process has more of a weight in memory than its part; from other files
+one whole weight is read at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Finish = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Sharing:
-    """Between which processes a model is shared, and how: the arguments of `parallelize_`."""
+    """The processes that share a model, and how: the arguments of `parallelize_`."""
 
     mesh: DeviceMesh
     plan: Mapping[str, str] | None = None
@@ -37,7 +37,7 @@ class Sharing:
 
 
 def device_of(mesh: DeviceMesh | None, device: torch.device | str | None) -> torch.device | str:
-    """Where a process's part goes: to its device of the mesh's kind, or to the CPU without a mesh."""
+    """The device of a process's part: its device of the mesh's kind, or by default the CPU without a mesh."""
     if mesh is None:
         return "cpu" if device is None else device
     if device is None:
@@ -48,9 +48,9 @@ def device_of(mesh: DeviceMesh | None, device: torch.device | str | None) -> tor
 
 
 def in_parts(opened: Opened, owners: Mapping[str, str], model: nn.Module, sharing: Sharing) -> tuple[Opened, Finish]:
-    """Cuts the modules of `model`, which have no data, and gives what fills them, and what to do with the model then.
+    """Cuts the modules of `model`, which have no data; returns the opened parts that fill them, and a function to call afterwards.
 
-    owners  for each parameter, the name that it is stored under
+    owners  for each parameter, the name under which it is stored
     """
     processes = Processes.of(sharing.mesh)
     found = {name: _as_stored(holder, owners, opened) for name, holder in holders(model).items()}
@@ -91,7 +91,7 @@ def in_parts(opened: Opened, owners: Mapping[str, str], model: nn.Module, sharin
 
 
 def _as_stored(holder: Holder, owners: Mapping[str, str], opened: Opened) -> Holder:
-    """A holder of the float model with what the files say of its weight."""
+    """A holder of the float model, with the shape and format that its weight has in the files."""
     owner = owners[f"{holder.name}.weight"]
     if (weight := opened.weights.get(owner)) is None:
         return replace(holder, weight=owner)
@@ -100,6 +100,6 @@ def _as_stored(holder: Holder, owners: Mapping[str, str], opened: Opened) -> Hol
 
 
 def _nbytes(module: nn.Module, weight: Any) -> int:
-    """Bytes of a whole module; of its weight as it is stored."""
+    """Bytes of a whole module, its weight as stored."""
     own = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
     return own + (0 if weight is None else int(weight.stored_bytes))

@@ -1,4 +1,4 @@
-"""A model that is written as another kind, piece by piece: each piece is a weight or a tensor, read, turned into tensors, written."""
+"""Writing a model as another kind, piece by piece: each piece is a weight or tensor that is read, converted and written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """The tensors that are written, and what makes them. `row` is for the report, if there is anything to say."""
+    """The tensors that are written, and the function that makes them. `row`: its row in the report, if any."""
 
     specs: Mapping[str, Spec]
     make: Callable[[], Mapping[str, Tensor]]
@@ -33,7 +33,7 @@ class Piece:
 
 
 def kept(model: Opened, name: str, specs: Mapping[str, Spec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]) -> Piece:
-    """A weight that stays quantized; `write` makes its tensors of its codes and of the order of its columns, if they have one."""
+    """A weight that stays quantized; `write` makes its tensors from its codes and the order of its columns, if any."""
     weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
     row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes[name], after, weight.error)
     return Piece(specs, lambda: write(model.codes(name), order_of(model, name)), row)
@@ -46,13 +46,12 @@ def dequantized(
     specs: Mapping[str, Spec] | None = None,
     cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Piece:
-    """A weight that is written in floating point: as the float model has it, or as what `cut` makes of it, outputs first, whose dtypes are
-    alike."""
+    """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
     weight = model.weights[name]
     convolves = weight.kind in CONVOLUTIONS
     if convolves and not weight.kernel:
-        raise CheckpointError(f"{model.path} does not say the sizes of the kernel of {name}: save the model with this version first")
-    # In floating point experts are parameters, no modules.
+        raise CheckpointError(f"{model.path} does not give the kernel size of {name}: save the model with this version first")
+    # In floating point, experts are parameters, not modules.
     specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: Spec(weight.dtype, weight.float_shape)}
     dtype = next(iter(specs.values())).dtype
 
@@ -69,7 +68,7 @@ def dequantized(
 
 
 def plain(model: Opened, name: str, *, as_float: bool) -> Piece:
-    """A tensor that is not quantized, as it is; `as_float`: a stack of experts as the float model has it."""
+    """A tensor that is not quantized, unchanged; with `as_float`, a stack of experts in the float model's layout."""
     spec = model.plain[name]
     row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), spec.nbytes)
     if not as_float or not _stands_in(model, name):
@@ -80,19 +79,19 @@ def plain(model: Opened, name: str, *, as_float: bool) -> Piece:
 
 
 def _stands_in(model: Opened, name: str) -> bool:
-    """Whether it is a stack of experts, outputs first, that the float model has inputs first: it is so beside one that is quantized."""
+    """Whether this is a stack of experts stored outputs first that the float model has inputs first, as next to a quantized one."""
     mixture, _, own = name.removesuffix(".weight").rpartition(".")
     others = (weight for other, weight in model.weights.items() if other.startswith(f"{mixture}.") and weight.kind == "Experts")
     return name.endswith(f"{own}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
 
 
 def order_of(model: Opened, name: str) -> Tensor | None:
-    """The order of a weight's columns, if they are not in that of its inputs."""
+    """The order of a weight's columns, if it is not that of its inputs."""
     return model.tensor(order_name(name)) if order_name(name) in model.plain else None
 
 
 def write(pieces: Sequence[Piece], writer: Placed, progress: Progress | None) -> list[str]:
-    """Writes what is not there yet; says how much was."""
+    """Writes the pieces that have not been written; returns notes for the report."""
     resumed, done, total = writer.resumed, 0, sum(piece.nbytes for piece in pieces)
     for piece in pieces:
         if not piece.specs.keys() <= writer.checksums.keys():
@@ -101,4 +100,4 @@ def write(pieces: Sequence[Piece], writer: Placed, progress: Progress | None) ->
         done += piece.nbytes
         if progress is not None:
             progress(done, total, ", ".join(piece.specs))
-    return [f"resumed: {resumed} tensors were there already"] if resumed else []
+    return [f"resumed: {resumed} tensors were written before"] if resumed else []

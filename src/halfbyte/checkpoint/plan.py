@@ -1,4 +1,4 @@
-"""What becomes of the tensors of a model's files: their names in the model, what is quantized, what is tied, what nobody wants."""
+"""The plan for the tensors of a model's files: their names in the model, and which are quantized, tied or unused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from halfbyte.nn.forms import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.transposed import is_transposed
 
-# For modules that hold a weight, and the tensors of the files that it comes from unchanged (experts: many, stacked), the format of each or
-# why it has none.
+# (modules that hold a weight, module -> the tensors of the files that its weight consists of) -> for each the format, or why it has none.
 Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
 
@@ -39,15 +38,15 @@ class Source(Protocol):
 class Plan:
     """Names are those in the checkpoint.
 
-    steps    where the tensors come from
-    renamed  a step's target -> its name in the checkpoint, which is another where it is tied
-    weights  those that are quantized
+    steps    how the tensors are made from those of the files
+    renamed  a step's target -> its name in the checkpoint, if it is tied to another
+    weights  the quantized tensors
     plain    the others
-    about    of each: (what holds it, why it is not quantized)
+    about    for each of those: (the kind of its module, why it is not quantized)
     tied     as in the manifest
-    unused   tensors of the files that the model has no place for, and why
-    linears  the names in `weights` that a Linear multiplies with
-    model    whose names these are, on the meta device; None where only the files are known
+    unused   tensors of the files that the model does not have, and why
+    linears  the names in `weights` that belong to Linears
+    model    the model on the meta device; None where only the files are known
     """
 
     steps: list[Step]
@@ -61,7 +60,7 @@ class Plan:
     model: nn.Module | None = None
 
     def given(self) -> dict[str, Spec]:
-        """What the files give, in their own dtypes."""
+        """The targets of all steps, in the dtypes of the files."""
         return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -69,16 +68,16 @@ class Plan:
 
 
 def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> Plan:
-    """The plan for an architecture of transformers, made from its modules without their numbers."""
+    """The plan for an architecture of transformers, made from its modules on the meta device."""
     files = source.specs()
     floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
     model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
-    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} has no use for it"), model=model)
+    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} does not use it"), model=model)
     _settle_ties(plan, model, source)
     places = list(_places(model))
-    first: dict[int, str] = {}  # tensor of the model -> its first name, by which the checkpoint calls it
+    first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
     canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in places}
     plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
     plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
@@ -89,7 +88,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     expanded = expand_(model)
     found = candidates(model, without_data=True)
-    # Stacks of experts that are whole in the files have the name of the parameter.
+    # Experts that are stacked in the files have the name of the parameter.
     sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
     sources |= {target: step.sources for step in steps if step.stacks for target in step.targets}
     decisions = choose(found, sources)
@@ -97,7 +96,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
     names = {(name, id(tensor)) for name, _, tensor in _places(model)}
     moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
-    # Of weights that the float model has inputs first: whether they are outputs first now, for they are to be quantized.
+    # For weights that the float model has inputs first: whether they become outputs first, which quantized ones are.
     turned = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
     plan.steps = [_turned(step, plan, source, turned) for step in plan.steps]
     plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
@@ -112,7 +111,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
             continue
         spec = Spec(tensor.dtype, tuple(tensor.shape))
         if name not in given and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
-            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer that older files lack
+            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer missing in older files
         elif name not in given and (value := initial(model, name)) is not None:
             plan.steps.append(Step((), {name: spec}, partial(_constant, {name: value})))
         elif name not in given:
@@ -132,11 +131,11 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
 
 
 def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
-    """The step with the last two dimensions exchanged of those of its targets that the files have the other way than the model."""
+    """The step, with the last two dimensions of those targets exchanged that are transposed between files and model."""
     others = {}
     for target, spec in step.targets.items():
         if (now := turned.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
-            # Of a module that stood in for experts when it was saved.
+            # Saved from a module that replaced the experts.
             of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
             if now != (of_module or source.outputs_first(step.sources[0])):
                 others[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
@@ -154,14 +153,14 @@ def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> M
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every parameter and persistent buffer under each of its names, with the module that holds it."""
+    """Every parameter and persistent buffer, under each of its names, with its module."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in own_tensors(module):
             yield f"{prefix}.{name}" if prefix else name, module, tensor
 
 
 def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
-    """Where the files hold a tied tensor under two names: one is left out if they are equal, the tie is cut if they are not."""
+    """For tied tensors that the files hold under two names: drops one if they are equal, and unties them if they are not."""
     steps = {target: step for step in plan.steps for target in step.targets}
     given: dict[int, str] = {}
     for name, module, tensor in list(_places(model)):
@@ -176,7 +175,7 @@ def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
 
 
 def plan_by_rule(source: Source, choose: Choose) -> Plan:
-    """The plan for tensors of which nothing but the names is known: each 2-D float tensor called *.weight is a Linear's."""
+    """The plan for tensors without an architecture: each 2-D floating-point tensor called *.weight is taken as a Linear's."""
     specs = source.specs()
     plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
     fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
@@ -194,7 +193,7 @@ def plan_by_rule(source: Source, choose: Choose) -> Plan:
 
 
 def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
-    """What becomes of each tensor, before the plan is carried out or after."""
+    """The report of a plan: what becomes of each tensor. It may be made before the plan is carried out."""
     given, rows = plan.given(), []
     for name, weight in plan.weights.items():
         before, module = given[name].nbytes, name.removesuffix(".weight")

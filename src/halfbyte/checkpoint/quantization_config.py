@@ -1,4 +1,4 @@
-"""The `quantization_config` of config.json, by which transformers learns that a model is quantized. docs/checkpoint.md specifies it."""
+"""The `quantization_config` of config.json, which tells transformers that a model is quantized. docs/checkpoint.md specifies it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Module:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Module:
-        """Raises FormatError or ArgumentError for what `to_json` does not give."""
+        """The inverse of `to_json`; raises FormatError or ArgumentError for anything else."""
         fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
         if not (isinstance(shape, list) and len(shape) in (2, 3) and is_shape(shape)) or not isinstance(ordered, bool):
             raise FormatError(f"a shape is two or three sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
@@ -64,7 +64,7 @@ def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
 
 
 def parse(section: Mapping[str, Any]) -> dict[str, Module]:
-    """The inverse of `describe`; raises CheckpointError where anything in the section makes no sense."""
+    """The inverse of `describe`; raises CheckpointError where anything in the section is invalid."""
     if (version := section.get("version")) != VERSION:
         raise CheckpointError(f"the quantization_config is of version {short(version)}, this halfbyte reads {VERSION}: use a newer one")
     entries = section.get("modules")
@@ -82,8 +82,8 @@ def parse(section: Mapping[str, Any]) -> dict[str, Module]:
 
 
 def guard() -> Tensor:
-    """What is stored under the name of a quantized weight itself: a reader that takes it for the weight fails, as its shape is wrong.
+    """The tensor stored under the name of a quantized weight itself: a reader that takes it for the weight fails because of its shape.
 
-    Without it a reader that does not know halfbyte finds no weight, and transformers then makes one up, with no more than a warning.
+    Without it a reader that does not know halfbyte finds no weight, and transformers then initializes one randomly with only a warning.
     """
     return torch.zeros(1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A model in memory to a checkpoint on disk."""
+"""Saves a model to a checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GENERATION = "generation_config.json"
 
 
 def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict as it is.
+    """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict unchanged.
 
-    A model of transformers takes its config along, so that `load` can build it again; for any other, `load` wants the model
-    passed, and for a network on int8 codes the float one. A halfbyte checkpoint that is in `dir` is replaced in one step, and stays as
-    it was if anything goes wrong: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a
-    tensor without data, a model between `prepare_qat_` and `convert_qat_`).
+    The config of a transformers model is saved too, so that `load` can build it again; for any other model, `load` must be passed the
+    model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged
+    on failure: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without
+    data, a model between `prepare_qat_` and `convert_qat_`).
     """
     check_type(model, nn.Module, "save takes a model, a torch.nn.Module", "pass the model that holds it")
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
@@ -110,7 +110,7 @@ def publish(
     tied: Mapping[str, str],
     static: Calibrated | None = None,
 ) -> None:
-    """Ends the writing of a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
+    """Completes a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
     for name in weights:
         writer.write(name, guard())
     writer.finish()
@@ -139,7 +139,7 @@ def _module(weight: Weight, ordered: bool) -> Module:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """What config.json says about a model of transformers; nothing for any other."""
+    """The config.json of a transformers model; empty for any other."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}

@@ -20,10 +20,10 @@ from halfbyte.io.safetensors import Reader, load_json
 
 
 def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, Any], Entries] | None:
-    """config.json, without what it says about quantization, and the tensors; None for a halfbyte checkpoint.
+    """config.json, without its settings of quantization, and the tensors; None for a halfbyte checkpoint.
 
-    dtype   that a GGUF file's model computes in; see gguf_model.py
-    floats  models are opened too whose config.json speaks of no quantization; without it, None for them
+    dtype   of the computation of a GGUF file's model; see gguf_model.py
+    floats  open also models without a quantization_config; otherwise None for them
     """
     if isfile(source) and is_gguf(source):
         return read_file(read_header(source), dtype)
@@ -37,7 +37,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
 
 
 def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
-    """`open_source` of a model that can be quantized, none of whose weights is held as codes but those of small floats."""
+    """`open_source` for a model to be quantized: none of its weights may be codes, except those made of low-precision floats."""
     opened = open_source(source, dtype)
     if opened is None:
         raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")

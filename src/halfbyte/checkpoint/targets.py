@@ -1,4 +1,4 @@
-"""Kinds of quantized folders that are written for other projects: what each has a place for, and what its config.json says."""
+"""The kinds of quantized folders that are written for other projects: which weights each can hold, and its config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfbyte.io import awq, compressed_tensors, gptq
 from halfbyte.io.tensors import Spec
 
 _HEAD = "lm_head.weight"
-_CONV1D = "its readers know Linear, and take a Conv1D for something else"
+_CONV1D = "its readers support Linear, but not Conv1D"
 
 
 class Target(ABC):
@@ -43,7 +43,7 @@ class Target(ABC):
         self._settle()
         if not self.kept:
             reasons = Counter(self.reasons.values()).most_common(1)
-            why = reasons[0][0] if reasons else "nothing in it is quantized, quantize it first"
+            why = reasons[0][0] if reasons else "none is quantized, quantize the model first"
             raise ArgumentError(f"no weight of {model.path} can be written as {self.name}: {why}")
         self.others = sorted(
             {name.removesuffix(".weight") for name in self._linears(model)} - {n.removesuffix(".weight") for n in self.kept}
@@ -56,7 +56,7 @@ class Target(ABC):
         return matrices | tied | set(model.weights)
 
     def _settle(self) -> None:
-        """Where a folder has one setting for all its weights: keeps those of the most frequent."""
+        """If a folder has one setting for all its weights, keeps only those with the most frequent one."""
         elements: Counter[Hashable] = Counter()
         for weight in self.kept.values():
             elements[self.setting(weight.format)] += weight.shape[0] * weight.shape[1]
@@ -69,11 +69,11 @@ class Target(ABC):
 
     @property
     def format(self) -> Format:
-        """Of one of the weights; that of all as far as `setting` goes."""
+        """The format of one of the weights, which all share as far as `setting` compares it."""
         return next(iter(self.kept.values())).format
 
     def setting(self, fmt: Format) -> Hashable:
-        """What has to be the same for all weights of a folder."""
+        """The part of a format that must be the same for all weights of a folder."""
         return fmt.bits, _group_size(fmt)
 
     def specs(self, name: str) -> dict[str, Spec]:
@@ -138,7 +138,7 @@ class Gptq(Target):
 
     @property
     def version(self) -> int:
-        """Version 1 is what everybody reads; version 2 has no ambiguous points, which only asymmetric weights have."""
+        """Every reader supports version 1; version 2 is unambiguous for asymmetric weights."""
         return 1 if self.symmetric else 2
 
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ class CompressedTensors(Target):
         return None
 
     def _integer(self, weight: Weight) -> bool:
-        """Whether a weight is one of W8A8: multiplied with activations that are quantized a row."""
+        """Whether a weight is W8A8: multiplied with activations quantized per row."""
         return weight.format.bits == 8 and weight.format.block == "channel" and weight.compute == "int8" and weight.activation != "block"
 
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
