@@ -75,7 +75,7 @@ def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.dev
     problem = Convolution(sizes, window, batch, (height, width), dtype)
     assert module.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, dtype)
-    bias = torch.randn(outputs)
+    bias = torch.randn(outputs).to(dtype)
     residual = torch.randn(problem.m, outputs).to(dtype)
     low, high = -1.5, 2.5
     weight = convolution.pack_gpu(codes, sizes).data.to(device)

@@ -82,7 +82,7 @@ def test_conv2d(setting: tuple[str, int, int, int, int, int, int], compute: str)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
     codes, packed = layer(fmt, channels, outputs, kernel, groups)
     assert torch.equal(hb.unpack(packed).data.cpu(), codes.data)
-    x, bias = torch.randn(2, channels, 13, 14).half(), torch.randn(outputs)
+    x, bias = torch.randn(2, channels, 13, 14).half(), torch.randn(outputs).half()
     expected, error = sums(x, codes, setting, bias) if compute == "float" else integers(x, codes, setting, bias, "block")
     residual = torch.randn_like(expected).half()
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())

@@ -22,8 +22,9 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule
 from halfbyte.ops import conv, elementwise
 from halfbyte.ops.cpu import qlinear_step
-from halfbyte.ops.cpu_conv import pooling, qconv2d_step
+from halfbyte.ops.cpu_conv import qconv2d_step
 from halfbyte.ops.library import plain
+from halfbyte.ops.pool import pooling
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -116,7 +117,7 @@ class AveragePool(nn.Module):
         self.pool, self.scale = pool, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cpu and plain(x) and (pool := pooling(x, self.pool, self.scale.zero)):
+        if plain(x) and (pool := pooling(x, self.pool, self.scale.zero)):
             return pool(x)
         means = self.pool(x.float() - self.scale.zero)  # what pads is 0
         return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
@@ -133,7 +134,7 @@ class MaxPool(nn.Module):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cpu and plain(x) and (pool := pooling(x, self.pool)):
+        if plain(x) and (pool := pooling(x, self.pool)):
             return pool(x)
         # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
         return cast(Tensor, self.pool(x.to(torch.bfloat16)).to(torch.int8))

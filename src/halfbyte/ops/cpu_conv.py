@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
@@ -242,44 +241,3 @@ def qconv2d_step(x: Tensor, packed: PackedConv, table: Tensor, moves: Sequence[i
         return None
     kernel, weights = _kernel_of(packed.data, _fit_weight(packed.data, plan, integer=True), plan)
     return conv_step(cast("CodesConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))
-
-
-class Pooling(NamedTuple):
-    """A pool of int8 images [B, C, H, W]: the kernel's sizes, how it moves, the sizes of what comes of it, and for a pool of means the
-    code that means 0."""
-
-    kernel: tuple[int, int]
-    window: Window
-    out_size: tuple[int, int]
-    zero: int | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """-> channels_last"""
-        from halfbyte.kernels.cpu.pool import pool
-
-        return pool(channels_last(x), *self)
-
-    def step(self, x: Tensor) -> Step | None:
-        """The same of images of the sizes and strides of x, as a step of a program; None where it is none."""
-        from halfbyte.kernels.cpu.pool import step
-
-        return step(x, *self) if x.is_contiguous(memory_format=torch.channels_last) else None
-
-
-def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
-    """What `pool` does to int8 images; None where torch does it."""
-    if x.dim() != 4 or x.numel() == 0:
-        return None
-    if isinstance(pool, nn.MaxPool2d):
-        return _pooling(x.shape, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
-    if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)):
-        return Pooling((x.shape[2], x.shape[3]), Window((1, 1), (0, 0, 0, 0), (1, 1)), (1, 1), zero)
-    return None
-
-
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _pooling(shape: torch.Size, *settings: Any) -> Pooling:
-    """A pool of largest codes, whose settings torch also checks."""
-    made = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
-    kernel, stride, (down, right), dilation = ((size, size) if isinstance(size, int) else tuple(size) for size in settings[:4])
-    return Pooling(kernel, Window(stride, (down, down, right, right), dilation), tuple(made.shape[2:]))

@@ -128,7 +128,8 @@ def conv2d(
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
         return nothing(x, bias, residual, plan.shape, low, high)
-    bias = None if bias is None else cuda.aligned(bias.float())
+    if bias is not None:
+        bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
     residual = None if residual is None else _rows(residual)
     by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
     if plan.way == "linear" and not by_patches:
@@ -139,7 +140,8 @@ def conv2d(
         if integers:
             raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
         return _plain(x, weight, bias, residual, plan, low, high)
-    key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, bias is None, residual is None)
+    kinds = None if bias is None else bias.dtype, residual is None
+    key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, kinds)
     with cuda.on(x):
         return _image(_multiply(key, x, weight, plan, Epilogue(bias, residual, low, high), wanted, activation), plan)
 
@@ -257,6 +259,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
     floats = convolution.dequantize(PackedConv(plan.sizes, layout, weight), torch.float32)
     padded = torch.nn.functional.pad(x.float(), (left, right, top, bottom))
+    bias = None if bias is None else bias.float()
     y = torch.nn.functional.conv2d(padded, floats, bias, plan.window.stride, 0, plan.window.dilation, plan.sizes.groups)
     if residual is not None:
         y = y + _image(residual, plan)

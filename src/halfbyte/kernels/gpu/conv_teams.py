@@ -274,7 +274,7 @@ def _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes,
         factor = gl.load(tails[0] + row)
     term = row
     if added[0] is not None:
-        term = gl.load(added[0] + row)
+        term = gl.load(added[0] + row).to(gl.float32)
     first = gl.to_tensor(TEAM)
     w = _weights(ws, loaded, first, high, tails_of(tails, first, rn, sizes, S), OPERAND, DTYPE, S)
     acc = gl.zeros([64, PIXELS], gl.float32, layout=MMA)

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.errors import KernelError
-from halfbyte.machine import Gpu
+from halfbyte.machine import Gpu, gpu
 
 
 class Call(NamedTuple):
@@ -48,6 +48,11 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
 def starts_early(gpu: Gpu) -> bool:
     """Whether a kernel may start before the one before it has ended (programmatic dependent launch): from Hopper on."""
     return gpu.backend == "cuda" and gpu.capability >= (9, 0) and not triton.knobs.runtime.interpret
+
+
+def early_after(x: Tensor) -> bool:
+    """Whether a kernel that reads x may."""
+    return x.is_cuda and starts_early(gpu(x.get_device()))
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
