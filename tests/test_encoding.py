@@ -41,6 +41,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "roberta": lambda **more: tf.RobertaModel(tf.RobertaConfig(**SIZES | more)),
     "xlm-roberta": lambda **more: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SIZES | more)),
     "distilbert": lambda **more: tf.DistilBertModel(tf.DistilBertConfig(**OF_DISTILBERT | more)),
+    "mpnet": lambda **more: tf.MPNetModel(tf.MPNetConfig(**SIZES | more)),
     "vit": lambda **more: tf.ViTModel(tf.ViTConfig(**OF_IMAGES | more)),
     "deit": lambda **more: tf.DeiTModel(tf.DeiTConfig(**OF_IMAGES | more)),
 }
@@ -130,6 +131,17 @@ def test_masks_of_every_kind(calls: list[int]) -> None:
         with torch.inference_mode():
             assert close(short(**settings).last_hidden_state, plain(**settings).last_hidden_state)
     assert calls == [1, 1, 1, 3, 3, 3], "heads that see differently are left to transformers"
+
+
+def test_masks_that_are_added(calls: list[int]) -> None:
+    """As MPNet has them: what hides tokens is a mask, what only makes them less likely is not."""
+    plain, short = pair("mpnet")
+    ids = inputs(plain, 9, 4)["input_ids"]
+    hiding = torch.zeros(2, 1, 9, 9).masked_fill(torch.rand(2, 1, 9, 9) < 0.3, torch.finfo(torch.float32).min)
+    for mask in (hiding, hiding, torch.randn(2, 1, 9, 9)):
+        with torch.inference_mode():
+            assert close(*(model(input_ids=ids, attention_mask=mask).last_hidden_state for model in (short, plain)))
+    assert calls == [1, 1, 1, 3]
 
 
 def test_bfloat16(calls: list[int]) -> None:

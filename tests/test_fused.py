@@ -44,6 +44,11 @@ def pair(config: Config, bias: bool = False) -> tuple[nn.Module, nn.Module]:
     return alone, together
 
 
+def test_queries_of_other_inputs_stay_alone() -> None:
+    """Together, a decoder's queries would compute keys and values that nobody asks for, at each token."""
+    assert fused(quantize_(nn.ModuleDict({"encoder_attn": Block()}), "q4_0")) == ()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", compute="float"), Config("int8_channel", activation="row")])
 @torch.inference_mode()

@@ -22,18 +22,29 @@ def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
     return [memory[:, :, i, : count * dim].unflatten(2, (count, dim)).transpose(1, 2) for i in range(3)]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, errors: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    errors: tuple[Tensor, ...] = (),
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """y in float64 and a bound of the kernel's error, where q, k and v are off by as much as `errors`."""
     q, k, v = q.double(), k.double(), v.double()
     of_q, of_k, of_v = errors or (torch.zeros(()),) * 3
     scores, sizes = scale * q @ k.mT, abs(scale) * q.abs() @ k.abs().mT
+    if bias is not None:
+        scores, sizes = scores + bias.double(), sizes + bias.double().abs()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0)
     dim, tokens = q.shape[-1], q.shape[-2]
     before = abs(scale) * ((q.abs() + of_q) @ (k.abs() + of_k).mT) - sizes if errors else sizes * 0
-    # A score: dim roundings, one of the scale, one of the difference to the largest score (at most twice the largest); of its exponential
-    # as much relatively, and `exp`'s own. The sums of exponentials and of outputs: a rounding for each token; a quotient and a product.
+    # A score: dim roundings, one of the scale and bias, one of the difference to the largest score (at most twice the largest); of its
+    # exponential as much relatively, and `exp`'s own. The sums of exponentials and of outputs: a rounding for each token; a quotient and a
+    # product.
     sizes, before = (x if mask is None else x.masked_fill(~mask, 0) for x in (sizes, before))
     largest = sizes.amax(-1, keepdim=True)
     relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND + before + before.amax(-1, keepdim=True)) * 1.01

@@ -25,14 +25,15 @@ def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA
     q, k, v = heads(batch, count, tokens, dim)
     some = torch.rand(batch, 1, tokens, tokens) < 0.6
     some[0, 0, tokens // 2] = False  # a query that may see nothing
-    for mask in (None, some, some[:, :, :1], some[:1]):
+    bias = 3 * torch.randn(batch, count, tokens, tokens)
+    for mask, added in ((None, None), (some, None), (some[:, :, :1], bias[:1]), (some[:1], bias[:, :1]), (None, bias[:, :, :1])):
         linear.thread.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
         out, untouched = poisoned(batch, tokens, count, dim, dtype=torch.float32)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *_, out=out: out)
             assert attend_whole.supports(q, k, v, mask)
-            y = attend_whole.attend(q, k, v, mask, dim**-0.5)
-        wanted, error = reference(q, k, v, mask, dim**-0.5)
+            y = attend_whole.attend(q, k, v, mask, dim**-0.5, added)
+        wanted, error = reference(q, k, v, mask, dim**-0.5, bias=added)
         assert bool(((y.double() - wanted).abs() <= error).all())
         assert untouched()
 

@@ -16,10 +16,9 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu import embed, encoder, gelu, runtime
+from halfbyte.kernels.cpu import attend_whole, embed, encoder, gelu, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.ops import attention
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer, run_layers
 from halfbyte.ops.layers import LayerNorm, Weight
@@ -55,7 +54,9 @@ def normed(x: Tensor, norm: LayerNorm) -> Tensor:
     return out
 
 
-def by_parts(x: Tensor, mask: Tensor | None, weights: list[Weight], norms: list[LayerNorm], *, before: bool) -> Tensor:
+def by_parts(
+    x: Tensor, scores: tuple[Tensor | None, Tensor | None], weights: list[Weight], norms: list[LayerNorm], *, before: bool
+) -> Tensor:
     def linear(x: Tensor, i: int, residual: Tensor | None = None) -> Tensor:
         w = weights[i]
         if i == 2:
@@ -64,7 +65,8 @@ def by_parts(x: Tensor, mask: Tensor | None, weights: list[Weight], norms: list[
 
     first = normed(x, norms[0]) if before else x
     q, k, v = linear(first, 0).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-    h = linear(attention.attend(q, k, v, mask, SCALE).flatten(2), 1, x)
+    mask, bias = scores
+    h = linear(attend_whole.attend(q, k, v, mask, SCALE, bias).flatten(2), 1, x)
     if before:
         return linear(linear(normed(h, norms[1]), 2), 3, h)
     h = normed(h, norms[0])
@@ -86,15 +88,17 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(encoder, most, 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
     monkeypatch.setattr(encoder, "_SEQUENCES_A_LANE", 1 + number % 4)  # a few for each thread, or all for all
     made = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
-    x, mask = torch.randn(batch, tokens, SIZES["k"]), None
+    x, mask, bias = torch.randn(batch, tokens, SIZES["k"]), None, None
+    if number % 3 == 0:
+        bias = torch.randn(batch if number % 2 else 1, HEADS, tokens, tokens)
     if seen != "none":
         mask = torch.rand(batch if number % 2 else 1, 1, tokens if seen == "all" else 1, tokens) < 0.6
     for _ in range(2):  # made, and made before
         wanted, x = x, x.clone()
-        found = run_layers([layer for layer, _, _ in made], x, mask)
+        found = run_layers([layer for layer, _, _ in made], x, mask, bias)
         for y, (layer, weights, norms) in zip(found, made, strict=True):
-            alone = layer(wanted, mask)
-            wanted = by_parts(wanted, mask, weights, norms, before=before)
+            alone = layer(wanted, mask, bias)
+            wanted = by_parts(wanted, (mask, bias), weights, norms, before=before)
             assert torch.equal(y, wanted)
             assert torch.equal(alone, wanted)
 

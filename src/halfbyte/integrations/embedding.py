@@ -1,12 +1,14 @@
 """Embeddings of BERT and its like that `shorten_` has changed: on a CPU a batch takes one call of `ops.embed`.
 
-    y = norm(words(ids) + types(type ids) + positions(position ids))        DistilBERT has no types
+    y = norm(words(ids) + types(type ids) + positions(position ids))        DistilBERT and MPNet have no types
 
 Gradients, embeddings that are given, hooks, torch.compile, and everything else go the way of transformers' own module.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +37,7 @@ TABLES = {
     "roberta.modeling_roberta.RobertaEmbeddings": _TABLES,
     "xlm_roberta.modeling_xlm_roberta.XLMRobertaEmbeddings": _TABLES,
     "distilbert.modeling_distilbert.Embeddings": _WITHOUT_TYPES,
+    "mpnet.modeling_mpnet.MPNetEmbeddings": _WITHOUT_TYPES,
 }
 
 
@@ -103,8 +106,8 @@ def _ids(
         return None
     if position_ids is not None:
         positions = position_ids
-    elif hasattr(module, "create_position_ids_from_input_ids"):  # RoBERTa's begin behind the padding
-        positions = module.create_position_ids_from_input_ids(words, module.padding_idx)
+    elif (counted := _counted(module)) is not None:  # RoBERTa's and MPNet's begin behind the padding
+        positions = counted(words, module.padding_idx)
     else:
         positions = module.position_ids[:, : words.shape[1]]
     if tables_of(module) == _WITHOUT_TYPES:
@@ -112,6 +115,13 @@ def _ids(
     if token_type_ids is None and (types := getattr(module, "token_type_ids", None)) is not None:
         token_type_ids = types[:, :1].expand(1, words.shape[1])
     return None if token_type_ids is None else (words, token_type_ids, positions)
+
+
+def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
+    """What makes positions of ids: a method, or a function beside the class."""
+    beside = sys.modules[original(module).__module__]
+    places = (getattr(place, "create_position_ids_from_input_ids", None) for place in (module, beside))
+    return next((found for found in places if found is not None), None)
 
 
 def _number(value: Any) -> Any:

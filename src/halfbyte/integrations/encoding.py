@@ -2,6 +2,8 @@
 
     h = norm(x + o(attention(query(x), key(x), value(x))));  y = norm(h + down(gelu(up(h))))        or with the norms before (ViT)
 
+MPNet adds a bias to the scores, the same one in all layers: its layers take it as a tensor.
+
 Gradients, outputs of inner parts that are asked for (attentions, hidden states), hooks, torch.compile, caches, longer sequences, and
 everything else go the way of transformers' own layer.
 """
@@ -23,12 +25,13 @@ from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.report import REMARK
-from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, fits, run_layers, why_not
+from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, run_layers, why_not
 from halfbyte.ops.layers import LayerNorm, Weight
 from halfbyte.ops.library import plain
 
 LONG = "whole sequences take the steps of transformers"
 ONE_CALL = f"whole sequences of up to {MOST_TOKENS} tokens take one call, without gradients and torch.compile"
+_HIDDEN = -1e4  # added to a score, it leaves a weight of 0: exp(-1e4) is below the least float32
 _MOST_AHEAD = 1 << 28  # bytes of what layers give that is computed before they are called
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
 
@@ -46,6 +49,7 @@ class Parts:
     norms: tuple[str, str]
     heads: str = "num_attention_heads"
     before: bool = False  # norms come before the products
+    biased: bool = False  # scores get a bias, by torch's operations and no `attn_implementation`
 
 
 _BERT = Parts(
@@ -67,6 +71,16 @@ _DISTILBERT = Parts(
     norms=("sa_layer_norm", "output_layer_norm"),
     heads="n_heads",
 )
+_MPNET = Parts(
+    attention="attention.attn",
+    qkv=("q", "k", "v"),
+    o="attention.attn.o",
+    up="intermediate.dense",
+    activation="intermediate.intermediate_act_fn",
+    down="output.dense",
+    norms=("attention.LayerNorm", "output.LayerNorm"),
+    biased=True,
+)
 _VIT = Parts(
     attention="attention",
     qkv=("q_proj", "k_proj", "v_proj"),
@@ -86,6 +100,7 @@ LAYERS = {
     "xlm_roberta.modeling_xlm_roberta.XLMRobertaLayer": _BERT,
     "distilbert.modeling_distilbert.TransformerBlock": _DISTILBERT,
     "deit.modeling_deit.DeiTLayer": _VIT,
+    "mpnet.modeling_mpnet.MPNetLayer": _MPNET,
     "vit.modeling_vit.ViTLayer": _VIT,
 }
 
@@ -102,7 +117,7 @@ def shorten(layer: nn.Module) -> None:
         return
     if (reason := _why_not_parts(layer)) is None:
         layer.__dict__.pop(REMARK, None)
-        layer.__class__ = shortened(_WholeSequences, type(layer))
+        layer.__class__ = shortened(_Biased if _parts(layer).biased else _Plain, type(layer))
     else:
         setattr(layer, REMARK, f"{LONG}: {reason}")
 
@@ -122,14 +137,26 @@ class _WholeSequences(Shortened):
         reason = why_not_whole(self)
         return ONE_CALL if reason is None else f"{LONG}: {reason}"
 
+
+class _Plain(_WholeSequences):
     def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **settings: Any) -> Any:
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and _unset(args, settings):
-            same = (attention_mask,)
-            found = given(self, hidden_states, same, lambda: _ahead(self, hidden_states, attention_mask), lambda _: True)
-            if found is not None:
-                return found.y
+        found = _whole(self, hidden_states, attention_mask, None) if _unset(args, settings) else None
         # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(hidden_states, attention_mask, *args, **settings)  # type: ignore[misc]
+        return super().forward(hidden_states, attention_mask, *args, **settings) if found is None else found  # type: ignore[misc]
+
+
+class _Biased(_WholeSequences):
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None, position_bias: Tensor | None = None, *args: Any, **settings: Any) -> Any:
+        found = _whole(self, x, mask, position_bias) if _unset(args, settings) else None
+        return super().forward(x, mask, position_bias, *args, **settings) if found is None else (found,)  # type: ignore[misc]
+
+
+def _whole(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """What the layer gives for x; None where this is not for it."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training:
+        return None
+    found = given(layer, x, (mask, bias), lambda: _ahead(layer, x, mask, bias), lambda _: True)
+    return None if found is None else found.y
 
 
 def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:
@@ -138,22 +165,29 @@ def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:
     return all(value is None or value is False for value in (*args, *others))
 
 
-def _ahead(layer: Any, x: Tensor, mask: Tensor | None) -> list[Ahead]:
+def _ahead(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> list[Ahead]:
     """What this layer gives, and those that followed it before. None of it where the layer is not for that."""
     layers, computed = list[nn.Module](), list[EncoderLayer]()
-    if not plain(x) or (mask is not None and not plain(mask)):
+    if not all(t is None or plain(t) for t in (x, mask, bias)):
         return []
+    seen = mask if mask is None or mask.dtype == torch.bool else _seen(mask)
     most = max(1, _MOST_AHEAD // max(1, x.nbytes))
     for one in following(layer):
         made = _computed(one) if len(layers) < most and not one.training else None
-        if made is None or not fits(made.k, x, mask) or made.size != (computed or [made])[0].size:
+        if made is None or not made.fits(x, seen, bias) or made.size != (computed or [made])[0].size:
             break
         layers.append(one)
         computed.append(made)
     if not layers:
         return []
-    outputs = run_layers(computed, x, mask)
-    return [Ahead.of(*part, (mask,)) for part in zip(layers, (x, *outputs[:-1]), outputs, strict=True)]
+    outputs = run_layers(computed, x, seen, bias)
+    return [Ahead.of(*part, (mask, bias)) for part in zip(layers, (x, *outputs[:-1]), outputs, strict=True)]
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """What a mask that is added to scores hides: a bool one; the mask itself where it does anything else."""
+    seen = mask == 0
+    return seen if bool((seen | (mask <= _HIDDEN)).all()) else mask
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,7 +203,7 @@ class _Made:
         for linear, compute, activation in self.linears:
             if linear.compute != compute or linear.activation != activation:
                 return False
-        return self.config._attn_implementation in _ATTENTION and self.parts.is_still()
+        return (self.config is None or self.config._attn_implementation in _ATTENTION) and self.parts.is_still()
 
 
 _made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
@@ -185,13 +219,14 @@ def _computed(layer: Any) -> EncoderLayer | None:
         norms = [layer.get_submodule(name) for name in parts.norms]
         first, second = (LayerNorm(norm.weight, norm.bias, norm.eps) for norm in norms)
         attention = layer.get_submodule(parts.attention)
-        computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), attention.scaling, before=parts.before)
+        scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
+        computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
         linears = [module for _, module in _linears(layer)]
         made = _made[layer] = _Made(
             computed,
             Unchanged.of(layer, (*linears, *norms)),
             tuple((linear, linear.compute, linear.activation) for linear in linears),
-            attention.config,
+            None if parts.biased else attention.config,
         )
     return made.computed
 
@@ -246,8 +281,7 @@ def _why_not_parts(layer: nn.Module) -> str | None:
         return f"its {' or '.join(parts.norms)} is not a LayerNorm with weight and bias"
     if getattr(attention, "is_causal", False) or getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
         return "it is a decoder"
-    implementation = cast(Any, attention).config._attn_implementation
-    if implementation not in _ATTENTION:
+    if not parts.biased and (implementation := cast(Any, attention).config._attn_implementation) not in _ATTENTION:
         return f'its attn_implementation is "{implementation}", not {" or ".join(map(repr, _ATTENTION))}'
     hooked = next((name for name, module in layer.named_modules() if name and watched(module)), None)
     return None if hooked is None else f"its {hooked} has a hook"

@@ -25,7 +25,16 @@ from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls one after the other with one and the same tensor.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"),
+    ("gate_proj", "up_proj"),
+)
+
+# Attention to what another network gives, by names of transformers' and torch's: its queries come from elsewhere than keys and values.
+_CROSS = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
 
 # A linear layer and the activation that its parent calls with its output and nothing else.
 ACTIVATED = (
@@ -46,8 +55,8 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     Siblings that differ in format, width, device or way of computing stay as they are. What is saved is what would be saved without.
     What was put together is said below the table of `report(model)`.
     """
-    for parent in list(model.modules()):
-        for names in siblings:
+    for path, parent in list(model.named_modules()):
+        for names in () if _CROSS.intersection(path.split(".")) else siblings:
             parts = [getattr(parent, name, None) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
             if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:

@@ -37,50 +37,61 @@ class EncoderLayer:
         if (reason := why_not(weights, heads)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         qkv, o, up, down = weights
-        self.k = qkv.packed.shape[1]
+        self.k, self.heads = qkv.packed.shape[1], heads
         self._tensors = tensors = Addresses()
         products = tensors.product(qkv), tensors.product(o), tensors.product(up, gelu=True), tensors.product(down)
         first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(norm.bias), norm.eps) for norm in norms)
         self._layer = encoder.Layer(*products, (first, second), before, heads, o.packed.shape[1] // heads, scale)
         self.size = *(weight.packed.shape for weight in weights), heads, before
 
-    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """x [B, T, K] -> y [B, T, K]; T is at most MOST_TOKENS. No gradients.
 
         mask  bool [B or 1, 1, T or 1, T]: which tokens each token may see; None: all
+        bias  [B or 1, H or 1, T or 1, T]: what is added to scores
         """
-        return run_layers((self,), x, mask)[0]
+        return run_layers((self,), x, mask, bias)[0]
+
+    def fits(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> bool:
+        """Whether it takes these."""
+        if x.dim() != 3 or x.shape[2] != self.k or not 0 < x.shape[1] <= MOST_TOKENS or not len(x):
+            return False
+        if x.dtype not in _DTYPES or not x.is_cpu:
+            return False
+        if mask is not None and not (mask.dtype == torch.bool and _are_scores(mask, x, 1)):
+            return False
+        return bias is None or (bias.dtype in _DTYPES and _are_scores(bias, x, self.heads))
 
     def _refreshed(self) -> Any:
         self._tensors.refresh()
         return self._layer
 
 
-def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None) -> list[Tensor]:
+def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
     """What each of the layers, which are of one `size`, gives, one after the other; everything else as in a call."""
     from halfbyte.kernels.cpu import encoder
 
-    if not fits(layers[0].k, x, mask) or any(layer.size != layers[0].size for layer in layers):
-        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *(() if mask is None else (mask,))))
+    if not layers[0].fits(x, mask, bias) or any(layer.size != layers[0].size for layer in layers):
+        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, mask, bias) if t is not None)
         raise ArgumentError(
-            f"layers of one size take on the CPU x [B, T, {layers[0].k}] with B > 0 and T in 1 … {MOST_TOKENS} and a mask bool "
-            f"[B or 1, 1, T or 1, T], got {len({layer.size for layer in layers})} sizes, {got}"
+            f"layers of one size take on the CPU x [B, T, {layers[0].k}] with B > 0 and T in 1 … {MOST_TOKENS}, a mask bool "
+            f"[B or 1, 1, T or 1, T] and a bias [B or 1, {layers[0].heads} or 1, T or 1, T], got {len({layer.size for layer in layers})} "
+            f"sizes, {got}"
         )
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
-    outputs = encoder.run([layer._refreshed() for layer in layers], x.float().contiguous(), mask)
+    if bias is not None:
+        bias = bias.float() if bias.stride(3) == 1 else bias.float().contiguous()
+    outputs = encoder.run([layer._refreshed() for layer in layers], x.float().contiguous(), mask, bias)
     return outputs if x.dtype == torch.float32 else [y.to(x.dtype) for y in outputs]
 
 
-def fits(k: int, x: Tensor, mask: Tensor | None) -> bool:
-    """Whether layers for K features take these."""
-    if x.dim() != 3 or x.shape[2] != k or not 0 < x.shape[1] <= MOST_TOKENS or not len(x) or x.dtype not in _DTYPES or not x.is_cpu:
+def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:
+    """Whether they are of each token, of up to so many heads, for each other."""
+    batch, tokens, _ = x.shape
+    if not scores.is_cpu or scores.dim() != 4 or scores.shape[3] != tokens:
         return False
-    if mask is None:
-        return True
-    tokens = x.shape[1]
-    fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, len(x)) and mask.shape[1] == 1
-    return fits and mask.shape[2] in (1, tokens) and mask.shape[3] == tokens
+    return scores.shape[0] in (1, batch) and scores.shape[1] in (1, heads) and scores.shape[2] in (1, tokens)
 
 
 def why_not(weights: Sequence[Weight], heads: int) -> str | None:

@@ -1,11 +1,12 @@
 """Attention of whole, short sequences, as encoders have it: every token sees every other, where a mask lets it.
 
-    y[b, i, h] = sum over j of  p[j] * v[b, h, j],   p = softmax over j of scale * q[b, h, i] · k[b, h, j]
+    y[b, i, h] = sum over j of  p[j] * v[b, h, j],   p = softmax over j of scale * q[b, h, i] · k[b, h, j] + bias[b, h, i, j]
 
 A thread takes one head of one sequence after the other. It writes the keys transposed, and the values, into memory of its own, which
 stays in its caches; then a few queries at a time meet all keys, so that their scores stay in the first-level cache too.
 
-Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`; exponentials (`exponential.py`)
+Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`, and the bias added, if
+there is one, without a rounding between; exponentials (`exponential.py`)
 of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. A query
 that may see nothing gets 0, as torch's attention gives it. What may not be seen has weight 0, though 0 * NaN is NaN.
 
@@ -36,6 +37,7 @@ WHOLE = Block(
         *("k", "k_batch", "k_head", "k_token"),
         *("v", "v_batch", "v_head", "v_token"),
         *("mask", "mask_batch", "mask_token"),  # a byte for each token that is seen
+        *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
         *("out", "batch", "heads", "tokens", "padded"),
         *("scratch", "thread_bytes"),
         "scale",
@@ -51,14 +53,15 @@ _WORK_A_THREAD = 1 << 17  # multiplications
 
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
-    """dim: D; masked: there is a mask."""
+    """dim: D; masked: there is a mask; biased: something is added to scores."""
 
     dim: int
     masked: bool
+    biased: bool = False
 
     @property
     def name(self) -> str:
-        return f"attend_whole_{self.dim}{'_masked' if self.masked else ''}"
+        return f"attend_whole_{self.dim}{'_masked' if self.masked else ''}{'_biased' if self.biased else ''}"
 
 
 def build(spec: WholeSpec, isa: ISA) -> Module:
@@ -100,7 +103,7 @@ class _Whole:
                 # Behind the last token it comes again: the same is computed and written more than once.
                 tokens = [f.umin(tile * _ROWS + i, self.tokens - 1) for i in range(_ROWS)]
                 self._score([q + token * self.number("q_token") for token in tokens])
-                sums = [self._exponentiate(i, b, token) for i, token in enumerate(tokens)]
+                sums = [self._exponentiate(i, b, h, token) for i, token in enumerate(tokens)]
                 self._write([((b * self.tokens + token) * heads + h) * (4 * self.spec.dim) for token in tokens], sums)
 
     def _transpose(self, k: Value) -> None:
@@ -144,20 +147,24 @@ class _Whole:
             for total, w in zip(totals[i * count :], loaded, strict=False):
                 total.value = self.f.fma(w, x, total.value)
 
-    def _exponentiate(self, i: int, b: Value, token: Value) -> Value:
+    def _exponentiate(self, i: int, b: Value, h: Value, token: Value) -> Value:
         """Scores to exponentials; their sum."""
         f, n = self.f, self.lanes
         scale = (self.args + WHOLE.offset("scale")).load("float", 0, 4).splat(n)
         row, ints = self.scores + self.padded * (4 * i), vector("i32", n)
         largest = f.variable(f.value(self.floats, _LEAST))
         mask = WHOLE.load(self.args, "mask", "ptr") + b * self.number("mask_batch") + token * self.number("mask_token")
+        bias = WHOLE.load(self.args, "bias", "ptr") + b * self.number("bias_batch") + h * self.number("bias_head")
+        bias = bias + token * self.number("bias_token")
         for j in f.loop(self.padded // n):
             at = row + j * self.bytes
             here = (j * n).to("i32").splat(n) + f.constant(ints, range(n))
             seen = here < self.tokens.to("i32").splat(n)
             if self.spec.masked:
                 seen = seen & ((mask + j * n).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
-            score = seen.select(at.load(self.floats, 0, self.bytes) * scale, float("-inf"))
+            score = at.load(self.floats, 0, self.bytes)
+            score = f.fma(score, scale, (bias + j * self.bytes).load(self.floats, 0, 4)) if self.spec.biased else score * scale
+            score = seen.select(score, float("-inf"))
             at.store(score, 0, self.bytes)
             largest.value = score.max_or(largest.value)
         top = largest.value.fold(lambda x, y: x.max_or(y)).splat(n)
@@ -202,34 +209,45 @@ def sizes(tokens: int, dim: int, isa: ISA) -> tuple[int, int]:
     return padded, 4 * padded * (2 * dim + _ROWS)
 
 
-def readable(mask: Tensor, padded: int) -> Tensor:
-    """The mask with whole vectors to read: `padded` bytes for each query."""
-    more = padded - mask.shape[3]
-    return torch.nn.functional.pad(mask, (0, more)) if more else mask
+def readable(scores: Tensor, padded: int) -> Tensor:
+    """A mask or bias with whole vectors to read: `padded` elements for each query."""
+    more = padded - scores.shape[3]
+    return torch.nn.functional.pad(scores, (0, more)) if more else scores
 
 
-def mask_fields(mask: Tensor | None) -> tuple[int, int, int]:
+def mask_fields(mask: Tensor | None) -> tuple[int, ...]:
     """`mask`, `mask_batch` and `mask_token`."""
-    if mask is None:
-        return 0, 0, 0
-    of_batch, of_token = (mask.stride(i) * (mask.shape[i] > 1) for i in (0, 2))
-    return mask.data_ptr(), of_batch, of_token
+    return (0, 0, 0) if mask is None else (mask.data_ptr(), *_strides(mask, 0, 2))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[B, H, T, D] each, mask bool, True where a token is seen -> [B, T, H, D]. The caller has asked `supports`."""
+def bias_fields(bias: Tensor | None) -> tuple[int, ...]:
+    """`bias`, `bias_batch`, `bias_head` and `bias_token`."""
+    return (0, 0, 0, 0) if bias is None else (bias.data_ptr(), *_strides(bias, 0, 1, 2))
+
+
+def _strides(scores: Tensor, *dimensions: int) -> tuple[int, ...]:
+    """In bytes; 0 where all share one."""
+    return tuple(scores.itemsize * scores.stride(i) * (scores.shape[i] > 1) for i in dimensions)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
+    """[B, H, T, D] each, mask bool, True where a token is seen -> [B, T, H, D]. The caller has asked `supports`.
+
+    bias  float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension
+    """
     batch, heads, tokens, dim = query.shape
     isa = current()
     out = torch.empty(batch, tokens, heads, dim)
     padded, thread_bytes = sizes(tokens, dim, isa)
     work = 2 * batch * heads * tokens * tokens * dim
     threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))
-    mask = None if mask is None else readable(mask, padded)
+    mask, bias = (None if scores is None else readable(scores, padded) for scores in (mask, bias))
     strides = [n for x in (query, key, value) for n in (x.data_ptr(), *(4 * s for s in x.stride()[:3]))]
     _memory, address = thread_memory.memory(threads * thread_bytes)
     numbers = batch, heads, tokens, padded, address, thread_bytes
-    function = phase(WholeSpec(dim, mask is not None), isa)
-    block = _pack(function, 0, runtime.openmp_address(), 0, *strides, *mask_fields(mask), out.data_ptr(), *numbers, scale, 0.0)
+    function = phase(WholeSpec(dim, mask is not None, bias is not None), isa)
+    scores = *mask_fields(mask), *bias_fields(bias)
+    block = _pack(function, 0, runtime.openmp_address(), 0, *strides, *scores, out.data_ptr(), *numbers, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out

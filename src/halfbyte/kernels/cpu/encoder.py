@@ -44,7 +44,7 @@ _PLANS = 128
 _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
-_pack_one, _pack_two, _pack_three = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 3))
+_pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
 _Buffer = ctypes.Array[ctypes.c_char]
 _Places = list[tuple[_Buffer, int, int, int]]
 
@@ -63,6 +63,7 @@ class _Size(NamedTuple):
     batch: int
     tokens: int
     masked: bool
+    biased: bool
     threads: int
     lane: int
 
@@ -199,12 +200,12 @@ class _Plan:
         self._blocks += [rows, linear]
         return rows, linear
 
-    def ready(self, addresses: Sequence[int], mask: tuple[int, int, int]) -> Chain:
-        """addresses: of x and of what each layer gives; mask: as `attend_whole.mask_fields` gives it."""
+    def ready(self, addresses: Sequence[int], mask: tuple[int, ...], bias: tuple[int, ...]) -> Chain:
+        """addresses: of x and of what each layer gives; mask, bias: as `attend_whole` gives their fields."""
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
                 _pack_one(block, offset, sign * address + summand)
-        _pack_three(self._attend, _MASK, *mask)
+        _pack_seven(self._attend, _MASK, *mask, *bias)
         return self._chain
 
 
@@ -229,7 +230,7 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
     fields: dict[str, int | tuple[float, float]] = {
-        "first_phase": attend_whole.phase(WholeSpec(layer.dim, size.masked), current()),
+        "first_phase": attend_whole.phase(WholeSpec(layer.dim, size.masked, size.biased), current()),
         "openmp": runtime.openmp_address(),
         "out": attended,
         "batch": size.batch,
@@ -245,19 +246,20 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
     return WHOLE.buffer(fields)
 
 
-def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None) -> list[Tensor]:
+def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
     """x [B, T, K], contiguous float32 -> what each of the layers gives, one after the other, each [B, T, K].
 
     The layers are of one size, and alike in where their norms come.
 
     mask    bool [B or 1, 1, T or 1, T] with contiguous last dimension: which tokens each may see; None: all
+    bias    float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension: what is added to scores
     """
     batch, tokens, width = x.shape
     key, first = tuple(layers), layers[0]
     outputs = [torch.empty_like(x) for _ in layers]
-    if mask is not None:
-        mask = attend_whole.readable(mask, attend_whole.sizes(tokens, first.dim, current())[0])
-    seen = attend_whole.mask_fields(mask)
+    padded = attend_whole.sizes(tokens, first.dim, current())[0]
+    mask, bias = (None if scores is None else attend_whole.readable(scores, padded) for scores in (mask, bias))
+    seen, added = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
     threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
@@ -269,13 +271,14 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None) -> list[Tensor]
             start, stop = (first_one + j * (last - first_one) // rounds for j in (i, i + 1))
             if start == stop:
                 continue
-            size = _Size(stop - start, tokens, mask is not None, threads // lanes, lane)
+            size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
             plan: _Plan | None = first.plans.plans.get(size)
             if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
                 first.plans.plans.pop(size, None)
                 plan = first.plans.get(size, lambda size=size: _Plan(key, size))  # type: ignore[misc]
             at = 4 * start * tokens * width
-            chains.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], (seen[0] + start * seen[1], *seen[1:])))
+            scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))
+            chains.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], *scores))
         if lanes > 1:
             run_lanes(chains)
         else:
