@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ pytest.importorskip("transformers")
 
 import transformers as tf
 
+import halfbyte as hb
+from halfbyte.cli import main
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.convert import Config, quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import remarks
@@ -292,3 +296,24 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         short(ids)
         assert not calls
     assert short(ids).requires_grad
+
+
+def test_what_computes_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, short = pair()
+    with_quantized_tables = hb.quantize_(KINDS["mpnet"]().eval(), "q8_0")
+    hb.save(with_quantized_tables, tmp_path / "small")
+    assert main(["explain", str(tmp_path / "small")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "whole sequences, on the CPU\nembeddings\n  tables and norm in one call\nencoder.layer.0 and 2 more\n  attention.attn.q+k+v"
+    )
+    assert "attend_whole, with a bias" in said
+    tables, layers, pooler = explain_model(short).groups
+    assert "is not quantized" in (tables.reason or "")
+    assert layers.reason is None
+    assert [step.name for step in layers.steps][2:] == ["attention.output.dense", "intermediate.dense", "output.dense"]
+    assert pooler.names == ("pooler.dense",)
+    reasons = [explain_model(model, device).groups[1].reason for model, device in ((plain, "cpu"), (short, "sm_90"))]
+    assert reasons == ["shorten_ has not been called", "one call is for CPUs"]
+    other = hb.quantize_(tf.AlbertModel(tf.AlbertConfig(embedding_size=16, **SIZES)), "q8_0")
+    assert (explain_model(other).groups[0].reason or "").startswith("a AlbertLayerGroup is none of BertLayer, ")

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.generate import add_device, asked_dtype, check_device
+from halfbyte.cli.generate import add_device, asked_dtype, check_device, writes_text
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     _check_stride(args, args.context)
     source = args.model if args.against is None else args.against
     text = _read(args.lambada_like or args.text)
-    if _writes_text(source):
+    if writes_text(source):
         return _language(args, text)
     if args.against is None or args.format or args.lambada_like or args.plot:
         raise ArgumentError(f"{source} writes no text: compare a quantized model with it, eval QUANTIZED --against {source} --text FILE")
@@ -86,19 +86,6 @@ def _check_plot(args: argparse.Namespace) -> None:
 def _check_stride(args: argparse.Namespace, context: int) -> None:
     if args.stride is not None and not 1 <= args.stride <= context:
         raise ArgumentError(f"--stride is 1 or more and at most the context, which is {context} tokens here, got {args.stride}")
-
-
-def _writes_text(path: Path) -> bool:
-    from halfbyte.io.gguf import is_gguf
-    from halfbyte.io.safetensors import load_json
-
-    if not path.exists():
-        raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
-    if path.is_file() and is_gguf(path):
-        return True
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is not a Hugging Face model folder: it has no config.json")
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(path / "config.json").get("architectures") or ())
 
 
 # Models that write text

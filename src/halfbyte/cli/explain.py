@@ -1,4 +1,4 @@
-"""`halfbyte explain`: which kernel runs for a shape on this machine, or for each layer of a language model, and why."""
+"""`halfbyte explain`: which kernel runs for a shape on this machine, or for each layer of a model, and why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Commands, add_command, check_fits, print_json
 
 
@@ -13,8 +14,8 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands, "explain", run, "say which kernel runs for a shape on this machine, why, and how far it is from what the machine can do"
     )
-    parser.add_argument("model", nargs="?", type=Path, help="instead of a shape: what computes the next token of a language model")
-    parser.add_argument("--m", type=int, default=1, help="rows of the activations; of a model, sequences (default: %(default)s)")
+    parser.add_argument("model", nargs="?", type=Path, help="instead of a shape: what computes a language model's next token, an encoder")
+    parser.add_argument("--m", type=int, default=1, help="rows of the activations; of a language model, sequences (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
     parser.add_argument("--format", help="format of the weight (default: q4_0, or what the model is in)")
@@ -50,12 +51,20 @@ def run(args: argparse.Namespace) -> int:
 def _run_model(args: argparse.Namespace) -> int:
     import torch
 
+    from halfbyte.checkpoint import load
+    from halfbyte.integrations.decoding import shorten_
     from halfbyte.integrations.explain_model import explain_model
     from halfbyte.integrations.text import open_model
     from halfbyte.nn.convert import Config
+    from halfbyte.nn.fused import fuse_
 
-    dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else args.dtype and getattr(torch, args.dtype)
-    model, _ = open_model(args.model, "cpu", None if args.format is None else Config(args.format), dtype)
+    config = None if args.format is None else Config(args.format)
+    if writes_text(args.model):
+        dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else args.dtype and getattr(torch, args.dtype)
+        model, _ = open_model(args.model, "cpu", config, dtype)
+    else:
+        model = shorten_(fuse_(load(args.model, format=config)))
+        model = model if args.dtype is None else model.to(getattr(torch, args.dtype))
     return _show(args, explain_model(model, args.device, args.m))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.cli.output import Commands, add_command, print_json
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -98,6 +98,20 @@ def check_device(name: str) -> None:
         kind = ""
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise ArgumentError(f"--device is cpu{' or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}, got {name!r}")
+
+
+def writes_text(path: Path) -> bool:
+    """Whether it holds a language model. Raises CheckpointError where it holds none of any kind."""
+    from halfbyte.io.gguf import is_gguf
+    from halfbyte.io.safetensors import load_json
+
+    if not path.exists():
+        raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
+    if path.is_file() and is_gguf(path):
+        return True
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is not a Hugging Face model folder: it has no config.json")
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(path / "config.json").get("architectures") or ())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""What computes a language model's next token: kernel after kernel, and for each layer that is left to transformers the reason."""
+"""What computes a language model's next token, or an encoder's sequences: kernel after kernel, and for each layer that is left to
+transformers the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.errors import ArgumentError
+from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import Step, is_decoder_layer, is_short, one_call, steps, why_not_short
+from halfbyte.integrations.shortened import Shortened
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
@@ -21,6 +24,8 @@ from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import MOST_ROWS
 
 _CPU = "the CPU"
+_FOR_CPUS = "one call is for CPUs"
+_NOT_CALLED = "shorten_ has not been called"
 
 
 @dataclass(frozen=True)
@@ -34,18 +39,19 @@ class Explained:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What `explain_model` found. `machine` computes one new token of each of `rows` sequences."""
+    """What `explain_model` found. `machine` computes one new token of each of `rows` sequences, or, of an encoder, `rows` tokens."""
 
     machine: str
     rows: int
     groups: tuple[Explained, ...]
+    encoder: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {"machine": self.machine, "rows": self.rows, "groups": [asdict(group) for group in self.groups]}
+        groups = [asdict(group) for group in self.groups]
+        return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups}
 
     def __str__(self) -> str:
-        cache = "" if self.machine == _CPU else " with a static cache"
-        lines = [f"one new token of {self.rows} sequence{'s' if self.rows > 1 else ''}{cache}, on {self.machine}"]
+        lines = [f"{self._what()}, on {self.machine}"]
         for group in self.groups:
             first, *more = group.names
             lines.append(f"{first}{f' and {len(more)} more' if more else ''}")
@@ -58,9 +64,15 @@ class ModelExplanation:
             ]
         return "\n".join(lines)
 
+    def _what(self) -> str:
+        plural = "s" if self.rows > 1 else ""
+        if self.encoder:
+            return "whole sequences" if self.machine == _CPU else f"{self.rows} token{plural}"
+        return f"one new token of {self.rows} sequence{plural}{'' if self.machine == _CPU else ' with a static cache'}"
+
 
 def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> ModelExplanation:
-    """Say what computes one new token of each of `rows` sequences.
+    """Say what computes one new token of each of `rows` sequences, or, of a model that writes no text, `rows` tokens.
 
     model   as `integrations.text.ready` or `open_model` gave it; where its weights are does not matter
     device  "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
@@ -68,22 +80,67 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> Model
     if rows < 1:
         raise ArgumentError(f"a step is for 1 or more sequences, got {rows}")
     here = None if device == "cpu" else described_gpu(device)
+    encoder = not callable(getattr(model, "generate", None))
     found: dict[tuple[tuple[Step, ...], str | None], list[str]] = defaultdict(list)
-    layers = [(name, module) for name, module in model.named_modules() if is_decoder_layer(module)]
+    if encoder:
+        for name, module in model.named_modules():
+            if embedding.tables_of(module) is not None:
+                found[_embedding(module, here)].append(name)
+    layers = _encoder_layers(model) if encoder else [(name, part) for name, part in model.named_modules() if is_decoder_layer(part)]
     for name, layer in layers:
-        found[_layer(layer, here, rows)].append(name)
+        found[(_encoder_layer if encoder else _layer)(layer, here, rows)].append(name)
     inside = tuple(f"{name}." for name, _ in layers)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and not name.startswith(inside):
             found[(Step("", _product(module, here, rows)),), None].append(name)
     groups = tuple(Explained(tuple(names), parts, reason) for (parts, reason), names in found.items())
-    return ModelExplanation(_CPU if here is None else here.name, rows, groups)
+    return ModelExplanation(_CPU if here is None else here.name, rows, groups, encoder)
+
+
+def _encoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those that are known, and what else stands in a list and is quantized."""
+    found = dict[str, nn.Module]()
+    listed = {id(part) for module in model.modules() if isinstance(module, nn.ModuleList) for part in module}
+    for name, module in model.named_modules():
+        layer = id(module) in listed and len([part for part in module.modules() if isinstance(part, QuantLinear)]) > 1
+        if (layer or encoding.parts_of(module) is not None) and not name.startswith(tuple(f"{outer}." for outer in found)):
+            found[name] = module
+    return list(found.items())
+
+
+def _embedding(module: nn.Module, here: Gpu | None) -> tuple[tuple[Step, ...], str | None]:
+    reason = _FOR_CPUS if here is not None else embedding.why_not(module)
+    if reason is None and not isinstance(module, Shortened):
+        reason = _NOT_CALLED
+    return () if reason else (Step("", "tables and norm in one call"),), reason
+
+
+def _encoder_layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, ...], str | None]:
+    parts, products = encoding.parts_of(layer), _products(layer, here, rows, whole=True)
+    if parts is None:
+        kinds = sorted({name.rpartition(".")[2] for name in encoding.LAYERS})
+        return products, f"a {type(layer).__name__} is none of {', '.join(kinds)}"
+    reason = _FOR_CPUS if here is not None else encoding.why_not_whole(layer)
+    if reason is None and not isinstance(layer, Shortened):
+        reason = _NOT_CALLED
+    if reason is not None:
+        return products, reason
+    kernels = {step.name: step.kernel for step in products}
+    qkv = f"{parts.attention}.{'+'.join(parts.qkv)}"
+    first, last = (", after the norm", "") if parts.before else ("", ", then the norm")
+    return (
+        Step(qkv, f"{kernels[qkv]}{first}"),
+        Step("attention", f"attend_whole{', with a bias' if parts.biased else ''}"),
+        Step(parts.o, f"{kernels[parts.o]}, with the residual added{last}"),
+        Step(parts.up, f"{kernels[parts.up]}{first}, with GELU"),
+        Step(parts.down, f"{kernels[parts.down]}, with the residual added{last}"),
+    ), None
 
 
 def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, ...], str | None]:
     reason = why_not_short(layer, "cpu" if here is None else "cuda")
     if reason is None and not is_short(layer):
-        reason = "shorten_ has not been called"
+        reason = _NOT_CALLED
     if reason is None and here is None and rows > MOST_ROWS:
         reason = f"one call is for {MOST_ROWS} tokens at most"
     if reason is not None:
@@ -99,16 +156,19 @@ def _with_kernel(step: Step, products: dict[str, Step]) -> Step:
     return step if own is None or step.kernel.startswith("skinny") else Step(step.name, f"{own.kernel}, {step.kernel}", step.reason)
 
 
-def _products(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[Step, ...]:
-    """The quantized products of a layer, those that are computed together as one."""
+def _products(layer: nn.Module, here: Gpu | None, rows: int, *, whole: bool = False) -> tuple[Step, ...]:
+    """The quantized products of a layer, those that are computed together as one, by their last or `whole` names."""
     found: list[Step] = []
     groups: dict[int, list[tuple[str, FusedLinear]]] = defaultdict(list)
     for name, module in layer.named_modules():
         if isinstance(module, FusedLinear):
             groups[id(module.together[0])].append((name, module))
         elif isinstance(module, QuantLinear):
-            found.append(Step(name.rpartition(".")[2], _product(module, here, rows)))
-    together = [Step("+".join(n.rpartition(".")[2] for n, _ in parts), _product(parts[0][1], here, rows)) for parts in groups.values()]
+            found.append(Step(name if whole else name.rpartition(".")[2], _product(module, here, rows)))
+    together = []
+    for (name, first), *more in groups.values():
+        names = name if whole else name.rpartition(".")[2], *(n.rpartition(".")[2] for n, _ in more)
+        together.append(Step("+".join(names), _product(first, here, rows)))
     return (*together, *found)
 
 
