@@ -201,10 +201,10 @@ def what_is_refused(mesh: Any, folder: Path) -> None:
     square = distributed.init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("a", "b"))
     calls: list[tuple[Callable[[], object], type[HalfbyteError], str]] = [
         (lambda: shared(torch.tensor([[0, 320]])), ArgumentError, r"lie in 0 … 319, got 0 … 320"),
-        (lambda: hb.save(shared, folder / "no"), UnsupportedError, "each process has a part of the model"),
-        (lambda: shared.save_pretrained(folder / "no"), UnsupportedError, "each process has a part of the model"),
-        (lambda: hb.parallelize_(shared, mesh), ArgumentError, "spread over processes already"),
-        (lambda: hb.parallel_report(alone), ArgumentError, "not spread over processes"),
+        (lambda: hb.save(shared, folder / "no"), UnsupportedError, "each process has only a part of the model"),
+        (lambda: shared.save_pretrained(folder / "no"), UnsupportedError, "each process has only a part of the model"),
+        (lambda: hb.parallelize_(shared, mesh), ArgumentError, "distributed over processes already"),
+        (lambda: hb.parallel_report(alone), ArgumentError, "not distributed over processes"),
         (lambda: hb.parallelize_(alone, mesh, {"*.upp_proj": "colwise"}), ArgumentError, "'[*].upp_proj' matches no module: .*up_proj"),
         (lambda: hb.parallelize_(alone, mesh, {"*.up_proj": "sideways"}), UnsupportedError, "up_proj is one of colwise.* got 'sideways'"),
         (lambda: hb.parallelize_(nn.Sequential(nn.Linear(2, 2)), mesh), ArgumentError, "Sequential has no tp_plan"),
@@ -271,7 +271,7 @@ def transformers_asks_for_it(mesh: Any, folder: Path) -> None:
     assert any(part_of(module) for module in made.modules())
     whole = build(folder / "float", device_map=mesh.device_type, quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
     assert text(made, cache_implementation="static") == text(whole, cache_implementation="static")
-    with pytest.raises(UnsupportedError, match="each process has a part of the model"):
+    with pytest.raises(UnsupportedError, match="each process has only a part of the model"):
         made.save_pretrained(folder / "no")
 
 

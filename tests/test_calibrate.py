@@ -239,7 +239,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match="hqq has no use for calibration"):
         quantize_(model, Config("int4_g16", method="hqq"), tokens())
     for wrong in (tokens() + 1000, -tokens()):
-        with pytest.raises(ArgumentError, match=r"tokens up to -?\d+, the model 128 of them: use the model's own tokenizer"):
+        with pytest.raises(ArgumentError, match=r"tokens up to -?\d+, a vocabulary of 128: use the model's own tokenizer"):
             quantize_(model, Config("int4_g16", method="gptq"), wrong)
     with pytest.raises(ArgumentError, match=r"do not fit the model.*own tokenizer"):
         quantize_(Blocks(), Config("int4_g4", method="gptq"), tokens() + 1000)

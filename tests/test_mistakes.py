@@ -172,7 +172,7 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.parallelize_(model(), None), "a torch.distributed DeviceMesh, got None: pass init_device_mesh"),
         (lambda: ANYTHING.calibration_tokens("text", lambda text: text), "the text a string, got function: pass the tokenizer first"),
-        (lambda: ANYTHING.calibration_tokens("text", "text"), "a tokenizer is called with a text, got str: pass one of transformers"),
+        (lambda: ANYTHING.calibration_tokens("text", "text"), "a tokenizer is a callable, got str: pass one of transformers"),
     ],
 )
 @pytest.mark.parametrize("gradients", [True, False])

@@ -310,7 +310,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "norm": not_a_kind,
         "batch": not_a_kind,
         "volume": not_a_kind,
-        "mirrored": "it pads otherwise than with zeros",
+        "mirrored": "its padding is not with zeros",
         "experts": "it has stacked weights, and is not a module of experts as transformers builds them",
         "lazy": "its weight is a UninitializedParameter",
     }

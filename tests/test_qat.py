@@ -374,7 +374,7 @@ def test_the_walk_is_that_of_quantize_() -> None:
     assert isinstance(model.inner, FakeQuantLinear)
     assert model.head.weight is model.embed.weight
     kept = {row.name: row.reason for row in hb.report(model).rows}
-    assert kept["inner"] == "in training for int8_channel, which convert_qat_ makes of it"
+    assert kept["inner"] == "in training for int8_channel, to which convert_qat_ converts it"
     assert kept["skipped"] == "skip pattern 'skipped'"
     learned = hb.prepare_qat_(Net(), config("q4_0"), scales="learned")
     assert learned.head.weight_scale is learned.embed.weight_scale
@@ -409,7 +409,7 @@ def test_experts_are_noted() -> None:
 def test_what_cannot_be_trained_is_refused_and_nothing_changes() -> None:
     for settings, scales, message in (
         (hb.Config("q4_0", method="gptq"), "dynamic", "use one of absmax, mse, hqq"),
-        (hb.Config("int8_channel", activations="static"), "dynamic", 'activations="static": use "dynamic"'),
+        (hb.Config("int8_channel", activations="static"), "dynamic", 'activations="static" cannot be trained: use "dynamic"'),
         (hb.Config("q4_0"), "fixed", "scales is one of dynamic, learned, got 'fixed'"),
         (hb.Config("q4_0", skip=["nothing"]), "dynamic", "matches no module"),
     ):

@@ -1,4 +1,4 @@
-"""Batch normalization folded into the layer before it: a frozen one is a scale and an offset for each channel."""
+"""Batch normalization folded into the layer before it: in evaluation it is a scale and an offset per channel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 def fold_batch_norms_(model: nn.Module) -> nn.Module:
     """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
 
-    The norm becomes nn.Identity, of which `report(model)` says so. Only pairs are folded where the norm alone reads the layer's result and
-    both are used once, so in evaluation the model computes the same. Call it before `quantize_`, and before `load` on a model that is
-    passed to it.
+    The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
+    are used once, so in evaluation the model computes the same. Call it before `quantize_`, and before passing a model to `load`.
 
     Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
     """
@@ -30,12 +29,12 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
 
 
 def fold_(model: nn.Module) -> list[tuple[str, str]]:
-    """The same, without a word in the report: (layer, norm) of each pair."""
+    """The same without the remarks for the report; returns (layer, norm) of each pair."""
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise UnsupportedError(f"{type(model).__name__} cannot be traced, so nobody knows what its norms follow ({reason})") from error
+        raise UnsupportedError(f"{type(model).__name__} cannot be traced to find the layers before its norms ({reason})") from error
     modules = dict(model.named_modules())
     used = [node.target for node in graph.nodes if node.op == "call_module"]
     folded = []

@@ -1,11 +1,11 @@
-"""Quantizing a language model by what its layers compute from real text, one decoder layer at a time.
+"""Calibrated quantization of a language model: its layers are quantized for their inputs on real text, one decoder layer at a time.
 
 The text's tokens go through the embeddings once. Then, for each decoder layer: a float32 copy of it is made on the device, the
 inputs of its linear layers and experts are measured, these are quantized, and the hidden states go through the quantized copy to the next
-layer. So each layer learns to make up for the errors of those before it, and there is never more in memory than the model, the codes, one
-decoder layer and the hidden states. Linear layers outside the decoder layers (the head) come last.
+layer. So each layer compensates for the errors of those before it, and memory never holds more than the model, the codes, one decoder
+layer and the hidden states. Linear layers outside the decoder layers (the head) come last.
 
-Moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and sum(|x|).
+The moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and sum(|x|).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from halfbyte.quantizers.gptq import GPTQ, gptq
 from halfbyte.quantizers.mse import mse
 
 Progress = Callable[[int, int, str], object]
-_Folds = dict[tuple[object, ...], list[Fold]]  # by the structure of the layer: its class and the names of its linear layers
+_Folds = dict[tuple[object, ...], list[Fold]]  # key: the structure of the layer, its class and the names of its linear layers
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What a method that looks at activations learns from, and how.
+    """The calibration data of methods that use activations, and their options.
 
-    tokens   int64 [n, t]: n passages of t tokens each, such as `calibration_tokens` makes
+    tokens   int64 [n, t]: n passages of t tokens each, as `calibration_tokens` returns
     batch    passages that run at a time
     device   where the layers run; None: where they are
     gptq, awq   options of these methods
@@ -61,7 +61,7 @@ class Calibration:
             raise ArgumentError(f"calibration runs 1 or more passages at a time, got a batch of {self.batch}")
         try:
             torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as e:  # torch raises either where it has no such device
+        except (RuntimeError, AssertionError) as e:  # torch raises either for an unavailable device
             raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
 
 
@@ -71,10 +71,10 @@ def as_calibration(calibration: Any) -> Calibration:
 
 
 def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[str], other: Iterable[str]) -> None:
-    """Raises ArgumentError for a method that needs calibration and has none, or the other way round.
+    """Raises ArgumentError for a method that needs calibration and has none, or has calibration and does not use it.
 
-    need, use   methods that do nothing without it, and those that learn from it where they have it
-    other       methods to fall back on
+    need, use   methods that require calibration, and those that use it if given
+    other       methods without calibration, to suggest
     """
     if method in need and not given:
         raise ArgumentError(
@@ -88,16 +88,16 @@ def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[
 def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
     """Token ids int64 [n, length] of at most `passages` passages, spread evenly over a text; shorter ones if the text is short.
 
-    tokenizer  a transformers tokenizer, or anything that is called with a text and answers with its "input_ids"
+    tokenizer  a transformers tokenizer, or any callable that takes a text and returns its "input_ids"
     """
     check_type(text, str, "calibration_tokens takes (tokenizer, text), the text a string", "pass the tokenizer first")
     if not callable(tokenizer):
         raise ArgumentError(
-            f"a tokenizer is called with a text, got {type(tokenizer).__name__}: pass one of transformers, and then the text"
+            f"a tokenizer is a callable, got {type(tokenizer).__name__}: pass one of transformers, and then the text"
         )
     if passages < 1 or length < 1:
         raise ArgumentError(f"calibration takes 1 or more passages of 1 or more tokens, got {passages} of {length}")
-    # transformers warns of texts that are longer than a model takes: this one is cut into passages.
+    # transformers warns about texts longer than a model's limit, but this one is split into passages.
     quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
     ids = torch.as_tensor(tokenizer(text, **quiet)["input_ids"], dtype=torch.int64).flatten()
     if not len(ids):
@@ -112,8 +112,8 @@ def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: i
 class Result:
     """The codes of a weight, or the new value of a parameter that stays in floating point, by the parameter's name.
 
-    error   ||float weight - quantized weight|| / ||float weight|| (Frobenius), of the weight as it was scaled
-    notes   what a person should know about it
+    error   ||float weight - quantized weight|| / ||float weight|| (Frobenius), of the scaled weight
+    notes   remarks for the report
     """
 
     name: str
@@ -131,16 +131,16 @@ def calibrate(
     materialize: Callable[[str, nn.Module], nn.Module] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Result]:
-    """Quantizes the linear layers and stacks of experts (`experts.expanded`) named in `formats`, and yields their codes as they are
-    done. `model` stays as it is.
+    """Quantizes the linear layers and stacks of experts (`experts.expanded`) named in `formats`, and yields their codes one by one.
+    `model` is not changed.
 
     method       "gptq", "awq", or "mse" weighted by the inputs
     materialize  (name, module) -> a copy of a decoder layer (or of another Linear) that has data; None: a deep copy
     progress     called with (decoder layers done, all of them, name)
 
-    New values are those of parameters that AWQ divides by its scales; they belong together with the codes. A linear layer that no
-    token reaches is left out; of experts that few reach, the notes of the result tell. Raises ArgumentError for tokens that the model
-    does not have.
+    AWQ also yields new values of the parameters that it divides by its scales; they belong together with the codes. A linear layer that no
+    token reaches is left out; experts that few tokens reach are named in the result's notes. Raises ArgumentError for tokens outside of
+    the model's vocabulary.
     """
     name, layers = decoder_layers(model)
     copy = materialize or (lambda _, module: deepcopy(module))
@@ -175,7 +175,7 @@ def _quantize_layer(
     calibration: Calibration,
     folds: _Folds,
 ) -> list[Result]:
-    """Quantizes what `formats` names of decoder layer i in `block`, a copy of it. `folds` remembers those of layers of one structure."""
+    """Quantizes the modules of `block`, a copy of decoder layer i, that `formats` names. `folds` caches the folds per layer structure."""
     modules = {name: block.get_submodule(name) for name in formats}
     for name, module in modules.items():
         check_finite(module.get_parameter("weight"), f"{prefix}.{name}.weight")
@@ -194,7 +194,7 @@ def _quantize_layer(
     def codes_of(name: str, weight: Tensor, measured: Moments | None) -> Codes:
         return _codes(weight, formats[name], method, measured, calibration, f"{prefix}.{name}.weight")
 
-    # Before linear layers are rounded, which would change what experts are called with.
+    # Experts first: rounding linear layers would change their inputs.
     for done in quantize_experts(runs, i, block, stacks, codes_of, calibration.awq if method == "awq" else None):
         notes = tuple(f"{prefix}.{done.name}: {note}" for note in done.notes)
         results.append(Result(f"{prefix}.{done.name}.weight", done.codes, done.error, notes))
@@ -205,7 +205,7 @@ def _quantize_layer(
 
 
 def unreached(name: str) -> str:
-    """What a report says about a linear layer that calibration left out."""
+    """The note for the report about a linear layer that calibration left out."""
     return f"no calibration token reaches {name}: mse without calibration is used"
 
 
@@ -217,7 +217,7 @@ def _scale(
     options: AWQ,
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Scales the input channels of linear layers of a decoder layer, and their moments; returns the parameters that divide instead."""
+    """Scales the input channels of linear layers of a decoder layer, and their moments; returns the parameters divided in turn."""
     changed: dict[str, Tensor] = {}
     for fold in folds:
         if not all(name in moments for name in fold.consumers):
@@ -234,7 +234,7 @@ def _scale(
 
 @torch.no_grad()
 def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: Moments, calibration: Calibration) -> Result:
-    """Quantizes the weight of a float32 Linear called `name`, and replaces it by what its codes stand for."""
+    """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes."""
     weight, full = linear.get_parameter("weight"), f"{name}.weight"
     codes = _codes(weight, fmt, method, moments, calibration, full)
     rounded, norm = codes.dequantize(), float(weight.norm())

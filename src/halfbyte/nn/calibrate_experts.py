@@ -1,11 +1,11 @@
-"""The stacks of experts of a decoder layer, each expert quantized for the tokens that are sent to it.
+"""Calibration of the stacks of experts of a decoder layer: each expert is quantized for the tokens that are routed to it.
 
-Moments are those of linear layers (runs.py), of each expert's own inputs. No more of them are held at a time than take the memory of the
-layer itself; where that is not enough for all experts the layer runs again for the next ones. An expert that too few tokens reach is
-quantized by `mse` without them, and named.
+Moments are those of linear layers (runs.py), of each expert's own inputs. They may take as much memory as the layer itself; where that is
+not enough for all experts the layer runs again for the next ones. An expert that too few tokens reach is quantized by `mse` without
+moments, and a note names it.
 
-AWQ: an expert's first product ends with the rows that its second one reads channel by channel (up, below gate), so that these are divided
-by the scale of the second one's inputs. That this leaves the outputs of the layer as they are is tried, as in folding.py.
+AWQ: the last rows of an expert's first product (up, below gate) are what its second product reads channel by channel, so these rows are
+divided by the scale of the second one's inputs. A trial run verifies that the layer's outputs do not change, as in folding.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from halfbyte.nn.runs import Moments, Runs
 from halfbyte.quantizers.awq import AWQ, search_scale
 from halfbyte.quantizers.mse import mse
 
-FEW = 32  # tokens: fewer say next to nothing about the inputs of an expert
+FEW = 32  # tokens: fewer are not representative of an expert's inputs
 
 CodesOf = Callable[[str, Tensor, Moments | None], Codes]  # name of the stack, weight [N, K] of an expert, moments of its inputs
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stack:
-    """A stack of experts that is done: its name within the layer, its codes [E, N, K] on the CPU; `error` and `notes` as of a Result."""
+    """A quantized stack of experts: its name within the layer, its codes [E, N, K] on the CPU; `error` and `notes` as in Result."""
 
     name: str
     codes: Codes
@@ -43,12 +43,12 @@ class Stack:
 def quantize_experts(
     runs: Runs, i: int, block: nn.Module, formats: Mapping[str, Format], codes_of: CodesOf, options: AWQ | None
 ) -> list[Stack]:
-    """Quantizes the stacks of experts in `formats` of `block`, a float32 copy of decoder layer i, and puts in what the codes stand for.
+    """Quantizes the stacks of experts in `formats` of `block`, a float32 copy of decoder layer i, and stores the dequantized codes there.
 
-    options  of AWQ, where it is to scale the inputs of second products
+    options  of AWQ, if it is to scale the inputs of second products
     """
     done = []
-    # Second products first, for the weights of the first ones may be divided.
+    # Second products first, because the weights of the first ones may be divided.
     for name in sorted(formats, key=lambda name: stack_before(name, formats) is None):
         weight, fmt = block.get_submodule(name).get_parameter("weight"), formats[name]
         before = stack_before(name, formats)
@@ -63,7 +63,7 @@ def quantize_experts(
         norm = float(weight.norm())
         error = float((codes.dequantize().to(weight.device) - weight).norm()) / norm if norm else 0.0
         done.append(Stack(name, codes, error, notes))
-    for stack in done:  # now that nothing is measured any more
+    for stack in done:  # after all measurements
         weight = block.get_submodule(stack.name).get_parameter("weight")
         weight.data = stack.codes.dequantize().to(weight.device)
     return done
@@ -106,9 +106,9 @@ def _divide(up: Tensor, down: Tensor, scale: Tensor) -> None:
 
 
 def _divides(runs: Runs, i: int, block: nn.Module, up: Tensor, down: Tensor) -> bool:
-    """Whether the layer's outputs stay the same when the one is divided and the other multiplied."""
+    """Whether the layer's outputs stay the same when `up` is divided and `down` multiplied by the same scale."""
     generator = torch.Generator().manual_seed(0)
-    # Powers of two: nothing is rounded, so that dividing by them again restores the weights exactly.
+    # Powers of two cause no rounding, so that dividing by them again restores the weights exactly.
     scale = torch.randint(-1, 2, (down.shape[0], down.shape[2]), generator=generator).float().exp2().to(down.device)
     before = runs.forward(i, block, 0)
     _divide(up, down, scale)

@@ -12,11 +12,11 @@ from halfbyte.ops import conv
 
 
 class QuantConv2d(QuantModule):
-    """A convolution as nn.Conv2d, with a quantized weight. Its output has its channels together in memory (channels_last).
+    """A convolution like nn.Conv2d, with a quantized weight. Its output is channels_last.
 
     packed      the weight, [out_channels, in_channels / groups, Kh, Kw]
-    like        what it stands for, an nn.Conv2d or a QuantConv2d: stride, padding, dilation and bias are taken from there. The bias
-                is kept in floating point, frozen
+    like        the nn.Conv2d or QuantConv2d that it replaces: stride, padding, dilation and bias are copied from it. The bias stays in
+                floating point, frozen
     compute, activation   see `conv2d`
     """
 
@@ -48,7 +48,7 @@ class QuantConv2d(QuantModule):
         if got != wanted:
             raise ArgumentError(f"a weight of (outputs, inputs, kernel, groups) {wanted} does not fit a {type(like).__name__} of {got}")
         if like.padding_mode != "zeros":
-            raise ArgumentError(f"padding is with zeros, got padding_mode={like.padding_mode!r}: pad before the convolution")
+            raise ArgumentError(f"padding is always with zeros, got padding_mode={like.padding_mode!r}: pad before the convolution")
         check_compute(compute, activation)
         self.out_channels, self.in_channels, self.kernel_size, self.groups = got
         self.stride = tuple(like.stride)
@@ -77,13 +77,13 @@ class QuantConv2d(QuantModule):
 
 
 class QuantConv1d(QuantConv2d):
-    """A convolution as nn.Conv1d: of lines [B, C, L] or [C, L]."""
+    """A convolution like nn.Conv1d, of [B, C, L] or [C, L]."""
 
     kind = "Conv1d"
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """[Co, Ci/groups, Kw]: the height of a line is 1, and no dimension of its kernel."""
+        """[Co, Ci/groups, Kw]: the kernel's height, 1, is left out."""
         out, channels, _, width = self.packed.shape
         return out, channels, width
 

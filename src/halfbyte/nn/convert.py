@@ -1,4 +1,4 @@
-"""Quantizing a model in place: which modules, to what format, and what became of each."""
+"""Quantizing a model in place: the choice of modules and formats, and the report."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from halfbyte.quantizers.mixed import allocate
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-_NARROW = 16  # channels of a tap: blocks of fewer would hold more scale than code
-_ROWS = 128  # of a weight, from which its error is estimated: reading all takes longer than quantizing
-CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute by which a model remembers what quantize_ was asked for
-_NOTES = "_halfbyte_notes"  # and what else is worth saying about it
+_NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
+_ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing
+CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
+_NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
 UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
 # What Config.auto chooses from.
 AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")
 
-# Told of each model that has been quantized or loaded: other packages want to know (see integrations).
+# Callbacks for each model that has been quantized or loaded (see integrations).
 finished: list[Callable[[nn.Module], None]] = []
 
 
@@ -63,12 +63,12 @@ class Config:
     compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and
                 means "row" for all other modules
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
-                its first layer to its last, with scales of its results that were chosen before, from calibration images
-    calibration  as for `quantize_`, where that is given none
+                its first layer to its last, with activation scales chosen in advance from calibration images
+    calibration  as for `quantize_`, if that is given none
     observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
                 the least squared error of the codes
 
-    Patterns are those of the shell (`*`, `?`, `[…]`), matched on the whole dotted name; `*` matches dots too.
+    Patterns are shell patterns (`*`, `?`, `[…]`), matched on the whole dotted name; `*` also matches dots.
     """
 
     format: str | Format
@@ -106,16 +106,16 @@ class Config:
         progress: Progress | None = None,
         **settings: Any,
     ) -> Config:
-        """A Config with a format for each Linear and stack of experts of a language model, so that all take at most `bits` a weight.
+        """A Config with a format for each Linear and stack of experts of a language model, so that they take at most `bits` per weight.
 
         bits      scales and zeros included; embeddings, and a head that is tied to one, are not counted
         formats   to choose from
         progress  called with (layers measured, all of them, name)
         settings  other fields of the Config: method, skip, embedding, compute, activation
 
-        How much a layer suffers is measured: the divergence (Kullback-Leibler) of the model's predictions when that layer alone has
-        the format of the fewest bits, and for the other formats in proportion to their squared error. Then the sum is minimised under
-        the budget. Raises ArgumentError where no choice fits it.
+        The sensitivity of a layer is measured: the divergence (Kullback-Leibler) of the model's predictions when only that layer has the
+        format with the fewest bits, scaled for the other formats by their squared error. Then the sum is minimised within the budget.
+        Raises ArgumentError where no choice fits it.
         """
         choices = [as_format(fmt) for fmt in formats]
         if not choices or not 0 < bits < float("inf") or settings.keys() & {"format", "overrides"}:
@@ -134,7 +134,7 @@ class Config:
             weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
             sizes = [[_stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
             count = sum(weight.numel() for weight in weights.values())
-            if bits < (least := 8 * sum(map(min, sizes)) / count):  # before the minutes that measuring takes
+            if bits < (least := 8 * sum(map(min, sizes)) / count):  # before measuring, which takes minutes
                 what = f"the smallest formats take {least:.2f} bits per weight, got {bits}"
                 raise ArgumentError(f"{what}: allow more bits or smaller formats")
             losses = measure_losses(model, weights, choices, as_calibration(calibration), progress)
@@ -145,7 +145,7 @@ class Config:
         return cls(str(choices[most]), overrides=overrides, **settings)
 
     def default_for(self, kind: str, *, narrow: bool = False) -> Format:
-        """The format of a module of this kind that no override names; `narrow`: a convolution whose taps have few channels."""
+        """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
         if narrow and isinstance(as_format(self.format).block, int):
             return as_format("int8_channel")
         return as_format(self.embedding if kind == "Embedding" and self.embedding is not None else self.format)
@@ -153,11 +153,11 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Something that holds a weight, and may be quantized unless `reason` says why not.
+    """A module that holds a weight, and can be quantized unless `reason` says why not.
 
-    kind    "Linear", "Conv2d", …, or what else it is
+    kind    "Linear", "Conv2d", … or another class name
     weight  equal for candidates that share one weight
-    narrow  a convolution whose taps have few channels: it takes int8_channel in the place of a format with blocks
+    narrow  a convolution whose taps have few channels: it takes int8_channel instead of a format with blocks
     """
 
     name: str
@@ -184,18 +184,18 @@ def quantize_(
     """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its quantized form,
     in place, and returns `model`.
 
-    calibration  token ids [passages, tokens], or a Calibration: what "gptq" and "awq" need, and what "mse" weighs its errors by if
-                 it has it. The model is then one that goes through a list of decoder layers. With `activations="static"`: batches of
-                 images, such as a DataLoader gives
+    calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
+                 errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as
+                 a DataLoader yields
     progress     called with (decoder layers done, all of them, name) while calibrating
 
-    With `activations="static"` the model itself becomes another module, a torch.fx.GraphModule in evaluation, whose batch norms are folded
-    and whose layers keep their names.
+    With `activations="static"` the model itself becomes a torch.fx.GraphModule in evaluation mode, whose batch norms are folded and
+    whose layers keep their names.
 
-    What stays as it is, and why, `report(model)` tells. Weights that modules share stay shared. What is quantized already keeps its
-    codes: a model in which nothing is left to quantize is returned as it is where each layer is as `config` asks for. Raises
+    `report(model)` tells what was not quantized, and why. Weights that modules share stay shared. Layers that are quantized already keep
+    their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. Raises
     ArgumentError (a layer of such a model has another format, method, compute or activation, a pattern that matches nothing, a NaN in
-    a weight, a method without its calibration) or FormatError, and then nothing has changed.
+    a weight, a method without its calibration) or FormatError; then nothing has changed.
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
@@ -254,9 +254,9 @@ def put_quantized_(
     config: Config,
     codes_of: Callable[[str, nn.Module, Format], tuple[Codes, float | None]],
 ) -> None:
-    """Puts the quantized form of each module that `formats` names in its place; `codes_of` says its codes and their error.
+    """Replaces each module that `formats` names by its quantized form; `codes_of` returns its codes and their error.
 
-    A module that has several names stays one module, and weights that modules share stay shared.
+    A module with several names stays one module, and weights that modules share stay shared.
     """
     by_weight: dict[int, QuantModule] = {}
     by_module: dict[int, QuantModule] = {}
@@ -280,12 +280,12 @@ def put_quantized_(
 
 
 def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
-    """Adds what `report` says of the model below its table."""
+    """Adds notes that `report` prints below its table."""
     setattr(model, _NOTES, (*getattr(model, _NOTES, ()), *notes))
 
 
 def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, Format | str], images: Any) -> nn.Module:
-    """`quantize_` to a network on int8 codes."""
+    """`quantize_` with static activations: to a network on int8 codes."""
     check_type(images, Iterable, 'activations="static" takes batches of images', "pass a DataLoader or a list of tensors")
     for name, fmt in decisions.items():
         if (
@@ -317,7 +317,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
 
 
 def report(model: nn.Module) -> Report:
-    """What of `model` is quantized and what is not, with the reasons and the bytes. One row for each module with parameters."""
+    """Which modules of `model` are quantized and which are not, with reasons and bytes. One row per module with parameters."""
     check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
     with expanded(model):
         return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
@@ -372,7 +372,7 @@ def _quantized(model: nn.Module) -> list[Candidate]:
 
 
 def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
-    """Says which of the modules `present`, which are quantized, are so otherwise than `config` asks; None where none are."""
+    """Names the quantized modules `present` that are not as `config` asks; None if all are."""
     if present and config.activations == "static" and calibrated(model) is None:
         return f'{present[0].name} is quantized already with activations="dynamic", not "static"'
     wanted = {name: fmt for name, fmt in decide(present, config).items() if isinstance(fmt, Format)}
@@ -384,7 +384,7 @@ def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config:
 
 
 def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, str] | None:
-    """In what a quantized module is otherwise than asked: (what it has, what is asked), or None."""
+    """The first difference of a quantized module from the request: (what it has, what is asked), or None."""
     assert isinstance(module, QuantModule)
     if module.packed.format != fmt:
         return str(module.packed.format), str(fmt)
@@ -396,7 +396,7 @@ def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, st
 
 
 def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
-    """For each candidate its format, or the reason why it stays. Those that share a weight share the decision."""
+    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision."""
     groups: dict[Hashable, list[Candidate]] = defaultdict(list)
     for candidate in found:
         groups[candidate.weight].append(candidate)
@@ -425,7 +425,7 @@ def check_patterns(config: Config, names: Sequence[str]) -> None:
 
 
 def check_in_place(model: nn.Module) -> None:
-    """Raises ArgumentError for a model whose modules cannot be replaced, or are in training for it already."""
+    """Raises ArgumentError for a model whose modules cannot be replaced, or have been prepared by `prepare_qat_`."""
     check_type(model, nn.Module, "a model is a torch.nn.Module", "use halfbyte.convert for one on disk, halfbyte.quantize for a tensor")
     if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")
@@ -433,10 +433,10 @@ def check_in_place(model: nn.Module) -> None:
 
 
 def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> tuple[Config, Any]:
-    """The config without its calibration, and what to calibrate with: what is `given`, or else the config's own.
+    """The config without its calibration, and the calibration: `given`, or else the config's own.
 
-    Raises ArgumentError for a config that needs calibration and has none, or the other way round; UnsupportedError for static
-    activations of a model that is not `in_memory`, to be traced and run.
+    Raises ArgumentError for a config that needs calibration and has none, or has one that it does not use; UnsupportedError for static
+    activations of a model that is not `in_memory`, as it must be traced and run.
     """
     calibration = config.calibration if given is None else given
     if config.activations != "static":
@@ -455,7 +455,7 @@ def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
 
     Of more than 128 rows it is an estimate from 128 of them, evenly spread.
     """
-    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution row by row of its codes
+    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution
         weight = (weight if kind == "Experts" else channels_last(weight, codes.format)).reshape(-1, codes.shape[-1])
         tensors = {
             name: t if codes.format.block == "tensor" and name != "data" else t.flatten(0, -2) for name, t in codes.tensors().items()
@@ -471,7 +471,7 @@ def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
 
 
 def _calibrated_names(model: nn.Module, decisions: Mapping[str, Format | str]) -> dict[str, Format]:
-    """The Linears and experts that are to be quantized and share their weight with no other module, with their formats."""
+    """The Linears and experts that are to be quantized and do not share their weight, with their formats."""
     owners: dict[int, set[int]] = defaultdict(set)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | StackedExperts)}
     for module in modules.values():
@@ -501,7 +501,7 @@ def _override(name: str, config: Config) -> Format | None:
 def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):
-        return f"in training for {module.target.format}, which convert_qat_ makes of it"
+        return f"in training for {module.target.format}, to which convert_qat_ converts it"
     weight: Tensor = module.weight
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     reasons = {
@@ -511,7 +511,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
         "it has forward hooks, which would be lost": has_hooks(module),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
-        "it pads otherwise than with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
+        "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
@@ -519,14 +519,14 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
 
 
 def _known(module: nn.Module) -> bool:
-    """It has a forward of its own, which is no other than that of its class's base, or an embedding's with a factor."""
+    """Whether its own forward computes the same as that of its base class, or is an embedding's with a factor."""
     if "forward" in vars(module):
         return False
     return type(module).__name__ == "FalconLinear" or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
 
 
 def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:
-    """`seen` says where each tensor was first met: its bytes are counted there, and only there."""
+    """`seen`: tensor id -> the first name, where its bytes are counted."""
     others = [t for _, t in own_tensors(module)]
     extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name and not is_lazy(t))
     if not isinstance(module, QuantModule):

@@ -1,5 +1,5 @@
-"""Weights as all of halfbyte knows them: each the `weight` of a module, outputs first. Where transformers has them otherwise, another
-module stands in for the float one: for stacked experts (experts.py), and for Conv1D (transposed.py).
+"""Temporary replacement of modules so that each weight is the `weight` of a module, outputs first, as the rest of halfbyte expects:
+for transformers' stacked experts (experts.py) and Conv1D (transposed.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Places = dict[str, MixtureOfExperts | Conv1DLinear]
 
 
 def expand_(model: nn.Module, wanted: Wanted = lambda name: True) -> Places:
-    """Puts modules in the places of those that keep their weights otherwise, where one of the weights, by its name "….c_attn" or
-    "….experts.down_proj", is wanted; what was put there, by name."""
+    """Replaces the modules with weights in another layout of which at least one, by its name "….c_attn" or "….experts.down_proj", is
+    wanted; returns the replacements by name."""
     modules = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     places: Places = {}
     made: dict[int, MixtureOfExperts | Conv1DLinear] = {}
@@ -43,7 +43,7 @@ def expand_(model: nn.Module, wanted: Wanted = lambda name: True) -> Places:
 
 
 def collapse_(model: nn.Module, places: Places, keep: Wanted = lambda name: False) -> None:
-    """The inverse of `expand_`, but for weights that are to be kept a module's, and for experts of which one is."""
+    """The inverse of `expand_`, except for replacements with a weight that `keep` names."""
     for name, place in places.items():
         if isinstance(place, Conv1DLinear):
             if not keep(name):
@@ -56,8 +56,8 @@ def collapse_(model: nn.Module, places: Places, keep: Wanted = lambda name: Fals
 
 @contextmanager
 def expanded(model: nn.Module, wanted: Wanted = lambda name: True) -> Iterator[None]:
-    """Inside, weights are those of modules, outputs first. Afterwards those still are that have been quantized, and what lies beside them
-    in a mixture of experts; none after an error."""
+    """A context in which modules are replaced as by `expand_`. Afterwards only replacements with a quantized weight remain; none after an
+    error."""
     places = expand_(model, wanted)
     try:
         yield
@@ -68,7 +68,7 @@ def expanded(model: nn.Module, wanted: Wanted = lambda name: True) -> Iterator[N
 
 
 def originals(places: Places) -> dict[int, Tensor]:
-    """The weights that stand in for others that are the other way round: id of the other -> the one."""
+    """The transposed views that replace weights: id of the original -> the view."""
     found: dict[int, Tensor] = {}
     for place in places.values():
         if isinstance(place, Conv1DLinear):

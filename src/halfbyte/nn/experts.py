@@ -1,11 +1,11 @@
-"""Mixtures of experts, as transformers builds them: the weights of a layer's experts lie stacked in two parameters of one module,
+"""Mixtures of experts as transformers builds them: the weights of a layer's experts are stacked in two parameters of one module,
 
     gate_up_proj [experts, 2 * inner, hidden]     (without a gate: up_proj [experts, inner, hidden])
     down_proj    [experts, hidden, inner]
 
 gpt-oss has them inputs first, [experts, hidden, 2 * inner] and [experts, inner, hidden], and biases, gate_up_proj_bias and down_proj_bias.
 
-`expanded` (expanded.py) makes modules of the weights, so that they are quantized, saved and loaded as other modules with a `weight` are.
+`expanded` (expanded.py) replaces each stack by a module, so that it is quantized, saved and loaded like other modules with a `weight`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOWN = "down_proj"
 class StackedExperts(nn.Module):
     """Linear layers of experts in floating point: weight [E, N, K].
 
-    transposed   it is a view of one that is inputs first
+    transposed   whether it is a view of a parameter that is inputs first
     """
 
     def __init__(self, weight: nn.Parameter, transposed: bool = False) -> None:
@@ -86,15 +86,14 @@ class QuantExperts(QuantModule):
 
 
 class MixtureOfExperts(nn.Module):
-    """What takes the place of a module of experts of transformers: its weights are modules of the parameters' names, its biases stay
-    parameters.
+    """Replaces transformers' module of experts: its weights become modules with the parameters' names, its biases stay parameters.
 
-    What it computes between them is the float module's own affair, which stays beside it, out of sight of torch.
+    The activation between them is computed by the float module, which is kept, but not as a child that torch would see.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self._float = (module,)  # in a tuple, so that it is not a child
+        self._float = (module,)  # in a tuple, so that torch does not register it as a child
         self._up, _ = stacks(module)
         self.transposed: bool = module.is_transposed
         self.biased: bool = module.has_bias
@@ -120,12 +119,12 @@ class MixtureOfExperts(nn.Module):
         return self.get_parameter(f"{stack}_bias") if self.biased else None
 
     def release(self) -> None:
-        """Lets go of the float module's parameters."""
+        """Removes the float module's parameters."""
         for name in _own(self._float[0]):
             self._float[0].register_parameter(name, None)
 
     def collapsed(self) -> nn.Module:
-        """The float module again, with the weights and biases that are here."""
+        """The float module again, with the current weights and biases."""
         module: nn.Module = self._float[0]
         for name, child in self.named_children():
             if isinstance(child, StackedExperts) and not self.transposed:
@@ -138,20 +137,20 @@ class MixtureOfExperts(nn.Module):
 
 
 def stacks(module: Any) -> tuple[str, ...]:
-    """The names of the stacked weights of a module of experts: up, then down. Nothing for any other module."""
-    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):  # what transformers gives all of its experts
+    """The names of the stacked weights of a module of experts: up, then down. Empty for any other module."""
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):  # attributes of all experts of transformers
         return ()
     return ("gate_up_proj" if module.has_gate else "up_proj", _DOWN)
 
 
 def stack_before(name: str, names: Iterable[str]) -> str | None:
-    """For the name of a stack of second products ("….down_proj"): that of the first ones of the same experts, if it is among `names`."""
+    """For the name of a stack of second products ("….down_proj"): the name of the same experts' first products, if among `names`."""
     prefix, _, own = name.rpartition(".")
     return next((n for n in names if own == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 
 
 def _own(module: Any) -> tuple[str, ...]:
-    """The names of the parameters of a module of experts: its `stacks`, and their biases, if they have some."""
+    """The names of the parameters of a module of experts: its `stacks` and their biases, if any."""
     weights = stacks(module)
     return (*weights, *(f"{name}_bias" for name in weights)) if module.has_bias else weights
 
@@ -160,7 +159,7 @@ def why_not(module: Any) -> str | None:
     """Why the experts of a module that has `stacks` cannot be multiplied by `grouped_linear`, or None."""
     reasons = {
         "its experts have norms": getattr(module, "has_post_expert_norm", False),
-        "its experts lie on several devices": getattr(module, "_is_expert_parallel", False),
+        "its experts are on several devices": getattr(module, "_is_expert_parallel", False),
     }
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     reasons |= {"it has other tensors than two stacks of weights and their biases": own != set(_own(module))}

@@ -1,4 +1,4 @@
-"""Modules in training: they hold the float weight and compute with the one that its codes will stand for."""
+"""Modules for quantization-aware training: they hold the float weight and compute with its quantized and dequantized value."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from halfbyte.quantizers import quantize_to_grid
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a module is trained to be.
+    """The quantized form that a module is trained for.
 
     name     of the module in its model
-    method   by which codes and scales are chosen at each step, or, where scales are learned, were chosen at the beginning
+    method   by which codes and scales are chosen at each step or, where scales are learned, were initialized
     compute, activation   see QuantLinear. With "int8" activations are rounded too
     """
 
@@ -39,10 +39,10 @@ class Target:
 
 
 class FakeQuantized(nn.Module):
-    """What modules in training share. `weight` is the float weight, which an optimizer changes and a state_dict has under its old name.
+    """Base of the modules in training. `weight` is the float weight, which an optimizer updates and a state_dict has under its old name.
 
-    weight_scale   of learned scales alone: a parameter in the shape of the codes' scales, float32
-    weight_zero    the zeros that go with it, which stay as they are; None where the format has none
+    weight_scale   only with learned scales: a parameter in the shape of the codes' scales, float32
+    weight_zero    the corresponding zeros, which are not trained; None where the format has none
     """
 
     target: Target
@@ -59,7 +59,7 @@ class FakeQuantized(nn.Module):
         return rows
 
     def rounded_rows(self) -> Tensor:
-        """The weight as its codes will have it, in their order; gradients flow to the float weight and to learned scales."""
+        """The quantized and dequantized weight, in the order of its codes; gradients flow to the float weight and to learned scales."""
         rows, fmt, name = self.ordered(self.weight), self.target.format, f"{self.target.name}.weight"
         if self.weight_scale is None:
             return fake_quantize(rows, fmt, self.target.method, name=name)
@@ -70,7 +70,7 @@ class FakeQuantized(nn.Module):
         return self.reordered(self.rounded_rows())
 
     def codes(self) -> Codes:
-        """What the weight would be stored as."""
+        """The weight quantized."""
         name = f"{self.target.name}.weight"
         if self.weight_scale is None:
             weight = self.weight.T if is_transposed(self) else self.weight
@@ -83,7 +83,7 @@ class FakeQuantized(nn.Module):
 
 
 class FakeQuantLinear(FakeQuantized, nn.Linear):
-    """nn.Linear that computes as QuantLinear will."""
+    """nn.Linear that computes like the later QuantLinear."""
 
     def forward(self, x: Tensor) -> Tensor:
         fmt, activation = self.target.format, self.target.activation
@@ -93,7 +93,7 @@ class FakeQuantLinear(FakeQuantized, nn.Linear):
 
 
 class FakeQuantConv1D(FakeQuantLinear):
-    """transformers' Conv1D, weight [K, N], that computes as QuantLinear will."""
+    """transformers' Conv1D, weight [K, N], that computes like the later QuantLinear."""
 
     transposed = True
 
@@ -105,7 +105,7 @@ class FakeQuantConv1D(FakeQuantLinear):
 
 
 class FakeQuantEmbedding(FakeQuantized, ScaledEmbedding):
-    """nn.Embedding that gives the rows that QuantEmbedding will."""
+    """nn.Embedding that gives the rows of the later QuantEmbedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = functional.embedding(ids, self.rounded(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
@@ -113,7 +113,7 @@ class FakeQuantEmbedding(FakeQuantized, ScaledEmbedding):
 
 
 class _FakeQuantConvolution(FakeQuantized):
-    """What convolutions share; `kernel_size`, `stride` and their like are torch's own."""
+    """Base of the convolutions; `kernel_size`, `stride` and so on are torch's own."""
 
     out_channels: int
     in_channels: int
@@ -146,7 +146,7 @@ class _FakeQuantConvolution(FakeQuantized):
         return Filter(self.target.format, self.out_channels, self.in_channels // self.groups, (height, width), self.groups)
 
     def _on_patches(self, images: Tensor, sizes: Filter, activation: str) -> Tensor:
-        """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded for itself, so that all are written out: [groups, B, Ho, Wo, K]."""
+        """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded by itself, so all are materialized: [groups, B, Ho, Wo, K]."""
         block = sizes.matrix_format.block_size(sizes.k)
         rows = fake_quantize_activation(patches(images, sizes, module_moves(self)), block, activation)  # type: ignore[arg-type]
         weight = self.rounded_rows().reshape(sizes.out, sizes.taps, sizes.channels)
@@ -156,22 +156,22 @@ class _FakeQuantConvolution(FakeQuantized):
 
 
 class FakeQuantConv1d(_FakeQuantConvolution, nn.Conv1d):
-    """nn.Conv1d that computes as QuantConv1d will."""
+    """nn.Conv1d that computes like the later QuantConv1d."""
 
 
 class FakeQuantConv2d(_FakeQuantConvolution, nn.Conv2d):
-    """nn.Conv2d that computes as QuantConv2d will."""
+    """nn.Conv2d that computes like the later QuantConv2d."""
 
 
 def check_not_in_training(model: nn.Module, remedy: str = "call this before prepare_qat_, or convert_qat_ first") -> None:
-    """Raises ArgumentError for a model with a module that trains for its codes: what changes weights or modules would spoil it."""
+    """Raises ArgumentError for a model with modules in training, whose weights and modules must not be changed otherwise."""
     if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
         raise ArgumentError(f"{name} is in training for its quantized form: {remedy}")
 
 
 def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:
-    """Makes a float module one in training: the same object, so that whatever holds it or its weight (parents, an optimizer, hooks) holds
-    it still."""
+    """Turns a float module into one in training. It stays the same object, so that references to it and its weight (from parents, an
+    optimizer, hooks) remain valid."""
     if is_conv1d(module):
         module.__class__ = FakeQuantConv1D
         assert isinstance(module, FakeQuantConv1D)

@@ -1,11 +1,12 @@
-"""Who can divide the input channels of a linear layer by a scale, so that its weight may be multiplied by it at no cost.
+"""Finds the modules that can divide the input channels of a linear layer by a scale at no cost, so that its weight may be multiplied
+by that scale.
 
 Two kinds of module can: a norm whose output the layer reads, by its weight and bias; and a linear layer whose outputs reach this one
 channel by channel, by rows of its weight (up_proj before down_proj, v_proj before o_proj, also where several heads share one v).
 
-No names are looked at. The layer is run and watched: what reads the output of a norm, and which linear layers came before within
-the same module. Each possible fold is then tried on a copy with random scales, and kept if the outputs of the layer and of all its
-linear layers stay as they were. So a fold that is used is right, whatever the architecture is called.
+The search does not depend on names. The decoder layer is run and traced: which layers read the output of a norm, and which linear layers
+ran before within the same module. Each possible fold is then tried on a copy with random scales, and kept if the outputs of the decoder
+layer and of all its linear layers do not change. So every fold that is used is correct, whatever the architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TOLERANCE = 1e-3  # relative, of outputs in float32; a wrong fold by factors of
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fold:
-    """One way to divide the input of `consumers`, linear layers and stacks of experts that read the same tensor of K channels.
+    """A way to divide the input of `consumers`, linear layers and stacks of experts that read the same tensor of K channels.
 
     producer  the module that divides
     kind      "norm": y = n * w + b;  "shifted": y = n * (1 + w) + b;  "linear": its last C rows
@@ -38,13 +39,13 @@ class Fold:
     followers: tuple[str, ...] = ()
 
     def apply(self, block: nn.Module, scale: Tensor, dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Divides in `block`, a module in float32, and multiplies the weights of the consumers.
+        """Divides the producer in `block`, a float32 module, and multiplies the weights of the consumers.
 
         scale   [K], above 0, equal for columns of the same channel
         dtypes  of the producer's parameters in the model, by name, to which their new values are rounded
 
-        Returns the scale that was used, and the new values of parameters that stay in floating point, by name. Norms are divided by
-        a scale that is changed a little, so that the rounding of their weights is made up for exactly.
+        Returns the scale that was used, and the new values of parameters that stay in floating point, by name. For norms the scale is
+        adjusted slightly, so that it matches their rounded weights exactly.
         """
         producer = block.get_submodule(self.producer)
         weight, bias = producer.get_parameter("weight"), producer._parameters.get("bias")
@@ -79,10 +80,10 @@ class Fold:
 
 @torch.no_grad()
 def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Module], Tensor]) -> list[Fold]:
-    """The folds of a decoder layer, in the order in which it runs; at most one for each tensor that its linear layers read.
+    """The folds of a decoder layer, in execution order; at most one for each tensor that its linear layers read.
 
     block    the layer, in float32
-    targets  the linear layers and stacks of experts that are going to be quantized: no others are scaled or divide, but for routers
+    targets  the linear layers and stacks of experts to be quantized: no others are scaled or divided, except routers
     run      runs a copy of the layer on some input
     """
     trace = _Trace(block)
@@ -108,7 +109,7 @@ def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Modul
 
 
 class _Trace:
-    """Inside, the first tensor that each module is called with and what it returns are kept, in the order of the calls."""
+    """A context that records the first tensor argument and the result of each module, in the order of the calls."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -173,7 +174,7 @@ def _routes(module: nn.Module, k: int) -> bool:
 
 
 def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
-    """How K channels may come from fewer: each from its own, or those of the query heads from the key-value heads that they share."""
+    """The possible mappings of K channels to those of the producer: one to one, or query heads to the key-value heads that they share."""
     yield torch.arange(k)
     groups, head = getattr(parent, "num_key_value_groups", 1), getattr(parent, "head_dim", None)
     if isinstance(groups, int) and isinstance(head, int) and groups > 1 and k % (groups * head) == 0:
@@ -181,5 +182,5 @@ def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
 
 
 def same_outputs(a: Tensor, b: Tensor) -> bool:
-    """Whether a layer computes the same, but for the rounding of float32."""
+    """Whether two outputs are the same up to the rounding of float32."""
     return a.shape == b.shape and float((a - b).norm()) <= _TOLERANCE * float(b.norm())

@@ -1,4 +1,4 @@
-"""The modules that are quantized, and for each how: what kind it is, its weight as codes, the codes arranged, and what takes its place."""
+"""The kinds of modules that are quantized, and for each: quantizing its weight, packing the codes, and the module that replaces it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
 KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Experts")
-CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # and the dimensions of their kernels
+CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel
 
 
 def kind_of(module: nn.Module) -> str:
@@ -45,13 +45,13 @@ def codes_shape(kind: str, shape: Sequence[int], fmt: Format) -> tuple[int, ...]
 
 
 def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str) -> Codes:
-    """The weight of a module of this kind as codes."""
+    """Quantizes the weight of a module of this kind."""
     quantize = quantize_conv if kind in CONVOLUTIONS else ops.quantize
     return quantize(weight, fmt, method, name=name)
 
 
 def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
-    """The codes of a module's weight, arranged for `device`."""
+    """Packs the codes of a module's weight for `device`."""
     if isinstance(module, IntegerModule):
         return pack_like(module.packed, codes, torch.device(device))
     if isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d):
@@ -62,7 +62,7 @@ def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> 
 def quantized_form(
     module: nn.Module, packed: AnyPacked, dtype: torch.dtype, compute: str, activation: str, error: float | None
 ) -> QuantModule:
-    """What takes the place of `module`, quantized or not, once its weight is `packed`."""
+    """The quantized module with the weight `packed` that replaces `module`, which may be quantized itself."""
     made: QuantModule
     if isinstance(module, IntegerModule):
         made = module.with_weight(packed, dtype, error)

@@ -1,10 +1,11 @@
-"""Linear layers that get the same input, computed at once: queries, keys and values; gate and up. And GELU in the product before it.
+"""Fused linear layers: those with the same input (queries, keys and values; gate and up) in one product, and GELU within the product
+before it.
 
-Their weights become one, row under row, and their outputs are parts of one product; no number changes. A token then takes fewer and
-larger products, which matters where each is short: activations are quantized once, and threads or thread blocks meet less often.
+Their weights are concatenated along the rows, and their outputs are slices of one product; no number changes. A token then takes fewer
+and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
 
-A GELU (not its tanh approximation) is computed with the product that it takes, before that is written: no number changes by more than
-2^-20 of what goes into it.
+A GELU (not its tanh approximation) is applied to the product before that is written: no number changes by more than 2^-20 of GELU's
+argument.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 
-# Children of one module that transformers calls one after the other with one and the same tensor.
+# Children of one module that transformers calls in this order with the same tensor.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -33,10 +34,10 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 
-# Attention to what another network gives, by names of transformers' and torch's: its queries come from elsewhere than keys and values.
+# Modules of cross-attention in transformers and torch: their queries come from another tensor than keys and values.
 _CROSS = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
 
-# A linear layer and the activation that its parent calls with its output and nothing else.
+# A linear layer and the activation to which its parent passes its output, which nothing else uses.
 ACTIVATED = (
     ("dense", "intermediate_act_fn"),
     ("dense", "transform_act_fn"),
@@ -47,13 +48,13 @@ ACTIVATED = (
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:
-    """Computes quantized siblings together, in place, and returns `model`.
+    """Fuses quantized siblings, in place, and returns `model`.
 
-    siblings   names of children that their parent calls in this order with one and the same tensor
-    activated  names of a child and of the GELU that its parent calls with its output
+    siblings   names of children that their parent calls in this order with the same tensor
+    activated  names of a child and of the GELU to which its parent passes its output
 
-    Siblings that differ in format, width, device or way of computing stay as they are. What is saved is what would be saved without.
-    What was put together is said below the table of `report(model)`.
+    Siblings that differ in format, width, device or compute are not fused. A saved model is the same with and without. The notes of
+    `report(model)` list what was fused.
     """
     for path, parent in list(model.named_modules()):
         for names in () if _CROSS.intersection(path.split(".")) else siblings:
@@ -85,13 +86,13 @@ def _watched(module: nn.Module) -> bool:
 def _is_gelu(module: object) -> bool:
     if not isinstance(module, nn.Module) or _watched(module):
         return False
-    # transformers has one of its own, which calls torch's.
+    # transformers has its own class, which calls torch's function.
     own = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
     return own or (type(module) is nn.GELU and module.approximate == "none")
 
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
-    """What siblings must have in common."""
+    """The properties that siblings must have in common."""
     fmt, k, device = linear.packed.format, linear.packed.shape[1], linear.packed.device
     own = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
     return fmt, k, device, own, linear.dtype, linear.compute, linear.activation, linear.bias is None
@@ -99,11 +100,11 @@ def _kind(linear: QuantLinear) -> tuple[object, ...]:
 
 @dataclass(eq=False)
 class _Group:
-    """The weight of several linear layers, and what it gave for the last input until all of them have asked.
+    """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
 
     sizes   rows of each
-    biases  float32 of each; of all together in `bias`
-    held   (an input, the outputs for it); read and written as one, so that threads do not mix theirs
+    biases  float32 of each; concatenated in `bias`
+    held   (an input, the outputs for it); one tuple, so that threads do not mix theirs
     """
 
     packed: Packed
@@ -141,7 +142,7 @@ class _Group:
         if held is None or held[0] is not x:
             y = ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
             held = x, y.split(self.sizes, dim=-1)
-        # The last to ask leaves nothing behind.
+        # The last one frees the outputs.
         self.held = held if index < len(self.sizes) - 1 else None
         return held[1][index]
 
@@ -151,7 +152,7 @@ class _Group:
 
 
 class FusedLinear(QuantLinear):
-    """One of several linear layers whose weights are one. It reads, saves and reports as if it had its own."""
+    """One of several fused linear layers. It is read, saved and reported as if it had its own weight."""
 
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
         super().__init__(_part(group, index), linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
@@ -161,12 +162,12 @@ class FusedLinear(QuantLinear):
 
     @property
     def index(self) -> int:
-        """Its place among those that it is computed with."""
+        """Its index among the layers that it is fused with."""
         return self._index
 
     @property
     def together(self) -> tuple[Packed, Tensor | None]:
-        """The weight and the bias of all that it is computed with, row under row."""
+        """The concatenated weight and bias of all layers that it is fused with."""
         return self._group.packed, self._group.bias
 
     def codes(self) -> Codes:
@@ -206,5 +207,5 @@ class GeluLinear(QuantLinear):
 
 
 def _part(group: _Group, index: int) -> Packed:
-    """The part's format and shape; its bytes are the group's, seen through a tensor of its own, as no layout keeps a part's together."""
+    """The format and shape of one layer; with the bytes of the whole group, as no layout keeps those of one layer together."""
     return replace(group.packed, shape=(group.sizes[index], group.packed.shape[1]), data=group.packed.data.view(-1))

@@ -26,7 +26,7 @@ from halfbyte.ops.conv import pack_conv
 AnyPacked = Packed | PackedConv
 COMPUTES = ("auto", "int8", "float")
 ACTIVATIONS = ("block", "row", "block_offset", "row_offset", "image")
-# The attribute by which a module says what of its weight it has, where that is spread over processes (see parallel.py).
+# The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
 
 
@@ -39,10 +39,10 @@ _FROZEN = "a quantized weight is frozen"
 
 
 class WeightView(Tensor):
-    """A packed weight that looks like a float tensor: shape, dtype and device at once, numbers only when they are used.
+    """A packed weight that behaves like a float tensor: it has shape, dtype and device, and is dequantized when it is used.
 
-    Each operation on it sees the dequantized weight, made anew: code that reads `module.weight.dtype` costs nothing, code
-    that multiplies by `module.weight` gets the right product slowly. Nothing can write to it.
+    Each operation dequantizes the weight again: code that reads `module.weight.dtype` costs nothing, code that multiplies by
+    `module.weight` gets the correct product slowly. It is read-only.
     """
 
     packed: AnyPacked
@@ -86,33 +86,33 @@ class WeightView(Tensor):
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.format})"
 
 
-# Weights that have moved to another device, by their bytes where they were: modules that share one share it there too.
+# Weights that have moved to another device, by their bytes on the old one: modules that share a weight still share it afterwards.
 _moved: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
 
 
 def _repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
-    """The same weight, arranged for another device."""
+    """The same weight, packed for another device."""
     if (there := _moved.get(packed.data)) is None or there.device != device:
         there = _moved[packed.data] = pack_like(packed, ops.unpack(packed), device)
     return there
 
 
 def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacked:
-    """`codes` of the same shape as those of `packed`, arranged for `device`."""
+    """`codes` of the same shape as those of `packed`, packed for `device`."""
     if isinstance(packed, PackedConv):
         return pack_conv(codes, packed.sizes.kernel, packed.sizes.groups, device)
     return ops.pack(codes, device)
 
 
 class QuantModule(nn.Module):
-    """What quantized modules share: the packed weight, its place in buffers and state_dict, what `.to` does.
+    """Base of the quantized modules: the packed weight, its representation in buffers and state_dict, and `.to`.
 
     packed  the weight: [N, K], that of a convolution, or those of experts
-    dtype   of the float weight that it stands for; follows `.to(dtype)`, which does not touch the packed bytes
+    dtype   of the float weight that it replaces; follows `.to(dtype)`, which does not change the packed bytes
     error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
-    kind    the module that it stands for, such as "Linear"
+    kind    the kind of the float module, such as "Linear"
     dimensions   how many the weight has, unless it is a convolution's
-    transposed   whether the float module that it stands for keeps its weight inputs first; see transposed.py
+    transposed   whether the float module keeps its weight inputs first; see transposed.py
     """
 
     kind: ClassVar[str]
@@ -127,7 +127,7 @@ class QuantModule(nn.Module):
             wanted = "[N, K]" if self.dimensions == 2 else "[E, N, K]"
             raise ArgumentError(f"the weight of {type(self).__name__} is {wanted}, got shape {list(packed.shape)}")
         self.error = error
-        # Buffers, so that torch counts and compiles them as the module's; not persistent: a layout is never stored.
+        # A buffer, so that torch counts and compiles it as part of the module; not persistent, as a layout is never stored.
         self.register_buffer("packed_data", packed.data, persistent=False)
         self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
         self._packed = packed
@@ -143,7 +143,7 @@ class QuantModule(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the float weight that it stands for."""
+        """The shape of the float weight that it replaces."""
         return self._packed.shape
 
     @property
@@ -152,7 +152,7 @@ class QuantModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, for code that looks at it; computed when it is used."""
+        """The dequantized weight, for code that reads it; computed when it is used."""
         if torch.compiler.is_compiling():
             return ops.dequantize(self._packed, self.dtype).view(self.weight_shape)
         return WeightView(self._packed, self.dtype, self.weight_shape)
@@ -175,7 +175,7 @@ class QuantModule(nn.Module):
         return self
 
     def refresh(self) -> None:
-        """Makes anew what follows from the weight and the bias, after either has changed."""
+        """Recomputes what depends on the weight and the bias, after either has changed."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -212,7 +212,7 @@ class QuantModule(nn.Module):
 
 
 class QuantMatrix(QuantModule):
-    """What QuantLinear and QuantEmbedding share: a weight [N, K]."""
+    """Base of QuantLinear and QuantEmbedding: a weight [N, K]."""
 
     @property
     def packed(self) -> Packed:
@@ -266,7 +266,7 @@ class QuantLinear(QuantMatrix):
 class QuantEmbedding(QuantMatrix):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.
 
-    embed_scale   what rows are multiplied by, if anything (see scaled.py)
+    embed_scale   a factor of the rows, if any (see scaled.py)
     """
 
     kind = "Embedding"

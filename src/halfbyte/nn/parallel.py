@@ -1,18 +1,18 @@
-"""A model whose weights are spread over processes, which compute each layer together (tensor parallelism), on torch.distributed.
+"""Tensor parallelism: the weights of a model are distributed over processes, which compute each layer together (torch.distributed).
 
     mesh = torch.distributed.init_device_mesh("cuda", (2,))
     halfbyte.parallelize_(model, mesh)
 
-Every process runs the same program. A layer of which rows are cut gives a part of its outputs, one of which columns are cut a sum over
-a part of its inputs; `parallel_plan.py` says which is which. Sums over parts of the inputs come out of the kernels in the dtype of the
-activations. Two of them are added in that, which rounds once; more are added in float32 and rounded once. With p_r the part of process
-r, u the unit roundoff of the activations (2^-8 of bfloat16, 2^-11 of float16, 2^-24 of float32, where the sums round too), what is added to
-the error of a sum on one device is at most
+Every process runs the same program. A layer cut along its rows gives a part of its outputs, one cut along its columns a sum over a part of
+its inputs; `parallel_plan.py` decides which. Kernels return these partial sums in the dtype of the activations. Two of them are added in
+that dtype, which rounds once; more are added in float32 and rounded once. With p_r the partial sum of process r and u the unit roundoff of
+the activations (2^-8 of bfloat16, 2^-11 of float16, 2^-24 of float32, where the sums round too), the additional error compared with one
+device is at most
 
     u (|y| + sum of |p_r|)         + (n - 1) 2^-24 (sum of |p_r|)    for n processes
 
-All processes get the same bits, so that they choose the same tokens and experts. What only moves numbers (parts put together, rows of an
-embedding) is exact. The collectives are torch's (parallel_sum.py); torch.compile knows them and CUDA graphs record them.
+All processes get the same bits, so that they choose the same tokens and experts. Gathered outputs and rows of embeddings are exact. The
+collectives are torch's (parallel_sum.py), which torch.compile supports and CUDA graphs record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from halfbyte.nn.report import size_text, table
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PARTS_ONLY = "each process has a part of the model, and none the whole that would be saved: load it without a mesh and save that"
+PARTS_ONLY = "each process has only a part of the model, which cannot be saved: load it without a mesh and save that"
 _REPORT = "_halfbyte_parallel_report"
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -47,7 +47,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Processes:
     """The processes that share a model.
 
-    group  torch's name of them
+    group  the name of their process group in torch
     """
 
     group: str
@@ -57,14 +57,14 @@ class Processes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Processes:
-        """Those of a mesh of one dimension, or of its dimension "tp". Raises ArgumentError for another."""
+        """Those of a mesh with one dimension, or of its dimension "tp". Raises ArgumentError for any other mesh."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        check_type(mesh, DeviceMesh, "a model is spread over a torch.distributed DeviceMesh", 'pass init_device_mesh("cuda", (processes,))')
+        check_type(mesh, DeviceMesh, "a mesh is a torch.distributed DeviceMesh", 'pass init_device_mesh("cuda", (processes,))')
         if mesh.ndim != 1:
             if "tp" not in (mesh.mesh_dim_names or ()):
                 raise ArgumentError(
-                    f'a model is spread over a mesh of one dimension, or over the one called "tp", got {mesh.ndim} dimensions '
+                    f'a model is distributed over a mesh of one dimension, or over the one called "tp", got {mesh.ndim} dimensions '
                     f"{mesh.mesh_dim_names}: pass mesh[name]"
                 )
             mesh = mesh["tp"]
@@ -73,10 +73,10 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a module knows of the rest of its weight.
+    """A module's part of a distributed weight.
 
     size   of the whole weight along the dimension that is cut
-    bias   whether the whole module has a bias; of columns only the first process adds it
+    bias   whether the whole module has a bias; with columns cut, only the first process adds it
     """
 
     cut: Cut
@@ -90,13 +90,13 @@ class Part:
 
 
 def part_of(module: nn.Module) -> Part | None:
-    """What a module is a part of; None where it is whole."""
+    """A module's part of its weight; None if it has all of it."""
     found = getattr(module, PART, None)
     return found if isinstance(found, Part) else None
 
 
 def whole_rows(module: nn.Module) -> int:
-    """The rows of a module's weight (an embedding's vocabulary) in all processes together."""
+    """The total rows of a module's weight (an embedding's vocabulary) in all processes."""
     part, weight = part_of(module), module.weight
     assert isinstance(weight, Tensor)
     return part.size if part is not None and part.cut.along == "outputs" else weight.shape[0]
@@ -107,24 +107,24 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, exact: bool = False) -> nn.Module:
-    """Leaves of each weight of `model` that a plan cuts the part of this process, in place, and returns `model`.
+    """Reduces each weight of `model` that a plan cuts to the part of this process, in place, and returns `model`.
 
     Every process of `mesh` calls it with the same model, and then computes with the same inputs. Weights may be quantized or in floating
-    point; `load(folder, mesh=mesh)` does the same without ever having a whole model in memory.
+    point; `load(folder, mesh=mesh)` does the same without a whole model in memory.
 
     mesh  torch's DeviceMesh of one dimension, or with one called "tp"
-    plan  pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel_plan.py`. Without
-          one the model's own, which models of transformers bring
-    exact  cut rows only: nothing is added across processes, each output is computed as it is on one device, and more is sent
+    plan  pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel_plan.py`. By
+          default the model's own, which transformers' models have
+    exact  cut only rows: no sums across processes, each output is computed as on one device, and more data is sent
 
-    What was cut how, and what not, `parallel_report(model)` tells. The model is frozen: gradients do not cross processes. Raises
-    ArgumentError for a mesh or plan that does not fit, UnsupportedError for a style that is not known, and then nothing has changed.
+    `parallel_report(model)` tells how each module was cut. The model is frozen: gradients do not cross processes. Raises ArgumentError
+    for a mesh or plan that does not fit, UnsupportedError for an unknown style; then nothing has changed.
     """
     processes = Processes.of(mesh)
     if any(isinstance(module, FusedLinear) for module in model.modules()):
         raise ArgumentError("the model computes some layers together: call parallelize_ first, then fuse_")
     if is_parallel(model):
-        raise ArgumentError("the model is spread over processes already: load it anew")
+        raise ArgumentError("the model is distributed over processes already: load it again")
     made = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
     modules = dict(model.named_modules(remove_duplicate=False))
     before = bytes_of_holders(model)
@@ -142,9 +142,9 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
 
 
 def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
-    """Leaves a module the part of its weight and bias that is this process's.
+    """Reduces a module's weight and bias to this process's part.
 
-    moved  weights that have been cut, by the id of what they were: modules that share one share its part
+    moved  weights that have been cut, by the id of the originals: modules that share a weight also share its part
     """
     cut, mine = part.cut, part.mine
     any_module: Any = module
@@ -172,9 +172,9 @@ def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
 
 
 def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int]) -> None:
-    """Lets modules that have been shrunk speak with those of other processes.
+    """Adds the communication with other processes to modules that have been shrunk.
 
-    before  bytes of each module that holds a weight, when it was whole
+    before  bytes of each whole module that holds a weight
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     for name, part in parts.items():
@@ -195,14 +195,14 @@ def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 
 
 def _as_they_come() -> None:
-    """The heads and their size for which transformers makes a static cache beforehand: none, so that it is made for those that come."""
+    """The heads and their size for which transformers allocates a static cache early: none, so that it is allocated at the first call."""
 
 
 # What happens when such a module is called
 
 
 def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
-    """The module's own forward, between what its cut asks for before and after."""
+    """The module's own forward, with the communication that its cut requires before and after."""
     part = part_of(module)
     assert part is not None
     cut, processes = part.cut, part.processes
@@ -221,9 +221,9 @@ def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
 
 
 def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + linear(x), x [..., K], residual and result [..., N], for callers that add in the product; it may be a part.
+    """residual + linear(x), x [..., K], residual and result [..., N], added within the product; `linear` may be a part.
 
-    Where parts of sums are added, the first process adds the residual to its own.
+    Where partial sums are added, the first process adds the residual to its own.
     """
     part = part_of(linear)
     summed = part is not None and (part.cut.before, part.cut.after) == ("", "reduce")
@@ -235,11 +235,11 @@ def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
-    """Rows of a vocabulary: each process gives those that it has, and zeros for the others."""
+    """Rows of a distributed embedding: each process gives those that it has, and zeros for the others."""
     ((start, stop),) = part.mine
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         least, most = (int(bound) for bound in torch.aminmax(ids))
-        if least < 0 or most >= part.size:  # in every process, so that none waits for another
+        if least < 0 or most >= part.size:  # raised in every process, so that none waits for another
             raise ArgumentError(f"embedding ids lie in 0 … {part.size - 1}, got {least} … {most}")
     mine = (ids >= start) & (ids < stop)
     rows: Tensor = type(module).forward(module, (ids - start).clamp(0, stop - start - 1))
@@ -248,14 +248,14 @@ def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
 
 
 def _reduce(x: Tensor, processes: Processes) -> Tensor:
-    """The sum of what the processes have, the same bits in each."""
+    """The sum of all processes' x, the same bits in each."""
     _check_frozen(x)
     wide = processes.count > 2 and x.dtype in _HALVES
     return all_reduce(x.float() if wide else x, processes.group).to(x.dtype)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], processes: Processes) -> Tensor:
-    """What the processes have, x [..., sizes[rank]], put together: [..., sum of sizes]."""
+    """All processes' x [..., sizes[rank]], concatenated: [..., sum of sizes]."""
     _check_frozen(x)
     most = max(sizes)
     padded = (x if x.shape[-1] == most else functional.pad(x, (0, most - x.shape[-1]))).contiguous()
@@ -277,8 +277,8 @@ def _check_frozen(x: Tensor) -> None:
 class ParallelRow:
     """One module that holds a weight.
 
-    how    what of it this process has: "outputs 0 … 255 of 512", "inputs …", "whole"
-    why    what there is to say about that
+    how    this process's part: "outputs 0 … 255 of 512", "inputs …", "whole"
+    why    the reason, or a remark
     before, after   bytes of the module, whole and here
     """
 
@@ -291,7 +291,7 @@ class ParallelRow:
 
 @dataclass(frozen=True, slots=True)
 class ParallelReport:
-    """What this process has of each weight. `str()` is a table, one line for all layers that are cut alike.
+    """This process's part of each weight. `str()` is a table, one line for all layers that are cut alike.
 
     sums  how parts of sums are added across processes
     """
@@ -319,10 +319,10 @@ class ParallelReport:
 
 
 def parallel_report(model: nn.Module) -> ParallelReport:
-    """What this process has of a model that is spread over several. Raises ArgumentError for one that is not."""
+    """This process's parts of a distributed model. Raises ArgumentError for a model that is not distributed."""
     found = getattr(model, _REPORT, None)
     if not isinstance(found, ParallelReport):
-        raise ArgumentError("the model is not spread over processes: use parallelize_, or load it with mesh=")
+        raise ArgumentError("the model is not distributed over processes: use parallelize_, or load it with mesh=")
     return found
 
 
@@ -349,7 +349,7 @@ def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 
 
 def bytes_of_holders(model: nn.Module) -> dict[str, int]:
-    """Of each module that holds a weight, by name."""
+    """Bytes of each module that holds a weight, by name."""
     return {name: _nbytes(model.get_submodule(name)) for name in holders(model)}
 
 
@@ -358,6 +358,6 @@ def _size(module: Any, cut: Cut) -> int:
 
 
 def _nbytes(module: nn.Module) -> int:
-    """Of a module's own parameters and packed weight."""
+    """Bytes of a module's own parameters and packed weight."""
     packed = module.packed.nbytes if isinstance(module, QuantModule) else 0
     return packed + sum(parameter.nbytes for parameter in module.parameters(recurse=False))

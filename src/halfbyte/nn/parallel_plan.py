@@ -1,18 +1,18 @@
-"""Which weight of a model is cut how, so that several processes compute it together.
+"""The plan of tensor parallelism: how each weight of a model is cut among processes.
 
-A plan gives modules styles by patterns of their names. The models of transformers bring theirs, and its names for styles are used here:
+A plan assigns styles to modules by patterns of their names. transformers' models have plans, and its names of styles are used here:
 
-    colwise                  rows of W (outputs) are cut, and the result stays in parts
-    rowwise                  the input comes in parts: columns of W are cut, and the partial sums are added
-    colwise_gather_output    rows are cut, and the parts of the result are put together
-    rowwise_split_input      as rowwise, of an input that comes whole
-    packed_colwise           as colwise, of two matrices below each other: each is cut by itself
-    embedding_rowwise        an embedding, cut by its vocabulary
+    colwise                  rows of W (outputs) are cut, and the result stays distributed
+    rowwise                  the input is distributed: columns of W are cut, and the partial sums are added
+    colwise_gather_output    rows are cut, and the parts of the result are gathered
+    rowwise_split_input      as rowwise, but the input is whole
+    packed_colwise           as colwise, for two matrices concatenated along their rows: each is cut separately
+    embedding_rowwise        an embedding, cut along its vocabulary
     moe_tp_experts           a module of experts, each of which is cut like a gated layer
 
-Modules of one parent that hand parts to each other are cut at the same places: attention between heads, layers with a gate where the
-columns of the rowwise weight may be cut, which is between its blocks. Where the columns of a rowwise weight cannot be cut so, its rows
-are: the parts of its input are put together first, and the parts of its result after. That changes no number either.
+Modules of one parent that pass distributed tensors to each other are cut at the same places: attention between heads, gated layers where
+the columns of the rowwise weight can be cut, which is between its blocks. If the columns of a rowwise weight cannot be cut so, its rows
+are: the parts of its input are gathered first, and the parts of its result afterwards. That changes no number either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from halfbyte.nn.permuted import PermutedLinear
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
 _EMBEDDING = ("embedding_rowwise", "embedding_colwise")
-# What means nothing to a model that is not trained and whose parameters are plain tensors.
+# Styles without effect on a model that is not trained and whose parameters are plain tensors.
 _NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
 STYLES = ("colwise", "rowwise", *_GATHERED, *_SPLIT, "packed_colwise", *_EMBEDDING, "moe_tp_experts", *_NOTHING)
 _TILE = 64  # rows or columns: parts of fewer would leave tiles of the kernels half empty
@@ -65,14 +65,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What each process has of a weight, and what goes between processes when it is used.
+    """The part of a weight that each process has, and the communication when it is used.
 
-    along   which dimension of the weight: its outputs N (an embedding's vocabulary) or its inputs K
-    parts   of each process: its runs along that dimension
-    before  "gather": the input comes in parts of these `sizes`, and is put together; "split": it comes whole, each process takes its part;
-            "look up": ids of rows that others have are left to them
-    after   "reduce": partial results are added; "gather": parts of the result are put together
-    why     what there is to say about it
+    along   the dimension that is cut: the outputs N (an embedding's vocabulary) or the inputs K
+    parts   for each process its ranges along that dimension
+    before  "gather": the input is distributed in parts of these `sizes`, which are gathered; "split": it is whole, each process takes its
+            part; "look up": each process looks up only its own rows
+    after   "reduce": partial results are added; "gather": parts of the result are gathered
+    why     the reason, or a remark
     """
 
     along: Literal["outputs", "inputs"]
@@ -89,8 +89,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """cuts    of modules, by name; those of experts have one for what becomes of their outputs
-    kept    why each other module that holds a weight stays whole
+    """cuts    of modules, by name; modules of experts also have one for their outputs
+    kept    the reason why each other module that holds a weight stays whole
     groups  of modules of attention, query heads that share a key head, for each process
     """
 
@@ -123,10 +123,10 @@ def make_plan(
 ) -> Plan:
     """How `count` processes, each with a device of this type, share the weights `found` of a model.
 
-    patterns  pattern of module names -> style; None: what the model brings
-    exact     no columns are cut
+    patterns  pattern of module names -> style; None: the model's own
+    exact     cut no columns
 
-    Raises ArgumentError for a pattern that matches nothing and for a model without a plan, UnsupportedError for a style that is none of
+    Raises ArgumentError for a pattern that matches nothing and for a model without a plan, UnsupportedError for a style that is not in
     STYLES.
     """
     if count == 1:
@@ -136,7 +136,7 @@ def make_plan(
 
 
 def without_numbers(name: str) -> str:
-    """A module's name as plans of transformers write it, with `*` for the numbers of layers: "layers.*.mlp"."""
+    """A module's name as in transformers' plans, with `*` for the numbers of layers: "layers.*.mlp"."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
@@ -163,7 +163,7 @@ def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, s
 
 
 class _Planner:
-    """One model, shared by `count` processes."""
+    """Makes the plan of one model for `count` processes."""
 
     def __init__(
         self, model: nn.Module, found: Mapping[str, Holder], styles: Mapping[str, str], count: int, device: str, exact: bool
@@ -210,7 +210,7 @@ class _Planner:
                 self._split(holder, reason)
 
     def _attention(self, parent: str, producers: Sequence[Holder], takers: Sequence[Holder], heads: int, kv_heads: int) -> str | None:
-        """Cuts between heads; says why not."""
+        """Cuts between heads; returns the reason if that is impossible."""
         grouped = {h.name: kv_heads if kv_heads != heads and _leaf(h)[0] in "kv" else heads for h in producers}
         grouped |= {holder.name: heads for holder in takers}
         sizes = {holder.name: holder.shape[-1] if holder in takers else holder.shape[-2] for holder in (*producers, *takers)}
@@ -229,7 +229,7 @@ class _Planner:
         return None
 
     def _gated(self, parent: str, producers: Sequence[Holder], takers: Sequence[Holder]) -> str | None:
-        """Cuts outputs that are multiplied or added element by element; says why not."""
+        """Cuts outputs that are combined element by element; returns the reason if that is impossible."""
         inner = takers[0].shape[-1]
         halves = {h.name: 2 if self.styles[h.name] == "packed_colwise" else 1 for h in producers}
         if any(h.shape[-2] != inner * halves[h.name] for h in producers) or any(h.shape[-1] != inner for h in takers):
@@ -248,13 +248,13 @@ class _Planner:
         return None
 
     def _take(self, holder: Holder, parts: tuple[Ranges, ...], else_: str) -> None:
-        """Cuts a weight whose input comes in `parts`: along them if the weight may be cut there."""
+        """Cuts a weight whose input is distributed in `parts`: along these if the weight can be cut there."""
         unit, k = _input_unit(holder, 0), holder.shape[-1]
         reason = self._whole(holder)
         if reason is None and any(stop % unit and stop != k for part in parts for _, stop in part):
             reason = else_
         parent = holder.name.rpartition(".")[0]
-        experts = isinstance(self.modules[parent], MixtureOfExperts)  # they weigh and add what their layers give, and then it is whole
+        experts = isinstance(self.modules[parent], MixtureOfExperts)  # they sum the weighted outputs, which must be whole
         if reason is None:
             self._cut(holder, Cut("inputs", parts, after="" if experts else "reduce"))
             if experts:
@@ -272,7 +272,7 @@ class _Planner:
     # Modules on their own
 
     def _rows(self, holder: Holder, why: str = "") -> None:
-        """Cuts rows, of a result that is put together."""
+        """Cuts rows; the result is gathered."""
         rows = self._even(holder)
         if rows is None or holder.kind == "Experts":
             short = f"{holder.shape[-2]} outputs are fewer than {self.count} processes"
@@ -283,7 +283,7 @@ class _Planner:
             self._cut(holder, Cut("outputs", rows, after="gather", why=why))
 
     def _split(self, holder: Holder, why: str = "") -> None:
-        """Cuts a weight whose input comes whole."""
+        """Cuts the columns of a weight whose input is whole."""
         unit = _input_unit(holder, self.count)
         if holder.kind == "Linear" and self._whole(holder) is None and -(-holder.shape[-1] // unit) >= self.count:
             parts = tuple((run,) for run in spread(holder.shape[-1], self.count, unit))
@@ -301,12 +301,12 @@ class _Planner:
         self.made.kept.pop(holder.name, None)
 
     def _whole(self, holder: Holder) -> str | None:
-        """Why a part of the inputs, with the same part of the columns, would not give a part of the same sum; None if it would."""
+        """The reason why a part of the inputs and columns would not give a partial sum of the same result; None if it would."""
         fmt = holder.format
         if self.exact:
-            return "sums are to be those of one device"
+            return "exact sums are required"
         if holder.ordered:
-            return "its columns are in an order of their own"
+            return "its columns are permuted"
         if fmt is None or holder.compute == "float" or (holder.compute == "auto" and self.device != "cpu"):
             return None
         if not isinstance(fmt.block, int) or not holder.activation.startswith("block"):
@@ -314,7 +314,7 @@ class _Planner:
         return None
 
     def _tie(self) -> None:
-        """Modules that share a weight have the same part of it: rows, if any of them has."""
+        """Gives modules that share a weight the same part of it: rows, if any of them has rows cut."""
         sharing: dict[Hashable, list[Holder]] = defaultdict(list)
         for holder in self.found.values():
             sharing[holder.weight].append(holder)
@@ -343,9 +343,9 @@ def _heads(attention: nn.Module) -> tuple[int, int] | None:
 
 
 def _spread_heads(heads: int, kv_heads: int, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(query heads, key heads) of each process, so that all of a process's groups are of one size.
+    """(query heads, key heads) of each process, so that all groups of a process have the same size.
 
-    With fewer key heads than processes, those that share one each have it.
+    With fewer key heads than processes, a key head is replicated.
     """
     group = heads // kv_heads
     if kv_heads >= count:
@@ -364,7 +364,7 @@ def _scaled(runs: Sequence[tuple[int, int]], size: int) -> tuple[Ranges, ...]:
 
 
 def _input_unit(holder: Holder, count: int) -> int:
-    """Columns that stay together: a block, in whole bytes; or a tile, if there are enough of them for `count` processes."""
+    """The number of columns that must stay together: a block, in whole bytes; or a tile, if there are enough for `count` processes."""
     if holder.format is not None and isinstance(holder.format.block, int):
         block = holder.format.block
         return 2 * block if block % 2 and holder.format.bits == 4 else block

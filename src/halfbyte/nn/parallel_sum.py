@@ -1,10 +1,10 @@
-"""Sums over processes, y = x_0 + … + x_(n - 1): the same bits in each.
+"""All-reduce: sums over processes, y = x_0 + … + x_(n - 1), with the same bits in each.
 
-Torch's functional all-reduce (NCCL, gloo) takes any size. A decoding step adds a few kilobytes many times, and there waiting is all: up to
+Torch's functional all-reduce (NCCL, gloo) takes any size. A decoding step adds a few kilobytes many times, where latency dominates: up to
 LARGEST bytes GPUs of one host use torch's one-shot all-reduce on symmetric memory. Each GPU writes its part where the others can read it,
-and adds the parts in the order of ranks: one kernel, no copy engine, no second trip. Multicast in the network (NVLink SHARP) is not used.
+and adds the parts in the order of ranks: one kernel, no copy engine, one round trip. Multicast in the network (NVLink SHARP) is not used.
 
-The buffer for it is made once for a group, by all processes together (`prepare`), before any CUDA graph is captured.
+The buffer for it is allocated once per group, by all processes together (`prepare`), before any CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ALIGNED = 16  # bytes
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What processes of a group read from each other: uint8 [LARGEST], or why there is no such memory.
+    """The shared buffer of a group, uint8 [LARGEST], or the reason why there is none.
 
-    group  the process group, gone when it is destroyed (a later one may have its name)
+    group  a weak reference to the process group (a later one may have its name)
     """
 
     group: weakref.ref[Any]
@@ -39,7 +39,7 @@ _library.define("sum_over_processes(Tensor x, str group) -> Tensor")
 
 
 def prepare(group: str, device: str) -> str:
-    """Makes the memory that a group's processes share; each of them calls it. Returns how sums are made, in words for a report.
+    """Allocates the shared buffer of a group; each process calls it. Returns a description of the sums for the report.
 
     group   torch's name of it
     device  "cuda", "cpu", …
@@ -68,7 +68,7 @@ def _large(x: Tensor, group: str) -> Tensor:
 
 def _sum(x: Tensor, group: str) -> Tensor:
     buffer = _SHARED[group].buffer
-    wide = x.float() if x.dtype == torch.float16 else x  # the kernel knows float32 and bfloat16
+    wide = x.float() if x.dtype == torch.float16 else x  # the kernel supports float32 and bfloat16
     if buffer is None or not 0 < wide.nbytes <= LARGEST or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
         return _large(x, group)
     mine = wide.contiguous()
@@ -97,9 +97,9 @@ def _share(group: Any) -> tuple[Tensor | None, str | None]:
         return None, trouble
     if len(hosts) > 1:
         return None, "the processes are on several hosts"
-    # Where each process sees its own GPU alone, torch says so below.
+    # Where each process sees only its own GPU, torch fails below.
     if len(devices) == len(places) and not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
-        return None, "the GPUs do not reach each other's memory"
+        return None, "the GPUs cannot access each other's memory"
     buffer, trouble = None, None
     try:
         from torch.distributed import _symmetric_memory as symmetric
@@ -108,14 +108,14 @@ def _share(group: Any) -> tuple[Tensor | None, str | None]:
             buffer = symmetric.empty(LARGEST, dtype=torch.uint8, device=torch.device("cuda", here))
         symmetric.rendezvous(buffer, group.group_name)
     except (RuntimeError, ImportError, AttributeError) as error:
-        trouble = f"torch shares no memory between these GPUs ({' '.join(str(error).split())[:200]})"
+        trouble = f"torch cannot share memory between these GPUs ({' '.join(str(error).split())[:200]})"
     torch.distributed.all_gather_object(places, trouble, group=group)
     first = next(filter(None, places), None)
     return (buffer, None) if first is None else (None, first)
 
 
 def _lacking() -> str | None:
-    """What this process's torch lacks."""
+    """The requirement that this process's torch does not meet, or None."""
     if torch.version.hip is not None:
         return "one-shot sums are tried on NVIDIA GPUs alone"
     ops = torch.ops.symm_mem

@@ -1,4 +1,4 @@
-"""Training a model for its quantized weights: `prepare_qat_`, then any training loop, then `convert_qat_`."""
+"""Quantization-aware training: `prepare_qat_`, then any training loop, then `convert_qat_`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ SCALES = ("dynamic", "learned")
 
 
 def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str = "dynamic") -> nn.Module:
-    """Makes each module that `quantize_` with this config would replace compute with the weight that it would get, in place; returns
-    `model`.
+    """Lets each module that `quantize_` with this config would replace compute with its quantized and dequantized weight, in place;
+    returns `model`.
 
-    The float weights stay, under their names, and are what an optimizer changes; gradients pass the rounding as if it were not there,
-    but for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
+    The float weights remain, under their names, and are what an optimizer updates. Gradients pass the rounding unchanged (the
+    straight-through estimator), except for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
 
-    config   as for `quantize_`. With compute="int8" activations are rounded as `activation` says; else they are not. Methods that
-             calibrate, and activations="static", are refused
-    scales   "dynamic": chosen anew from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, which begin
-             as the method chooses them and are trained with the weights (LSQ); zeros stay as they are then
+    config   as for `quantize_`. With compute="int8" activations are rounded as `activation` says, otherwise not. Methods with
+             calibration and activations="static" are not supported
+    scales   "dynamic": computed from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, initialized by
+             the method and trained with the weights (LSQ); zeros are not trained
 
-    Batch norms: fold them before (`fold_batch_norms_`). Experts stay in floating point, which `report(model)` notes. Raises ArgumentError
-    or FormatError as `quantize_` does, and then nothing has changed.
+    Fold batch norms before (`fold_batch_norms_`). Experts stay in floating point, which `report(model)` notes. Raises ArgumentError
+    or FormatError as `quantize_` does; then nothing has changed.
     """
     config = as_config(config)
     _check(model, config, scales)
@@ -69,8 +69,8 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
 
 
 def convert_qat_(model: nn.Module) -> nn.Module:
-    """Replaces each module that `prepare_qat_` prepared by its quantized form, in place, and returns `model`. The codes are those that it
-    computes with now.
+    """Replaces each module that `prepare_qat_` prepared by its quantized form, in place, and returns `model`. The codes are those with
+    which it currently computes.
 
     Raises ArgumentError where there is no such module, or a weight is NaN or infinite; then nothing has changed.
     """
@@ -97,14 +97,14 @@ def _check(model: nn.Module, config: Config, scales: str) -> None:
     if scales not in SCALES:
         raise ArgumentError(f"scales is one of {', '.join(SCALES)}, got {scales!r}")
     if config.method in CALIBRATED:
-        raise ArgumentError(f"{config.method} looks at calibration text once, and training at each step: use one of {', '.join(METHODS)}")
+        raise ArgumentError(f"{config.method} needs calibration, which training does not have: use one of {', '.join(METHODS)}")
     if config.activations == "static":
-        raise ArgumentError('nothing is trained for activations="static": use "dynamic"')
+        raise ArgumentError('activations="static" cannot be trained: use "dynamic"')
 
 
 def _first_grid(codes: Codes) -> tuple[nn.Parameter, Tensor | None]:
-    """The scales with which learning begins, and the zeros. A block of zeros would hold the scale 0, which no gradient changes: it gets
-    the mean of the others, with which its codes mean 0 too."""
+    """The initial learned scales, and the zeros. A block of zeros would have the scale 0, which no gradient changes: it gets the mean of
+    the others, with which its codes mean 0 too."""
     scale = codes.scale.float()
     usual = scale[scale != 0].abs().mean() if bool((scale != 0).any()) else torch.ones((), device=scale.device)
     return nn.Parameter(torch.where(scale == 0, usual, scale)), codes.zero

@@ -1,4 +1,4 @@
-"""What was quantized, what was not and why, and what it saves."""
+"""The report of a quantized model: what was quantized, what was not and why, and the bytes saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from halfbyte.formats.spec import Format
 
-REMARK = "halfbyte_remark"  # the attribute in which a module has words for the report, such as what computes it
+REMARK = "halfbyte_remark"  # the attribute of a module with a remark for the report, such as what computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Row:
 
     kind      the module's class ("Linear"), or "tensor"
     shape     of its weight
-    format    None where it stays as it is, and then `reason` says why
+    format    None if it is not quantized; `reason` then says why
     tied_to   the name of an earlier row that holds the same weight; its bytes are counted there
     bytes_*   of all its parameters and persistent buffers, quantized weights in canonical order
     error     ||float weight - quantized weight|| / ||float weight|| (Frobenius), if known
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits for each weight, scales and zeros included."""
+        """Stored bits per weight, scales and zeros included."""
         return None if self.format is None or not self.shape else self.format.bits_per_weight(self.k or self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rows in the model's order, and what else is worth saying. `str()` is a table, `to_json()` everything in plain types."""
+    """Rows in the model's order, and notes. `str()` is a table, `to_json()` everything in plain types."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Report:
         return "\n".join([*lines, *self.notes]).lstrip("\n")
 
     def _kept_cells(self) -> Iterator[tuple[str, ...]]:
-        """One line for all rows of a kind that stay for the same reason."""
+        """One line for all rows of a kind that are not quantized for the same reason."""
         groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
         for row in self.kept:
             groups[row.kind, row.reason or ""].append(row)
@@ -125,7 +125,7 @@ class Report:
 
 
 def remarks(model: nn.Module) -> tuple[str, ...]:
-    """The modules' REMARKs, the same ones once: "model.layers.0 and 31 more: …"."""
+    """The modules' REMARKs, equal ones merged: "model.layers.0 and 31 more: …"."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         if (text := getattr(module, REMARK, None)) is not None:
@@ -134,7 +134,7 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes for people, in powers of 1000: "90.9 MB"."""
+    """A human-readable number of bytes, in powers of 1000: "90.9 MB"."""
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.95 and len(units) > 1:
         value, units = value / 1000, units[1:]

@@ -1,7 +1,7 @@
-"""A language model's decoder layers on a text, one after the other, and what their linear layers are called with.
+"""Runs a language model's decoder layers one after the other on a text, and measures the inputs of their linear layers.
 
-The text's tokens go through the embeddings once. From then on there are the hidden states before the next layer, and for each layer the
-other arguments that the model calls it with.
+The text's tokens go through the embeddings once. After that only the hidden states before the next layer are kept, and for each layer
+the other arguments with which the model calls it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of layers that hidden states go through one after the other: of all nn.ModuleList that with the most parameters."""
+    """(name, list) of the decoder layers: of all nn.ModuleList the one with the most parameters."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UnsupportedError(
-            f"{type(model).__name__} has no nn.ModuleList of layers, through which calibration goes: use mse or hqq without it"
+            f"{type(model).__name__} has no nn.ModuleList of layers to calibrate: use mse or hqq without calibration"
         )
     return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 
 
 class Moments:
-    """Of the inputs of linear layers that read the same tensor: second = sum(x x^T) [K, K], first = sum(|x|) [K], float32."""
+    """Moments of the inputs of linear layers that read the same tensor: second = sum(x x^T) [K, K], first = sum(|x|) [K], float32."""
 
     def __init__(self, k: int, device: torch.device) -> None:
         self.second = torch.zeros(k, k, device=device)
@@ -43,11 +43,11 @@ class Moments:
         self.count += len(rows)
 
     def expected(self) -> Tensor:
-        """What `second` would be of tokens without end, up to a factor, as far as these tell: float32 [K, K].
+        """An estimate of the expectation of `second`, up to a factor: float32 [K, K].
 
-        The moments of n tokens in K dimensions have eigenvalues that are too small and too large, and codes that are made for them are
-        made for these tokens alone: with n near K they are worse than those of no calibration. So they are drawn towards a multiple of
-        the identity with the same trace, as in Ledoit, Wolf: A well-conditioned estimator for large-dimensional covariance matrices
+        The smallest eigenvalues of the moments of n tokens in K dimensions are too small and the largest too large, so codes overfit to
+        these tokens: with n near K they are worse than without calibration. So the moments are shrunk towards a multiple of the
+        identity with the same trace, as in Ledoit, Wolf: A well-conditioned estimator for large-dimensional covariance matrices
         (2004), here with the weight K / n.
         """
         drawn = self.second.clone()
@@ -55,18 +55,18 @@ class Moments:
         return drawn
 
     def divide(self, scale: Tensor) -> None:
-        """What they are when every input is divided by `scale` [K]."""
+        """Updates the moments to inputs divided by `scale` [K]."""
         self.second /= torch.outer(scale, scale)
         self.first /= scale
 
 
 class _Stop(Exception):
-    """Ends a forward pass of which no more is needed."""
+    """Ends a forward pass early."""
 
 
 @contextmanager
 def takes_tokens(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is given token ids alone; what it says to that is an ArgumentError: it may want images or two sequences."""
+    """A context in which `model` is called with only token ids; its errors become ArgumentError: it may need images or two sequences."""
     try:
         yield
     except HalfbyteError:
@@ -74,12 +74,12 @@ def takes_tokens(model: nn.Module) -> Iterator[None]:
     except (ValueError, TypeError, AttributeError) as e:
         why = " ".join(str(e).split())[:200]
         raise ArgumentError(
-            f"calibration gives a model token ids alone, and {type(model).__name__} does not run on those ({why}): use mse or hqq"
+            f"calibration calls a model with token ids only, and {type(model).__name__} does not run on those ({why}): use mse or hqq"
         ) from e
 
 
 class Runs:
-    """Forward passes over the calibration tokens: hidden states before the next layer, and what else each layer is called with."""
+    """Forward passes over the calibration tokens: hidden states before the next layer, and the other arguments of each layer."""
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, tokens: Tensor, batch: int, device: torch.device | str | None = None
@@ -92,16 +92,16 @@ class Runs:
         any_model: Any = model
         embedding = any_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         known = embedding.weight.shape[0] if isinstance(embedding, nn.Embedding) else torch.inf
-        if int(tokens.min()) < 0 or int(tokens.max()) >= known:  # a GPU would not survive the look-up
+        if int(tokens.min()) < 0 or int(tokens.max()) >= known:  # on a GPU the look-up would be a fatal error
             largest = int(tokens.max())
-            raise ArgumentError(f"the calibration has tokens up to {largest}, the model {known} of them: use the model's own tokenizer")
+            raise ArgumentError(f"the calibration has tokens up to {largest}, a vocabulary of {known}: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
         self.others: list[list[tuple[Any, Any]]] = [[] for _ in layers]  # of each layer, for each batch
         with takes_tokens(model):
             self._embed()
 
     def _embed(self) -> None:
-        """Runs what comes before the layers, and lets the model hand each layer its arguments without running any."""
+        """Runs the modules before the layers, and records the arguments of each layer without running it."""
 
         def record(i: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class Runs:
             self.model.train(training)
 
     def forward(self, i: int, block: nn.Module, batch: int) -> Tensor:
-        """The output of `block`, in the place of layer i, for a batch of hidden states."""
+        """The output of `block`, in place of layer i, for a batch of hidden states."""
         args, kwargs = self.others[i][batch]
         floats = tree_map_only(Tensor, self._as_input, (args, kwargs))
         out = block(self.hidden[batch].to(self.device), *floats[0], **floats[1])
@@ -151,7 +151,7 @@ class Runs:
         return meter.moments
 
     def measure_experts(self, i: int, block: nn.Module, name: str, experts: range) -> list[Moments]:
-        """Of a stack of experts of the block: moments of the inputs that are sent to each of `experts`."""
+        """For a stack of experts of the block: the moments of the inputs that are routed to each of `experts`."""
         weight = block.get_submodule(name).get_parameter("weight")
         moments = [Moments(weight.shape[-1], self.device) for _ in experts]
 
@@ -177,7 +177,7 @@ class Runs:
         self.others[i] = []
 
     def outside(self, names: Sequence[str]) -> dict[str, Moments]:
-        """Moments of the inputs of linear layers of the model that are in none of the decoder layers, once all of these are done."""
+        """Moments of the inputs of linear layers outside of the decoder layers, after all of these have been advanced."""
         if not names:
             return {}
         hidden = iter(self.hidden)
@@ -199,7 +199,7 @@ class Runs:
 class _Meter:
     """Collects the moments of the inputs of some linear layers while their model runs.
 
-    waiting  when the last of these has been called, the run ends
+    waiting  the run ends when the last of these has been called
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str], device: torch.device) -> None:
@@ -237,7 +237,7 @@ class _Meter:
 
 
 def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states that a layer is called with, and its other arguments."""
+    """Splits the arguments of a layer into the hidden states and the others."""
     if args:
         return args[0], args[1:], dict(kwargs)
     return kwargs["hidden_states"], (), {key: value for key, value in kwargs.items() if key != "hidden_states"}
@@ -245,7 +245,7 @@ def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
 
 @contextmanager
 def _forwards(layers: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, make(i) is called in the place of layer i's forward; its attributes stay what they are."""
+    """A context in which make(i) replaces the forward of layer i, whose attributes remain accessible."""
     before = [vars(layer).get("forward") for layer in layers]
     try:
         for i, layer in enumerate(layers):

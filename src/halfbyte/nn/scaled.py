@@ -1,5 +1,5 @@
-"""Embeddings whose rows are multiplied by one number, as Gemma and BART have them: transformers gives each such family a class of its own,
-a subclass of nn.Embedding with an attribute `embed_scale`."""
+"""Embeddings whose rows are multiplied by one factor, as in Gemma and BART: transformers has a subclass of nn.Embedding with an attribute
+`embed_scale` for each such family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTRIBUTE = "embed_scale"
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Rows of a weight, times `embed_scale` where there is one: a number, or a tensor of one, rounded to the weight's dtype first."""
+    """Rows of a weight, times `embed_scale` if it has one: a number, or a one-element tensor, rounded to the weight's dtype first."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return scaled(super().forward(ids), factor_of(self))
@@ -28,7 +28,7 @@ def scaled(rows: Tensor, factor: Factor | None) -> Tensor:
 
 
 def set_factor(module: nn.Module, factor: Factor | None) -> None:
-    """Gives an embedding its factor: one that is a tensor goes where the module goes, and is not saved, as in transformers."""
+    """Gives an embedding its factor: a tensor becomes a non-persistent buffer, as in transformers."""
     if isinstance(factor, Tensor):
         module.register_buffer(ATTRIBUTE, factor, persistent=False)
     else:
@@ -36,9 +36,9 @@ def set_factor(module: nn.Module, factor: Factor | None) -> None:
 
 
 def factor_of(module: nn.Embedding) -> Factor | None:
-    """What an embedding multiplies its rows by, where that is all that its forward does beside; None for any other.
+    """The factor of an embedding whose forward does nothing else besides the look-up; None for any other.
 
-    Tried on a small table, since a name says little about what a forward does.
+    Determined by a trial on a small table, as the name of the attribute alone does not tell what the forward computes.
     """
     factor: Any = getattr(module, ATTRIBUTE, None)
     if isinstance(module, ScaledEmbedding):
@@ -48,16 +48,16 @@ def factor_of(module: nn.Embedding) -> Factor | None:
     if isinstance(factor, Tensor) and factor.numel() != 1:
         return None
     trial = copy.copy(module)
-    table = torch.tensor([[0.5, -3.0], [1.25, 7.0], [-0.125, 0.0]], device="cpu")  # where transformers has made "meta" the default
-    known: Factor = torch.tensor(2.5, device="cpu") if isinstance(factor, Tensor) else float(factor)  # that of a skeleton has no data yet
+    table = torch.tensor([[0.5, -3.0], [1.25, 7.0], [-0.125, 0.0]], device="cpu")  # transformers may have set the default device to "meta"
+    known: Factor = torch.tensor(2.5, device="cpu") if isinstance(factor, Tensor) else float(factor)  # on a skeleton it has no data yet
     trial.__dict__ = {**vars(module), "_parameters": {"weight": nn.Parameter(table, requires_grad=False)}, "padding_idx": None}
-    trial.__dict__.pop("weight", None)  # what stands in for one that is not read, while a model loads
+    trial.__dict__.pop("weight", None)  # the placeholder of a weight that has not been read, while a model loads
     if isinstance(factor, Tensor):
         trial.__dict__["_buffers"] = {ATTRIBUTE: known}
     ids = torch.tensor([[2, 0], [1, 1]], device="cpu")
     try:
         with torch.no_grad():
             same = torch.allclose(type(module).forward(trial, ids), scaled(table[ids], known))
-    except Exception:  # whatever another forward makes of this
+    except Exception:  # another forward may fail in any way
         return None
     return factor if same else None

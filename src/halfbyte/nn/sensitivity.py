@@ -1,4 +1,4 @@
-"""How much a language model's predictions suffer when one of its weights is quantized."""
+"""The sensitivity of a language model's predictions to the quantization of single weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from halfbyte.nn.runs import takes_tokens
 def measure_losses(
     model: nn.Module, weights: Mapping[str, Tensor], formats: Sequence[Format], calibration: Calibration, progress: Progress | None = None
 ) -> list[list[float]]:
-    """For each weight and each format the divergence that quantizing that weight alone brings, estimated.
+    """For each weight and each format the estimated divergence caused by quantizing only that weight.
 
     weights  parameters [N, K] of `model`, by name; changed while this runs, and restored
 
-    With the format of the largest error the mean over all tokens of KL(original || quantized) in nats is measured. To first order
-    in the divergence it grows with the square of the weight's error, so that for the others it is scaled by that.
+    With the format of the largest error the mean of KL(original || quantized) over all tokens is measured, in nats. To leading order
+    it grows with the square of the weight's error, so for the other formats it is scaled by that.
     """
     original = [_log_probabilities(model, tokens) for tokens in calibration.tokens.split(calibration.batch)]
     losses = []
@@ -49,7 +49,7 @@ def _squared_error(weight: Tensor, codes: Codes) -> float:
 
 
 def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of each next token, float32 [passages, tokens, vocabulary]."""
+    """Log-probabilities of each next token, float32 [passages, tokens, vocabulary]."""
     training, device = model.training, next(model.parameters()).device
     try:
         with takes_tokens(model):
@@ -58,7 +58,7 @@ def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
         model.train(training)
     logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
     if not isinstance(logits, Tensor):
-        raise UnsupportedError(f"{type(model).__name__} answers with no logits, by which weights are judged: name the formats yourself")
+        raise UnsupportedError(f"{type(model).__name__} returns no logits, by which sensitivity is measured: name the formats yourself")
     return torch.log_softmax(logits.float(), dim=-1)
 
 

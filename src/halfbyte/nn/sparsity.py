@@ -1,4 +1,4 @@
-"""Pruning a model in place: weights that become 0, and stay 0 when they are quantized."""
+"""Pruning a model in place: weights become 0, and stay 0 when they are quantized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfbyte.nn.runs import Runs, decoder_layers
 from halfbyte.nn.transposed import is_conv1d
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
 
-_ROWS = as_format("int8_channel")  # a format whose codes are the rows of the matrix that a convolution multiplies by
+_ROWS = as_format("int8_channel")  # any format whose codes are the rows of a convolution's matrix
 
 
 def prune_(
@@ -32,17 +32,17 @@ def prune_(
     skip: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Makes weights of the Linear layers of `model` 0, and by magnitude those of its convolutions too, in place; returns `model`.
+    """Sets weights of the Linear layers of `model`, by magnitude also of its convolutions, to 0, in place; returns `model`.
 
-    sparsity     "n:m": of m neighbours along K at most n stay, such as "2:4"; or the part that becomes 0, such as 0.5
+    sparsity     "n:m": of m neighbours along K at most n are kept, such as "2:4"; or the fraction that becomes 0, such as 0.5
     method       "magnitude"; or, with calibration, "wanda" or "sparsegpt" (`quantizers/sparse.py`), one decoder layer after the other
     calibration  token ids [passages, tokens] or a Calibration, as for `quantize_`; of its options, "sparsegpt" uses GPTQ's damping
-    skip         patterns of module names that stay as they are, as in Config
+    skip         patterns of module names that are not pruned, as in Config
     progress     called with (decoder layers done, all of them, name)
 
-    The weights stay in floating point: `quantize_` comes after, and gives what is 0 a code that means 0, in all formats but those with
-    offsets. Embeddings, experts and weights that modules share are not pruned. What became 0 is said below the table of `report(model)`.
-    Raises ArgumentError as `quantize_` does, and then nothing has changed.
+    The weights stay in floating point: call `quantize_` afterwards; it gives zeros a code that means 0, in all formats except those with
+    offsets. Embeddings, experts and weights that modules share are not pruned. The notes of `report(model)` give the number of zeros.
+    Raises ArgumentError as `quantize_` does; then nothing has changed.
     """
     wanted = as_sparsity(sparsity)
     if method not in SPARSE_METHODS:
@@ -62,7 +62,7 @@ def _prune_expanded_(
     skip: Sequence[str],
     progress: Progress | None,
 ) -> nn.Module:
-    config = Config("int8_channel", skip=skip)  # of quantization, for its choice of modules
+    config = Config("int8_channel", skip=skip)  # only for its choice of modules
     found = candidates(model)
     check_patterns(config, [candidate.name for candidate in found])
     decisions = decide(found, config)
@@ -97,8 +97,8 @@ def _by_magnitude(layer: nn.Linear | nn.Conv1d | nn.Conv2d, wanted: Sparsity, na
 def _by_inputs(
     model: nn.Module, names: Sequence[str], wanted: Sparsity, method: str, calibration: Calibration, progress: Progress | None
 ) -> dict[str, Tensor]:
-    """The new weights of the Linears `names`, but those that no token reaches: each decoder layer pruned for what the pruned ones before
-    it give."""
+    """The new weights of the Linears `names`, except those that no token reaches: each decoder layer is pruned for the outputs of the
+    pruned layers before it."""
     whole, layers = decoder_layers(model)
     runs = Runs(model, layers, calibration.tokens, calibration.batch, calibration.device)
     pruned: dict[str, Tensor] = {}

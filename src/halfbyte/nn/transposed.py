@@ -1,7 +1,8 @@
-"""Weights that float modules of transformers keep inputs first: those of Conv1D, [K, N], of which GPT-2 and its like are made, and those of
-gpt-oss's experts, [E, K, N].
+"""Weights that transformers' float modules keep inputs first: those of Conv1D, [K, N], in GPT-2 and similar models, and those of gpt-oss's
+experts, [E, K, N].
 
-Codes are [N, K] and [E, N, K] as always. A quantized module remembers, as `transposed`, that its float form has the weight the other way.
+Codes are always [N, K] and [E, N, K]. The attribute `transposed` of a quantized module tells that the weight of its float form is
+transposed.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TRANSPOSED = "transposed"  # the attribute by which modules, float and quantized, say so
+TRANSPOSED = "transposed"  # this attribute, of float and of quantized modules
 
 
 class Conv1DLinear(nn.Linear):
     """A Conv1D as a Linear: weight [N, K] is a view of the Conv1D's, bias and hooks are the same. See expanded.py.
 
-    It is passed what the Conv1D's weight becomes, so that modules which share that share this.
+    `weight` is the transposed view, passed in so that modules that share a weight also share its view.
     """
 
     transposed = True
 
     def __init__(self, module: Any, weight: nn.Parameter) -> None:
         nn.Module.__init__(self)
-        self._float = (module,)  # in a tuple, so that it is not a child
+        self._float = (module,)  # in a tuple, so that torch does not register it as a child
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, module.bias
         self._forward_hooks, self._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
@@ -32,7 +33,7 @@ class Conv1DLinear(nn.Linear):
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D itself, y = x W + b with W [K, N], which need not be imported to tell."""
+    """Whether it is transformers' Conv1D itself, y = x W + b with W [K, N]; transformers is not imported for this."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" and "forward" not in vars(module)
 
