@@ -20,7 +20,7 @@ from halfbyte.kernels import conv_reference, reference
 from halfbyte.nn.fake_quantized import FakeQuantized, FakeQuantLinear
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
-from halfbyte.quantizers import given
+from halfbyte.quantizers import quantize_to_grid
 
 FORMATS = (*PRESETS, "int4_g128", "int4_g24_zp", "int4_channel", "int4_tensor", "int8_channel_offset", "int8_g40_bf16", "int4_tensor_zp")
 SOME = ("q4_0", "q4_1", "int4_g24_zp", "int4_tensor", "int8_channel_offset")  # of each kind one
@@ -168,7 +168,7 @@ def test_scales_have_the_gradient_of_the_paper(fmt: str) -> None:
     weight.requires_grad_()
     g = torch.randn(weight.shape)
     out = fake_quantize_given(weight, fmt, scale, first.zero)
-    codes = given(weight.detach(), f, scale, first.zero)
+    codes = quantize_to_grid(weight.detach(), f, scale, first.zero)
     assert torch.equal(out, codes.dequantize())
     out.backward(g)
     # The gradient by autograd, of the equation with a rounding that has the gradient 1, in float64.
@@ -451,6 +451,6 @@ def test_codes_on_a_given_grid() -> None:
     for fmt in FORMATS:
         if as_format(fmt).family == "int":
             codes = hb.quantize(weight, fmt, "mse")
-            assert torch.equal(given(weight, as_format(fmt), codes.scale, codes.zero).data, codes.data)
+            assert torch.equal(quantize_to_grid(weight, as_format(fmt), codes.scale, codes.zero).data, codes.data)
     with pytest.raises(ArgumentError, match=r"is \[6, 1\], got scales \[6, 2\] and no zeros"):
-        given(weight, as_format("int4_channel"), torch.ones(6, 2), None)
+        quantize_to_grid(weight, as_format("int4_channel"), torch.ones(6, 2), None)
