@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats import PRESETS, Codes, Format, as_format
-from halfbyte.quantizers import METHODS, absmax, check, check_finite, mse, walk
+from halfbyte.quantizers import METHODS, absmax, builder, check, check_finite, mse
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 int_formats = st.builds(
@@ -166,7 +166,7 @@ def test_any_number_of_dimensions_and_no_elements(method: str, name: str, shape:
 def test_the_pieces_that_a_weight_is_walked_in_do_not_show(method: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.randn(37, 101, generator=torch.Generator().manual_seed(0))
     whole = METHODS[method](w, as_format(name))
-    monkeypatch.setattr(walk, "_CHUNK", 250)
+    monkeypatch.setattr(builder, "_CHUNK", 250)
     pieces = METHODS[method](w, as_format(name))
     if method == "absmax" or pieces.format.block != "tensor":
         assert all(torch.equal(a, b) for a, b in zip(whole.tensors().values(), pieces.tensors().values(), strict=True))
