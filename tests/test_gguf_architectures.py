@@ -60,6 +60,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"sliding_window": 16, "logit_scale": 0.25}),
     "mistral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL}),
     "llama": ("Llama", {"rope_parameters": YARN}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"], "block_multiple_of": 32}),
 }
 TEXT = "the quick brown fox jumps over the lazy dog, 27 hens slept under an old oak tree"
 

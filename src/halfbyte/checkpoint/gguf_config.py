@@ -32,6 +32,7 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
 _WINDOW = "sliding_window"
+_KV, _WIDTH = "lfm2.attention.head_count_kv", "lfm2.shortconv.l_cache"
 _ALSO = {"num_experts": "num_local_experts"}  # the name in other versions of transformers
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -60,6 +61,9 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     architecture = of_file(metadata)
     name = architecture.name
     config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
+    if name == "lfm2":
+        layers, metadata = _lfm2_layers(metadata)
+        config |= layers
     for key, (mine, kind, needed) in _keys(architecture).items():
         if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
             config[mine] = value
@@ -94,6 +98,30 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
             config["original_max_position_embeddings"] = original
     config["rope_parameters"] = rope if local else {"rope_type": "default", **rope}
     return config
+
+
+def _lfm2_layers(metadata: Metadata) -> tuple[dict[str, Any], Metadata]:
+    """What config.json says of LFM2's layers, and the metadata with one number of key heads, which in the file is 0 where a layer has a
+    convolution for attention."""
+    heads = metadata.get(_KV)
+    if not isinstance(heads, Sequence) or isinstance(heads, str) or not all(type(count) is int for count in heads) or not any(heads):
+        raise CheckpointError(f"the GGUF file says {short(heads)} for {_KV}, a number for each layer: it is damaged")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    width = _number(metadata, _WIDTH, int, needed=True)
+    return {"layer_types": kinds, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}, {**metadata, _KV: max(heads)}
+
+
+def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    """The inverse, and the width of the MLP, which config.json may give before it is adjusted."""
+    inner, layers = int(config.get("block_ff_dim") or config["intermediate_size"]), int(config["num_hidden_layers"])
+    if config.get("block_auto_adjust_ff_dim", True):
+        factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), int(config.get("block_multiple_of", 256))
+        inner = int(2 * inner / 3) if factor is None else int(factor * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple
+    full = config.get("full_attn_idxs")
+    kinds = config.get("layer_types") or ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
+    heads = [int(config["num_key_value_heads"]) if kind == "full_attention" else 0 for kind in kinds]
+    return {_KV: heads, _WIDTH: int(config.get("conv_L_cache", 3)), "lfm2.feed_forward_length": inner}
 
 
 def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> float | None:
@@ -199,6 +227,8 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
             raise CheckpointError(f"config.json has no {theirs}, which GGUF needs")
         if value is not None:
             out[f"{name}.{key}"] = kind(value)
+    if name == "lfm2":
+        out |= _lfm2_metadata(config)
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     out.setdefault(f"{name}.attention.head_count_kv", heads)

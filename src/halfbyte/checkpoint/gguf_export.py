@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.gguf_config import to_metadata
-from halfbyte.checkpoint.gguf_names import Architecture, of_config, routes
+from halfbyte.checkpoint.gguf_names import Architecture, convolves, of_config, routes
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.opened import Opened, order_name
 from halfbyte.checkpoint.pieces import Piece, dequantized, kept
@@ -25,7 +25,7 @@ from halfbyte.io.gguf import Value, plain_number
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.report import Row
 
-_ROUTES = "llama.cpp routes tokens in float32"
+_IN_FLOATS = "llama.cpp computes it in float32"
 _BLOCK = 32
 _CHUNK = 1 << 20  # weights that are encoded at a time
 # llama.cpp's enum llama_ftype, by the type that most weights have.
@@ -47,19 +47,19 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
     metadata, tensors = to_metadata(model.config)
     architecture = of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
-    heads, kv_heads = int(str(metadata[key])), int(str(metadata[f"{key}_kv"]))
+    heads, kv_heads = (int(str(metadata[each])) if architecture.permuted else 0 for each in (key, f"{key}_kv"))
     types: dict[str, tuple[int, tuple[int, ...]]] = {}
     pieces: list[Piece] = []
     elements: Counter[int] = Counter()
     for name, weight in model.weights.items():
         place = _place(architecture, name, weight.shape, heads, kv_heads)
-        kind = _ROUTES if place.routes else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
+        kind = _IN_FLOATS if place.in_floats else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
             spec = Spec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
             pieces.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
         else:
-            spec = Spec(torch.float32 if place.routes else weight.dtype, place.shape)
+            spec = Spec(torch.float32 if place.in_floats else weight.dtype, place.shape)
             number = plain_number(spec.dtype)
             pieces.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
         types |= dict.fromkeys(place.names, (number, place.shape))
@@ -69,7 +69,7 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
         if name in orders:
             continue
         place = _place(architecture, name, spec.shape, heads, kv_heads)
-        new = Spec(torch.float32 if len(spec.shape) < 2 or place.routes else spec.dtype, place.shape)
+        new = Spec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
         plus = 1.0 if architecture.plus_one and architecture.is_norm(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), len(place.names) * new.nbytes)
@@ -103,8 +103,9 @@ class _Place:
     rows: Tensor | None
 
     @property
-    def routes(self) -> bool:
-        return routes(self.names[0])
+    def in_floats(self) -> bool:
+        """Whether llama.cpp wants it in float32."""
+        return routes(self.names[0]) or convolves(self.names[0])
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
         """Splits numbers or blocks into the tensors of the file."""
@@ -122,6 +123,8 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], heads:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
     elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
         shape = shape[1:]
+    elif convolves(names[0]) and len(shape) == 3:
+        shape = (shape[0], shape[2])
     return _Place(names, shape, rows)
 
 

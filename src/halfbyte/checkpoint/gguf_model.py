@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf_config import to_config
-from halfbyte.checkpoint.gguf_names import Architecture, of_file, unimportant
+from halfbyte.checkpoint.gguf_names import Architecture, convolves, of_file, unimportant
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io import gguf
@@ -45,6 +45,8 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
         minus = 1.0 if architecture.plus_one and architecture.is_norm(name) else 0.0
         # The gate of the shared expert is a matrix of one row, in the file a vector.
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
+        if convolves(name) and len(entry.shape) == 2:
+            shape = (entry.shape[0], 1, entry.shape[1])
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -36,6 +36,22 @@ _FOUR_NORMS = {
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 
 
 def _without(*names: str) -> dict[str, str]:
@@ -58,7 +74,7 @@ _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 # Tensors that transformers' models do not use: multi-token prediction layers, scales of activations, and tensors that a config expresses
 # by settings.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(?:\.weight)?")
@@ -87,6 +103,7 @@ class Architecture:
     windowed  whether the file gives the width of sliding-window attention; llama.cpp knows in which layers
     known_by  a key of the metadata that distinguishes its files from those of another architecture of the same name
     sparse    transformers' name of the module with the experts of a layer
+    norm      llama.cpp's and transformers' name of the last norm
     """
 
     name: str
@@ -107,6 +124,12 @@ class Architecture:
     windowed: bool = True
     known_by: str = ""
     sparse: str = "mlp"
+    norm: tuple[str, str] = ("output_norm", "model.norm")
+
+    @property
+    def ends(self) -> dict[str, str]:
+        """Names outside of layers."""
+        return {**_ENDS, self.norm[0]: self.norm[1]}
 
     def to_transformers(self, name: str) -> str | None:
         """transformers' name of a tensor of a file, None where it has none. For stacks of experts see `stack`."""
@@ -115,8 +138,8 @@ class Architecture:
         if self.transposed and (sinks := _SINKS.fullmatch(name)):
             return f"model.layers.{int(sinks[1])}.self_attn.sinks"
         head, _, end = name.rpartition(".")
-        if head in _ENDS and end in ("weight", "bias"):
-            return f"{_ENDS[head]}.{end}"
+        if head in self.ends and end in ("weight", "bias"):
+            return f"{self.ends[head]}.{end}"
         found = _IN_LAYER.fullmatch(name)
         inner = found and self.layer.get(found[2])
         return f"model.layers.{int(found[1])}.{inner}.{found[3]}" if found and inner else None
@@ -143,7 +166,7 @@ class Architecture:
         if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self.sparse:
             return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[3], ()))
         head, _, end = name.rpartition(".")
-        ends = {theirs: mine for mine, theirs in _ENDS.items()}
+        ends = {theirs: mine for mine, theirs in self.ends.items()}
         if head in ends:
             return (f"{ends[head]}.{end}",)
         found = _IN_MODULES.fullmatch(name)
@@ -172,8 +195,14 @@ def unimportant(name: str) -> bool:
 
 
 def routes(name: str) -> bool:
-    """Whether a tensor, by llama.cpp's name, decides which experts a token goes to: llama.cpp keeps these in float32."""
+    """Whether a tensor, by llama.cpp's name, decides which experts a token goes to."""
     return "ffn_gate_inp" in name
+
+
+def convolves(name: str) -> bool:
+    """Whether a tensor, by llama.cpp's name, is the kernel of a depthwise convolution: a matrix there, [channels, 1, width] in
+    transformers."""
+    return name.endswith("shortconv.conv.weight")
 
 
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -221,6 +250,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         settings={**_UNBIASED, "no_rope_layer_interval": 4, "use_sliding_window": False},
     ),
     Architecture("granite", "GraniteForCausalLM", ("granite",), _LAYER, permuted=True, biases=_BIASES, keys=_GRANITE),
+    Architecture(
+        "lfm2", "Lfm2ForCausalLM", ("lfm2",), _LFM2, norm=("token_embd_norm", "model.embedding_norm"),
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), settings={"conv_bias": False},
+    ),
     Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), permuted=True, settings={**_UNBIASED, **_RELU2}),
     Architecture("ernie4_5", "Ernie4_5ForCausalLM", ("ernie4_5",), _LAYER, settings={"use_bias": False}),
     Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),

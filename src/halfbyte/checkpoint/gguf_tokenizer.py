@@ -34,7 +34,7 @@ _GPT4O = (
 _GPT2 = None  # the default of ByteLevel
 _DIGITS = ""  # the same, after digits have been split one by one
 _CUTS: dict[str, str | None] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
