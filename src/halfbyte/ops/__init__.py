@@ -2,11 +2,11 @@
 
 functions.py  the public functions
 library.py    the custom ops as torch sees them: schemas, shapes, gradients
-checks.py     what arguments must be, on every device
+checks.py     validation of arguments, on every device
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs
-grouped.py    mixture of experts, on all of them
-decoding.py   the steps of a decoder layer for one token, on all of them
+grouped.py    mixture of experts, on all devices
+decoding.py   the steps of a decoder layer for one token, on all devices
 """
 
 from halfbyte.ops import library as library

@@ -14,7 +14,7 @@ _library.define("attend_whole(Tensor query, Tensor key, Tensor value, Tensor? ma
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these, and nobody wants gradients."""
+    """Whether `attend` takes these tensors, and no gradients are needed."""
     from halfbyte.kernels.cpu import attend_whole
 
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -24,7 +24,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale * query · keyᵀ) · value for [B, H, T, D] each -> [B, T, H, D]; mask bool [B or 1, 1, T or 1, T], True where a token is
-    seen. The caller has asked `supports`."""
+    seen. The caller has checked `supports`."""
     if all(map(plain, (query, key, value))):
         return _attend(query, key, value, mask, scale)
     out: Tensor = torch.ops.halfbyte.attend_whole(query, key, value, mask, scale)

@@ -1,4 +1,4 @@
-"""What the arguments of the operations must be. Each check raises one sentence: what came, what is allowed."""
+"""Validation of the operations' arguments."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def place(device_type: str) -> str:
 
 
 def packed_bytes(format: str, n: int, k: int, device_type: str) -> int:
-    """How many bytes a weight [n, k] is where it is packed for such a device."""
+    """Bytes of a weight [n, k] packed for a device of this type."""
     fmt = as_format(format)
     return cpu_tiles.geometry(fmt, (n, k)).nbytes if device_type == "cpu" else gpu_tiles.geometry(fmt, (n, k)).nbytes
 
 
 def check_bytes(weight: Tensor, nbytes: int, device: torch.device, what: object, packer: str = "pack") -> None:
-    """`what` the weight is, and the function of halfbyte that packs it, are for the sentence."""
+    """Raises FormatError unless `weight` has `nbytes` packed bytes; `what` describes the weight, and `packer` is the function of halfbyte
+    that packs it."""
     if weight.shape != (nbytes,) or weight.dtype != torch.uint8 or weight.device != device:
         raise FormatError(
             f"{what} is {nbytes} packed bytes on {place(device.type)}, "
@@ -42,18 +43,18 @@ def check_bytes(weight: Tensor, nbytes: int, device: torch.device, what: object,
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device for whose kernels a weight is to be packed. Raises UnsupportedError where there are none, or no such device."""
+    """The device to pack a weight for. Raises UnsupportedError where there is no such device, or no kernels for it."""
     found = named_device(device)
     if found is not None and (found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available())):
         return found
     why = (
-        "torch knows none of that name" if found is None else "torch sees no GPU" if found.type == "cuda" else "there are no kernels for it"
+        "torch knows no such device" if found is None else "torch sees no GPU" if found.type == "cuda" else "there are no kernels for it"
     )
     raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {why}: use device='cpu'")
 
 
 def check_operands(x: object, packed: object, kind: type, bias: object, residual: object = None, clamp: object = None) -> None:
-    """Raises ArgumentError for an argument of the wrong type. It takes longer than a small kernel: mostly for calls that have failed."""
+    """Raises ArgumentError for an argument of the wrong type. This takes longer than a small kernel, so it runs after a failed call."""
     names = {
         Packed: ("pack", "pack(quantize(weight, format))"),
         PackedConv: ("pack_conv", "pack_conv(quantize_conv(weight, format), size)"),
@@ -66,7 +67,7 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
     for what, term in (("the input", x), ("the bias", bias), ("the residual", residual)):
         if hasattr(term, "to_local"):
             raise ArgumentError(
-                f"{what} is a plain tensor, got a {type(term).__name__}, which lies in several processes: pass its to_local()"
+                f"{what} is a plain tensor, got a {type(term).__name__}, which is distributed over processes: pass its to_local()"
             )
     if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
@@ -77,7 +78,7 @@ def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.devi
 
 
 def check_floats(x: Tensor, what: str) -> None:
-    """`what`: who takes what."""
+    """`what`: the operation and the argument, such as "linear takes activations"."""
     if x.dtype not in FLOATS:
         raise ArgumentError(f"{what} of float32, bfloat16 or float16, got {x.dtype}: convert them first")
 
@@ -93,7 +94,7 @@ def check_clamp(low: float, high: float) -> None:
 
 
 def check_linear(x: Tensor, weight: Tensor, format: str, n: int, k: int, activation: str, low: float, high: float) -> None:
-    """All but bias and residual."""
+    """Checks everything but bias and residual."""
     check_floats(x, "linear takes activations")
     check_activation(activation)
     if x.dim() == 0 or x.shape[-1] != k:
@@ -109,7 +110,7 @@ def check_bias(bias: Tensor, n: int, device: torch.device) -> None:
 
 
 def check_residual(residual: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
-    """`shape` is the result's."""
+    """`shape`: of the result."""
     if residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device:
         got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
         raise ArgumentError(f"the residual is {x.dtype} {list(shape)} on {place(x.device.type)}, like the result, got {got}")
@@ -123,7 +124,7 @@ def check_qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int,
 
 
 def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low: int, high: int, maker: str) -> None:
-    """What requantization reads, and its clamp; `maker` is the function that makes such a table."""
+    """Checks the table of requantization and its clamp; `maker` is the function that makes such a table."""
     if not -128 <= low <= high <= 127:
         raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
     if table.shape != shape or table.dtype != torch.float32 or not table.is_contiguous() or table.device != device:

@@ -1,7 +1,6 @@
 """Convolution: the functions on Codes and PackedConv, and the custom ops `halfbyte::conv2d` and `halfbyte::qconv2d` below them.
 
-Images and outputs have their channels together in memory (torch's channels_last): an image that is laid out otherwise is copied,
-and an output always is so.
+Images and outputs are channels_last in memory: an image in another layout is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
-# Sums of codes of each tap and scales, for requantization, by the packed bytes that they come from.
+# (sums of codes per tap, scales) for requantization, by the packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 _KEPT_MOVES = 4096
 _kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -43,8 +42,8 @@ _kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
 def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
     """Quantize the weight of a convolution, [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
 
-    Blocks run along the channels of one tap, so codes have the shape [Co, Kh*Kw, Ci/groups]; where a format has one scale per channel
-    or a tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
+    Blocks run along the channels of one tap (kernel position), so codes have the shape [Co, Kh*Kw, Ci/groups]; in formats with one scale
+    per channel or tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
     """
     fmt = as_format(format)
     check_weight(weight, name)
@@ -52,9 +51,9 @@ def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", 
 
 
 def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
-    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack` gives the same numbers back.
+    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack` is the exact inverse.
 
-    kernel_size   (Kh, Kw) or (Kw,); one number stands for a square
+    kernel_size   (Kh, Kw) or (Kw,); one number for a square kernel
     """
     check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
     sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
@@ -78,16 +77,16 @@ def conv2d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """x [B, C, H, W] (or [C, H, W]) with the kernel moved over it, + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype.
+    """The convolution of x [B, C, H, W] (or [C, H, W]), + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype.
 
-    packed      weight, made by `pack_conv`, which also knows the groups
+    packed      the weight, from `pack_conv`, with the number of groups
     padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
     residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
     compute     "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
                 multiplied; "auto": the faster one. Depthwise convolutions are always "float".
-    activation  scales under "int8": as in `linear`, one for each block of a patch or for the patch ("row"); or one for each image of the
-                batch ("image"), which is quantized once: faster, and less exact where an image's values differ much in size. It takes
-                weights with a scale per channel or tensor and no zero
+    activation  scales under "int8": as in `linear`, one for each block of a patch or per patch ("row"); or one per image of the batch
+                ("image"), which is then quantized once: faster, and less exact where an image's values differ much in size. This requires
+                weights with one scale per channel or tensor and no zero
     clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
@@ -121,12 +120,12 @@ def conv1d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of one line, with a kernel (1, Kw)."""
+    """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
     try:
         if not isinstance(padding, str):
             sides = [padding] if isinstance(padding, int) else _flat(padding)
             if len(sides) not in (1, 2):
-                raise ArgumentError(f'padding of a line is one number, (left, right), "same" or "valid", got {padding!r}')
+                raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
             padding = (0, 0), (sides[0], sides[-1])
         settings: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
         settings["residual"] = None if residual is None else residual.unsqueeze(-2)
@@ -150,8 +149,8 @@ def qconv2d(
     out_zero: int,
     clamp: tuple[int, int] | None = None,
 ) -> Tensor:
-    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. Outside of x lies `in_zero`,
-    which means 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. x is padded with `in_zero`,
+    the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
     try:
         low, high = (-128, 127) if clamp is None else clamp
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
@@ -164,7 +163,7 @@ def qconv2d(
 def qconv2d_with(
     x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
 ) -> Tensor:
-    """`qconv2d` with what does not change from call to call made before: `conv_requantization_table` and `Window.numbers`."""
+    """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`."""
     run: Any = _ops.qconv2d.default
     if plain(x):
         run = (cpu_conv if x.is_cpu else cuda_conv).qconv2d
@@ -174,8 +173,8 @@ def qconv2d_with(
 def conv_requantization_table(
     packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
 ) -> Tensor:
-    """What `halfbyte::qconv2d` reads beside the weight, float32: offset, multiplier and int32 start of each output, in the order of
-    `cpu_conv.table` or `cuda_conv.table`."""
+    """The table that `halfbyte::qconv2d` reads besides the weight, float32: offset, multiplier and int32 start of each output, in the order
+    of `cpu_conv.table` or `cuda_conv.table`."""
     sizes = packed.sizes
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
     if packed.data not in _integer_sums:
@@ -197,7 +196,7 @@ def _pair(value: _Sizes, what: str) -> tuple[int, int]:
 
 
 def module_moves(module: nn.Conv1d | nn.Conv2d) -> Window:
-    """How a module's kernel moves; one of lines over images of one line."""
+    """The stride, padding and dilation of a module; a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
     return Window.from_numbers(written_moves(kernel, stride, padding, dilation))
@@ -208,7 +207,7 @@ def _flat(value: Sequence[Any]) -> list[int]:
 
 
 def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`written_moves`, kept: reading takes longer than a small kernel."""
+    """`written_moves`, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
         return written_moves(kernel, stride, padding, dilation)
     key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
@@ -224,7 +223,7 @@ def _frozen(value: Any) -> Any:
 
 
 def written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`Window.numbers` of what a caller wrote."""
+    """`Window.numbers` of a caller's arguments."""
     strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
     if padding == "same":
         if strides != (1, 1):
@@ -274,7 +273,7 @@ def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
 
 
 def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
-    """As of a convolution with the dequantized weight."""
+    """The gradient of a convolution with the dequantized weight."""
     format, numbers, moves = settings[:3]
     sizes, window = from_numbers(format, numbers, moves)
     top, bottom, left, right = window.padding

@@ -1,4 +1,4 @@
-"""The custom ops on the CPU. They check everything before a kernel is called."""
+"""The custom ops on the CPU. They validate all arguments before a kernel is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _linear_kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
-    """What `quantizers.absmax` gives, by a kernel; None where there is none for it, or an error that it would name."""
+    """`quantizers.absmax` by a kernel; None where no kernel supports it, or where `absmax` would raise an error."""
     from halfbyte.kernels.cpu import quantize as kernel
 
     return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
@@ -45,7 +45,7 @@ def linear(
     high: float,
     gelu: bool = False,
 ) -> Tensor:
-    """`gelu` takes the clamp's place."""
+    """With `gelu`, GELU is applied instead of the clamp."""
     kernel = _linear_kernels.get((format, n, k, x.dtype, compute, activation, gelu))
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation, gelu)
@@ -80,7 +80,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: 
 
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> Any:
-    """Check what does not change from call to call, and find the kernel."""
+    """Check what all calls of this kind have in common, and find the kernel."""
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.cpu.linear import linear_kernel

@@ -1,7 +1,7 @@
-"""The custom ops on GPUs: no call waits for the device, so all of them may be captured in a CUDA graph.
+"""The custom ops on GPUs: no call synchronizes with the device, so all of them may be captured in a CUDA graph.
 
-What a linear layer's call has in common with earlier ones (shapes, dtypes, settings, no matter which weight) is looked up:
-the kernel, its config, and its launches, ready to be made again with other addresses.
+Calls of linear layers are cached by shapes, dtypes and settings, whatever the weight: the kernel, its config, and its launches, which
+are replayed with other addresses.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 
 _INFINITE = float("inf")
-_KEPT_PLANS = 4096  # of one kind of layer, and of all weights' calls
-_KEPT_CALLS = 64  # of one weight
+_KEPT_PLANS = 4096  # cached per kind of layer, and calls of all weights
+_KEPT_CALLS = 64  # cached per weight
 
 _kernels: dict[tuple[Any, ...], _Linear] = {}
 
 
-# A call that is a look-up and launches from now on. None: the operands do not lie as they did.
+# A repeated call: replays the launches; returns None if the layout of the operands differs.
 _Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
 
 
 def _again(replay: Callable[..., None], shape: tuple[int, ...], stride: tuple[int, ...], device: int) -> _Again:
-    """`replay` for tensors on `device`, the current one as a rule: its result is new, of `shape` and `stride`."""
+    """`replay` for tensors on `device`, usually the current one; the result is a new tensor of `shape` and `stride`."""
 
     def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
         px, pw, pb, pr = x.data_ptr(), weight.data_ptr(), 0, 0
-        fits = x.is_contiguous() and weight.get_device() == device  # what a tensor is can be changed in place
+        fits = x.is_contiguous() and weight.get_device() == device  # tensors can be changed in place
         if bias is not None:
             pb = bias.data_ptr()
             fits = fits and bias.get_device() == device and bias.is_contiguous()
@@ -61,7 +61,7 @@ def _again(replay: Callable[..., None], shape: tuple[int, ...], stride: tuple[in
     return again
 
 
-_calls: dict[tuple[Any, ...], _Again] = {}  # of all weights; those of one weight are kept beside it
+_calls: dict[tuple[Any, ...], _Again] = {}  # for all weights; calls of one weight are cached in it
 
 
 def linear_again(
@@ -74,7 +74,7 @@ def linear_again(
     low: float,
     high: float,
 ) -> Tensor:
-    """`linear`, where the weight is known to be sound."""
+    """`linear` with a weight that has been validated."""
     key = _call_key(x, bias, residual, (compute, activation, low, high))
     again = packed.calls.get(key)
     if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
@@ -108,7 +108,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
 
 
 def _call_key(x: Tensor, bias: Tensor | None, residual: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What calls have in common, if they differ in addresses alone."""
+    """Equal for calls that differ only in addresses."""
     return (
         x.shape,
         x.dtype,
@@ -120,7 +120,7 @@ def _call_key(x: Tensor, bias: Tensor | None, residual: Tensor | None, settings:
 
 
 def _key(x: Tensor, k: int, bias: Tensor | None, residual: Tensor | None, low: float, high: float) -> tuple[Any, ...]:
-    """The same for calls of one kernel, whose x may be of any shape."""
+    """The same for calls of one kernel, where the shape of x may vary."""
     return x.numel() // max(1, k), low, high, None if bias is None else bias.dtype, residual is None
 
 
@@ -137,7 +137,7 @@ def _first(
     low: float,
     high: float,
 ) -> Tensor:
-    """The first call of its kind, or one whose operands are not as they mostly are."""
+    """The first call of its kind, or one with an unusual layout of operands."""
     device = x.get_device()
     kernel = _kernels.get((format, n, k, x.dtype, compute, activation, device))
     if kernel is None:
@@ -175,7 +175,7 @@ class _Linear:
         self.plans: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, low: float, high: float) -> Tensor:
-        """All fit, there is something to do, and the current device is theirs."""
+        """The arguments are valid, not empty, and on the current device."""
         x, weight = aligned(x), aligned(weight)
         residual = None if residual is None else aligned(residual)
         if bias is not None:
@@ -196,7 +196,7 @@ class _Linear:
         return out
 
     def _launch(self, key: tuple[Any, ...], x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-        """Through the kernel's own `launch`; if it can be, what it launches is remembered."""
+        """Calls the kernel's own `launch` and records its launches for replays, if possible."""
         problem = self._problem(x.shape[0])
         capturing = torch.cuda.is_current_stream_capturing()
         if env.tune() and not capturing:
@@ -213,7 +213,7 @@ class _Linear:
                 break
             except KernelError as error:
                 report_failure(problem, self.gpu, option, str(error))
-                warnings.warn(f"{option.candidate.name} {option.config} is passed over: {error}", stacklevel=2)
+                warnings.warn(f"{option.candidate.name} {option.config} is skipped: {error}", stacklevel=2)
         else:
             raise UnsupportedError(f"no kernel on {self.gpu.name} runs {problem}: halfbyte explain says why; use the CPU")
         from halfbyte.kernels.gpu import direct, launch
@@ -235,7 +235,7 @@ class _Linear:
 
 
 def overlap(operands: tuple[Tensor | None, ...]) -> bool:
-    """Two of them share memory, so that an address does not tell whose it is."""
+    """Whether two of them share memory, so that an address does not identify an operand."""
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in operands if t is not None)
     return any(start < end for (_, end), (start, _) in pairwise(ranges))
 
@@ -244,19 +244,19 @@ def _public_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
     return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
-# On the current device. The private name takes 1.2 us, the public one 3.4.
+# On the current device. The private function takes 1.2 us, the public one 3.4.
 _empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
 )
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """The tensor's device becomes the current one, as Triton wants it."""
+    """A context in which the tensor's device is the current one, as Triton requires."""
     return nullcontext() if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
 
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
-    """What `quantizers.absmax` gives, by a kernel; None where there is none for it, or an error that it would name."""
+    """`quantizers.absmax` by a kernel; None where no kernel supports it, or where `absmax` would raise an error."""
     if triton_trouble() is not None:
         return None
     from halfbyte.kernels.gpu import quantize as kernel
@@ -273,7 +273,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if out.numel() == 0:
         return out
     if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"qlinear has no way around it: {trouble}, or use the CPU")
+        raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import qlinear as kernel
 
     here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)

@@ -1,4 +1,4 @@
-"""The custom ops of convolutions on GPUs: no call waits for the device, so all of them may be captured in a CUDA graph.
+"""The custom ops of convolutions on GPUs: no call synchronizes with the device, so all of them may be captured in a CUDA graph.
 
 A kernel of one tap is a linear layer of pixels, and goes to its kernels, but for 8-bit codes in and out, and for few pixels and 8-bit
 weights with one scale per channel, where those of convolutions are faster. Depthwise convolutions have a kernel of their own, all others
@@ -138,7 +138,7 @@ def conv2d(
         return _image(cuda.linear(rows, weight, bias, residual, fmt, n, k, wanted, scaling, low, high), plan)
     if (trouble := triton_trouble()) is not None:
         if integers:
-            raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
+            raise UnsupportedError(f"compute='int8' needs Triton: {trouble}, or use compute='float'")
         return _plain(x, weight, bias, residual, plan, low, high)
     kinds = None if bias is None else bias.dtype, residual is None
     key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, kinds)
@@ -189,7 +189,7 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
 
 
 def _launched(key: tuple[Any, ...], run: Callable[[], None], operands: tuple[Tensor | None, ...]) -> None:
-    """Runs; calls like an earlier one, that differ in addresses alone, are launched again without Python's share of the work."""
+    """Runs; later calls that differ only in addresses replay the launches without Python's overhead."""
     replay = _replays.get(key)
     if replay is not None:
         replay(*(0 if operand is None else operand.data_ptr() for operand in operands))
@@ -229,7 +229,7 @@ def qconv2d(
         rows = table[0, :3, : -(-n // TABLE_PANEL) * TABLE_PANEL].contiguous()
         return _image(cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high), plan)
     if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"qconv2d has no way around it: {trouble}, or use the CPU")
+        raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
     from halfbyte.kernels.gpu import conv_depthwise
     from halfbyte.kernels.gpu.conv_tile import Convolution
@@ -254,7 +254,7 @@ def qconv2d(
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:
-    """In torch's own operations, for GPUs where Triton is missing: right, and slow."""
+    """In torch's own operations, where Triton is missing: correct, but slow."""
     top, bottom, left, right = plan.window.padding
     layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
     floats = convolution.dequantize(PackedConv(plan.sizes, layout, weight), torch.float32)

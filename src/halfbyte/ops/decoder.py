@@ -1,4 +1,4 @@
-"""Whole decoder layers of Llama and its like, for few tokens of each sequence, in one call on a CPU."""
+"""Whole decoder layers of Llama-like models, for few tokens of each sequence, in one call on a CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Heads(NamedTuple):
-    """Of attention: H query heads, Hkv of keys and values, D elements each; what scores are multiplied by; and where queries and keys have
-    RMS norms of their own, the weights [D] of these."""
+    """The heads of attention: H query heads, Hkv key-value heads, D elements each; the factor of scores; and the weights [D] of the RMS
+    norms of queries and keys, if any."""
 
     query: int
     key: int
@@ -29,9 +29,9 @@ class Heads(NamedTuple):
 class DecoderLayer:
     """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h)),  h = x + o(attention(qkv(norm(x))))
 
-    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, heads after heads
+    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other
     o        [K, H * D]
-    gate_up  [2 I, K]: gates, then what they are gates of
+    gate_up  [2 I, K]: gate, then up
     down     [K, I]
     norms    weights [K] of the RMS norms before qkv and before gate_up
     eps      of both, and of those of heads
@@ -62,11 +62,11 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
     ) -> Tensor:
-        """x [B, t, K] enters the cache at `length` -> y [B, t, K]; B * t is at most MOST_ROWS. No gradients.
+        """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B * t is at most MOST_ROWS. No gradients.
 
         rotary        cosines and sines of the positions, each [B or 1, t, D]
-        keys, values  [B, Hkv, T, D] of one type, T >= length + t; the tokens' own are written
-        mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen beside that no token sees later ones
+        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written
+        mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
         """
         return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
 
@@ -102,7 +102,7 @@ def run_layers(
     entries: Sequence[tuple[Tensor, Tensor, int]],
     mask: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """What each of the layers gives, one after the other; `entries`: keys, values and length for each, everything else as in a call."""
+    """The outputs of the layers, one after the other; `entries`: keys, values and length for each, the rest as in a call."""
     for layer, entry in zip(layers, entries, strict=True):
         layer._check(x, rotary, *entry, mask)
     from halfbyte.kernels.cpu import decoder
@@ -116,7 +116,7 @@ def run_layers(
 
 
 def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str | None:
-    """Why `DecoderLayer` does not take these; None where it does."""
+    """Why `DecoderLayer` does not support these weights; None if it does."""
     from halfbyte.kernels.cpu import decoder
 
     if (reason := why_not_packed([weight.packed for weight in weights])) is not None:

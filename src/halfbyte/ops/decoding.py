@@ -1,8 +1,8 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
 `halfbyte::normed_linear` and `halfbyte::attend`.
 
-A language model's step for one token is a chain of short kernels. Each of these ops is one to three of them on an NVIDIA GPU, where it
-fits, that start while the one before is still running; and the same formula in torch's operations everywhere else.
+A language model's step for one token is a chain of short kernels. On NVIDIA GPUs each of these ops is one to three kernels, where they
+support it, that start while the previous one is still running; elsewhere the same formula in torch's operations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import aligned, on
 from halfbyte.ops.library import OPS
 
-_START = 1.5e-6  # seconds that one kernel more takes in a chain where each starts early
-_BANDWIDTH = 1e12  # bytes per second, of a GPU that does not tell
+_START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
+_BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
@@ -43,7 +43,7 @@ def normed_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Ten
 
     norm   [K] of x's dtype: the weight of an RMS norm (Zhang and Sennrich, 2019)
     bias   [N] or None
-    gated  the first half of the N outputs are gates of the second: silu(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
+    gated  the first half of the N outputs are gates for the second: silu(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
@@ -63,14 +63,14 @@ def attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     advance: int = 1,
 ) -> Tensor:
-    """One new token of each sequence enters a cache of fixed size and attends to what is in it: y [B, H * D].
+    """Appends one new token of each sequence to a cache of fixed size, and computes its attention to the cache: y [B, H * D].
 
-    qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, heads after heads, without positions
-    rotary        cosines and sines of its position, each [B or 1, D] (Su et al., RoFormer, 2021: halves of a head are turned together)
+    qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
+    rotary        cosines and sines of its position, each [B or 1, D] (Su et al., RoFormer, 2021: the halves of a head are rotated)
     keys, values  [B, Hkv, T, D]: written at `length`
-    length        int64, one number: the tokens that are there; `advance` is added, 1 or 0
+    length        int64, one number: the tokens in the cache; `advance`, 1 or 0, is added
     mask          bool [B or 1, T]: which of the tokens may be seen; None: all
-    norms         weights [D] of the RMS norms of each head's queries and keys, before their position, and eps; None: there are none
+    norms         weights [D] of the RMS norms of each head's queries and keys, before the rotation, and eps; None: no norms
 
     No gradients. Where the cache is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
     """
@@ -109,7 +109,7 @@ def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
-    """Why torch's operations compute norms of K columns on a GPU; None where `kernels/gpu/norm.py` does."""
+    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/norm.py`."""
     if (trouble := triton_trouble()) is not None:
         return trouble
     from halfbyte.kernels.gpu import norm
@@ -176,8 +176,8 @@ def _normed_cuda(
 
 @dataclass(frozen=True, slots=True)
 class NormedPlan:
-    """How `normed_linear` is computed: by `kernels/gpu/skinny.py` with `config`, gates and all, where there is one; elsewhere the product
-    by the kernel that is taken for it alone, and gates by one of their own. A norm outside of the product has a kernel before it."""
+    """How `normed_linear` is computed: with a `config`, by `kernels/gpu/skinny.py`, gates included; otherwise the product by the kernel of
+    a plain linear layer, and the gates by a separate one. A norm outside of the product has a separate kernel before it."""
 
     problem: Problem
     config: Any
@@ -187,7 +187,7 @@ class NormedPlan:
 def normed_plan(
     format: str, rows: int, n: int, k: int, dtype: torch.dtype, here: Gpu, *, gated: bool = False, biased: bool = False
 ) -> NormedPlan | str:
-    """What computes `normed_linear` on a GPU; or why torch's operations are taken instead of all kernels but the product's."""
+    """The plan of `normed_linear` on a GPU; or why torch's operations compute everything but the product."""
     if (reason := why_not_norm(k, here)) is not None:
         return reason
     return _plan(format, rows, n, k, dtype, gated, biased, here)
@@ -203,14 +203,14 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
-    # What a norm, or gates, take in a kernel of their own: it begins and ends, and gates are read and written once more.
+    # The time of a separate kernel for the norm or the gates: its start, and for gates one more read and write.
     longest = choice.taken.seconds + _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
         return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
     found = (skinny.gated(problem, o.config) for o in options)
-    # Where warps have parts of K of their own, gates take a third longer than the product alone (4 and 8 rows, on an H100).
+    # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
     fitting = sorted((config for config in found if config is not None), key=lambda config: config.batch > 1)
     config = fitting[0] if fitting and not biased else None
     return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
@@ -220,7 +220,7 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
 
 
 class _Token(NamedTuple):
-    """What the op `attend` is called with."""
+    """The arguments of the op `attend`."""
 
     qkv: Tensor
     cos: Tensor
@@ -237,7 +237,7 @@ class _Token(NamedTuple):
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """Of which the last dimension is to be contiguous."""
+        """The tensors whose last dimension must be contiguous."""
         return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm) if t is not None)
 
     def heads(self) -> int:
@@ -264,7 +264,7 @@ class _Token(NamedTuple):
 
 
 def _attend(*args: Any) -> Tensor:
-    """In torch's operations, and in float32 as the kernel."""
+    """In torch's operations, and in float32 like the kernel."""
     token = _Token(*args)
     heads = token.heads()
     qkv, keys, values = token.qkv, token.keys, token.values
@@ -288,7 +288,7 @@ def _attend(*args: Any) -> Tensor:
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
     scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
-    # What is not there yet may be anything.
+    # Unused entries of the cache may hold anything, NaN included.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
     y: Tensor = scores.softmax(-1) @ there
     return y.to(qkv.dtype).view(batch, heads * dim)
@@ -313,7 +313,7 @@ def _attend_cuda(*args: Any) -> Tensor:
 
 
 def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu) -> str | None:
-    """Why `attend` takes torch's operations on contiguous tensors of these sizes; None where `kernels/gpu/attend.py` computes it."""
+    """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/attend.py` computes it."""
     if (trouble := triton_trouble()) is not None:
         return trouble
     if here.backend != "cuda":

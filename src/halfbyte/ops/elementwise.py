@@ -1,4 +1,4 @@
-"""Sums of one or two tensors with scales, element by element: the custom op `halfbyte::combine` and what checks its arguments."""
+"""Elementwise scaled sums of one or two tensors: the custom op `halfbyte::combine` and the validation of its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _library.define(
 
 
 def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
-    """What `how` says of a and b, float32, bfloat16, float16 or int8 of one shape -> that shape in `how.dtype`.
+    """The combination `how` of a and b, float32, bfloat16, float16 or int8 of one shape -> that shape in `how.dtype`.
 
     Raises ArgumentError for other dtypes, shapes that differ, and a clamp that is empty or, for int8, not within -128 … 127.
     """
@@ -56,7 +56,7 @@ def _combine(
 
         return cpu.combine(a, how, b)
     if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"combine has no way around it: {trouble}, or use the CPU")
+        raise UnsupportedError(f"combine needs Triton: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import elementwise as gpu
 
     with cuda.on(a):

@@ -1,4 +1,4 @@
-"""What quantized layers compute with, in floating point and with gradients: weights and activations that go to codes and back.
+"""Fake quantization: weights and activations quantized and dequantized, in floating point and with gradients.
 
     forward    dequantize(quantize(w)), bit for bit what the stored codes stand for
     backward   that of the identity (the straight-through estimator: Bengio, Léonard, Courville, arXiv:1308.3432, 2013), but 0 for weights
@@ -7,9 +7,9 @@
 With learned scales (LSQ: Esser et al., Learned Step Size Quantization, arXiv:1902.08153, ICLR 2020) a scale s has the gradient
 
     ds = 1 / sqrt(B * q_max) * sum over its block of  dw * { (dequantize(q) - w) / s     inside of the grid
-                                                           { q, or q less its point      beyond its ends
+                                                           { q, or q minus its zero point      beyond its ends
 
-for blocks of B weights. The scale is used as it is stored, rounded to its dtype, and its gradient passes that rounding as it is.
+for blocks of B weights. The scale is used as it is stored, rounded to its dtype; its gradient passes that rounding unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfbyte.quantizers import quantize_to_grid
 
 
 def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Tensor:
-    """What `weight` [..., N, K] becomes by `quantize` with this format and method and `dequantize`, in its dtype, with the gradient above.
+    """dequantize(quantize(weight)) of a weight [..., N, K] with this format and method, in its dtype, with the gradient above.
 
     Raises what `quantize` does.
     """
@@ -40,10 +40,10 @@ def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", 
 
 
 def fake_quantize_given(weight: Tensor, format: str | Format, scale: Tensor, zero: Tensor | None, *, name: str = "weight") -> Tensor:
-    """The same with scales that learn, and zeros that do not, in the shape `Format.scale_shape`.
+    """The same with given scales, which get gradients, and zeros, which do not, in the shape `Format.scale_shape`.
 
     scale  floating point, of either sign
-    zero   points (uint8) or offsets (the scale's dtype); None where the format has none
+    zero   zero points (uint8) or offsets (the scale's dtype); None where the format has none
     """
     fmt = as_format(format)
     rows = weight.reshape(-1, weight.shape[-1])
@@ -100,7 +100,7 @@ def _dequantized(codes: Codes, like: Tensor) -> Tensor:
 
 
 def _inside(rows: Tensor, codes: Codes) -> Tensor:
-    """bool [R, K]: no more than half a step beyond the ends of the grid. All of a block whose scale is 0, so that it may grow again."""
+    """bool [R, K]: no more than half a step beyond the ends of the grid. True for a block whose scale is 0, so that it can grow again."""
     fmt, scale = codes.format, codes.scale.float()
     point, offset = _zeros(fmt, codes.zero)
     ends = [scale * (end - point) + offset for end in (fmt.q_min - 0.5, fmt.q_max + 0.5)]
@@ -111,14 +111,14 @@ def _inside(rows: Tensor, codes: Codes) -> Tensor:
 
 
 def _zeros(fmt: Format, zero: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
-    """Points and offsets, 0 where there are none."""
+    """Zero points and offsets, 0 where there are none."""
     if zero is None:
         return 0.0, 0.0
     return (zero.float(), 0.0) if fmt.zero == "point" else (0.0, zero.float())
 
 
 def _blocks(rows: Tensor, fmt: Format) -> Tensor:
-    """[R, K] -> [R, blocks, B], a short last block filled up with 0; [1, 1, R * K] where one scale is for all."""
+    """[R, K] -> [R, blocks, B], a short last block padded with 0; [1, 1, R * K] with one scale per tensor."""
     if fmt.block == "tensor":
         return rows.reshape(1, 1, -1)
     size = fmt.block_size(rows.shape[1])

@@ -23,7 +23,7 @@ from halfbyte.quantizers.check import check_scales, check_weight
 
 _INFINITE = float("inf")
 
-# Sums of codes and scales of the weights that qlinear has seen, by their packed bytes.
+# (sums of codes, scales) of the weights that qlinear has been called with, by their packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 # Codes and layouts
@@ -34,10 +34,10 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
 
     method  "absmax": scales from each block's extremes; "mse": scales that minimise the squared error; "hqq": a norm of the error in
             which outliers count little
-    name    what an error calls the tensor
+    name    the tensor's name in error messages
 
-    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format, an overflowing scale, or a weight so small
-    as a whole that its scales' dtype cannot tell its codes.
+    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format, an overflowing scale, or a weight too small
+    for the precision of its scales' dtype.
     """
     fmt = as_format(format)
     if method not in METHODS:
@@ -56,9 +56,9 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
 
 
 def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
-    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". The numbers stay the same: `unpack` gives them back.
+    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
 
-    Codes [N, K] become a weight for `linear` and its like, stacked ones [E, N, K] one for `grouped_linear`.
+    Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
     """
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
@@ -129,7 +129,7 @@ def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, comput
     """gelu(linear(x, packed, bias)), the exact one (not its tanh approximation): x [..., K] -> [..., N].
 
     On the CPU it is computed before the product is rounded and written, with an error of at most 2^-20 of its argument; elsewhere,
-    and where gradients are asked for, by torch after the product. Everything else is as for `linear`.
+    and where gradients are needed, by torch after the product. Otherwise as `linear`.
     """
     n, k = _matrix(packed)
     if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
@@ -153,7 +153,7 @@ def qlinear(
         y = clamp(round(M * (sum(x * q) + fused_bias))),   M = in_scale * scale / out_scale,
         fused_bias = -in_zero * sum(q) + bias / (in_scale * scale) + out_zero / M
 
-    where x stands for in_scale * (x - in_zero), y for out_scale * (y - out_zero), and q, scale are the weight's: symmetric
+    where x represents in_scale * (x - in_zero), y represents out_scale * (y - out_zero), and q, scale are the weight's: symmetric
     codes [N, K] with one scale per channel or tensor. Sums are exact in int32, the rest is float32 as in
     `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127).
     """
@@ -168,7 +168,7 @@ def qlinear(
 
 
 def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
-    """What `halfbyte::qlinear` reads beside the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
+    """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
     n, k = _matrix(packed)
     check_requantization(packed.format, k, in_scale, in_zero, out_scale, out_zero)
     if packed.data not in _integer_sums:
@@ -194,7 +194,7 @@ def requantization_rows(
 def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows `ids` (int64 or int32 [...], each in 0 … N - 1) of the dequantized weight [N, K] -> [..., K] in `dtype`.
 
-    An id outside of that is an error on the CPU. On a GPU its row is NaN: to look at ids there would mean to wait for them.
+    An id outside of that range is an error on the CPU. On a GPU its row is NaN: checking ids would synchronize with the device.
     """
     check_type(ids, Tensor, "the first argument is the ids, a tensor", "pass torch.as_tensor(ids), and the packed weight second")
     n, k = _matrix(packed)
@@ -205,9 +205,9 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
 
 
 def dequantize(packed: Packed | PackedConv | Codes, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that `packed` stands for, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`.
+    """The weight that `packed` represents, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`.
 
-    Of Codes it is `Codes.dequantize`, in their shape.
+    For Codes it is `Codes.dequantize`, in their shape.
     """
     kinds = (Packed, PackedConv, Codes)
     check_type(packed, kinds, "dequantize takes a weight that quantize or pack has made", "pass quantize(weight, format)")

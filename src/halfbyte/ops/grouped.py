@@ -34,20 +34,20 @@ def grouped_linear(
     compute: str = "auto",
     activation: str = "block",
 ) -> Tensor:
-    """Each row of x times the weight of the expert that it is sent to, + that expert's bias, in x's dtype (float32, bfloat16 or float16):
+    """Each row of x times the weight of its expert, + that expert's bias, in x's dtype (float32, bfloat16 or float16):
 
         expert_ids [M]      x [M, K]                       y[m]    = x[m] · W[id[m]]ᵀ            -> [M, N]
         expert_ids [M, T]   x [M, K], shared by all T      y[m, t] = x[m] · W[id[m, t]]ᵀ         -> [M, T, N]
                             or [M, T, K]                   y[m, t] = x[m, t] · W[id[m, t]]ᵀ
 
     packed        weights of shape [E, N, K]: `pack` of codes of that shape
-    expert_ids    int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: to look at ids there
-                  would mean to wait for them
+    expert_ids    int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: checking ids would
+                  synchronize with the device
     bias          [E, N] or None
-    compute, activation   as in `linear`; GPUs have "float" alone
+    compute, activation   as in `linear`; GPUs only have "float"
 
-    A layer's routing weights are one multiplication and sum more: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights
-    and biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
+    The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights and
+    biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
     """
     try:
         if len(packed.shape) != 3:
@@ -63,7 +63,7 @@ def grouped_linear(
 
 
 class _Settings(NamedTuple):
-    """What the op is given beside tensors: a weight of `experts` matrices [n, k]."""
+    """The arguments of the op besides tensors: a weight of `experts` matrices [n, k]."""
 
     format: str
     experts: int
@@ -84,7 +84,7 @@ def _shape(x: Tensor, ids: Tensor, s: _Settings) -> tuple[int, ...]:
 
 
 def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, s: _Settings) -> None:
-    """All but the shapes of x and ids, the compute, and the ids themselves."""
+    """Checks everything but the shapes of x and ids, the compute, and the ids themselves."""
     check_floats(x, "grouped_linear takes activations")
     check_activation(s.activation)
     if ids.dtype not in (torch.int64, torch.int32) or ids.device != x.device:
@@ -113,7 +113,7 @@ _Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
-    """The result where K or some other size is 0: a sum of nothing."""
+    """The result where K or another size is 0: the bias."""
     y = x.new_zeros(shape)
     if bias is not None and y.numel() and experts:
         y += bias[ids.long().clamp(0, experts - 1)]
@@ -121,7 +121,7 @@ def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    """Raises ArgumentError for an id that is not an expert's and an unknown compute."""
+    """Raises ArgumentError for an id that is out of range and an unknown compute."""
     kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
     numbers = ids.flatten().tolist()
     if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
@@ -140,7 +140,7 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
 @functools.lru_cache(maxsize=1024)
 def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: str) -> LinearKernel:
-    """That of one expert."""
+    """The kernel of one expert."""
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.cpu.linear import linear_kernel
@@ -150,8 +150,7 @@ def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, a
 
 
 class _Kept(NamedTuple):
-    """What calls have in common that differ in addresses alone: the kernel and its config, and its launches, ready to be made again, if
-    they can be."""
+    """Cached for calls that differ only in addresses: the kernel, its config, and a function that replays its launches, if possible."""
 
     module: Any
     config: Any
@@ -163,13 +162,13 @@ _MOST_KEPT = 4096
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    """Raises UnsupportedError for a compute that GPUs have not."""
+    """Raises UnsupportedError for a compute that GPUs do not have."""
     if compute_of(s.compute) != "float":
         raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={s.compute!r}: use 'float', or the CPU")
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (trouble := triton_trouble()) is not None:
-            raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
+            raise UnsupportedError(f"grouped_linear needs Triton: {trouble}, or use the CPU")
         experts, n, k = s.experts, s.n, s.k
         operands = (cuda.aligned(x), cuda.aligned(weight), cuda.aligned(ids.flatten()), x.new_empty(ids.numel(), n))
         if bias is not None:
@@ -188,7 +187,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
 
 def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...], problem: Problem) -> None:
-    """Through the kernel's own `launch`; if it can be, what it launches is remembered."""
+    """Calls the kernel's own `launch` and records its launches for replays, if possible."""
     from halfbyte.kernels.gpu import direct, grouped, launch
 
     x: Tensor = operands[0]
@@ -215,7 +214,7 @@ def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...],
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """dX[p] = dY[p] · W[id[p]] with the dequantized W, whatever the forward computed in; the weights are frozen."""
+    """dX[p] = dY[p] · W[id[p]] with the dequantized W, whatever the compute of the forward; the weights are frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:

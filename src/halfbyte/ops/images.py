@@ -1,4 +1,4 @@
-"""What the convolutions of all devices share: sizes written as numbers, what arguments must be, the order of images in memory."""
+"""Common to convolutions on all devices: decoding of sizes, validation of arguments, the memory layout of images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = tuple[int, int, int, int]
 
 
 def from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
-    """What the custom ops are given in place of a Filter and a Window."""
+    """The Filter and Window from the numbers that custom ops take instead."""
     return filter_from_numbers(format, numbers), Window.from_numbers(moves)
 
 
@@ -32,12 +32,12 @@ def filter_from_numbers(format: str, numbers: Sequence[int]) -> Filter:
 
 
 def depthwise(sizes: Filter) -> bool:
-    """Each channel is convolved with one kernel of its own."""
+    """Whether each channel is convolved separately with one kernel."""
     return sizes.channels == 1 and sizes.groups == sizes.out
 
 
 def canonical_nbytes(sizes: Filter) -> int:
-    """Of the weight in layout "canonical"."""
+    """Bytes of the weight in layout "canonical"."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored_tensors(sizes.format, sizes.codes_shape).values())
 
 
@@ -50,7 +50,7 @@ def out_shape(x: Tensor, sizes: Filter, window: Window) -> Shape:
 
 
 def check_conv2d(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> None:
-    """All but the weight and what a plan is made of; `shape` is the result's."""
+    """Checks everything but the weight and the arguments of a plan; `shape`: of the result."""
     check_clamp(low, high)
     if bias is not None:
         check_bias(bias, shape[1], x.device)
@@ -59,7 +59,7 @@ def check_conv2d(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape:
 
 
 def check_one_scale(sizes: Filter) -> None:
-    """What `activation="image"` takes."""
+    """Raises UnsupportedError for a weight that `activation="image"` does not support."""
     fmt = sizes.format
     if fmt.zero != "none" or isinstance(fmt.block, int):
         raise UnsupportedError(
@@ -75,7 +75,7 @@ def check_codes(x: Tensor) -> None:
 
 
 def nothing(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> Tensor:
-    """`conv2d` where there is nothing to multiply: sums of nothing."""
+    """`conv2d` where a size is 0: bias and residual only."""
     y = x.new_zeros(shape)
     for addend in (None if bias is None else bias.view(1, -1, 1, 1), residual):
         y = y if addend is None else y + addend

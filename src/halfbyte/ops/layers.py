@@ -1,4 +1,4 @@
-"""What whole layers in one call are made of: products by packed weights, and small tensors, by their addresses."""
+"""Building blocks of whole layers in one call: products with packed weights, and small tensors, passed by address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """Weight and bias, [K] each, and what is added to the variance."""
+    """Weight and bias, [K] each, and eps, which is added to the variance."""
 
     weight: Tensor
     bias: Tensor
@@ -34,14 +34,14 @@ class LayerNorm(NamedTuple):
 
 
 class Addresses:
-    """The tensors whose addresses a layer has; they live as long as this."""
+    """Keeps alive the tensors whose addresses a layer uses."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._kept: list[Tensor] = []
 
     def of(self, tensor: Tensor) -> int:
-        """Of its elements as float32: its own, or those of a copy that `refresh` makes anew."""
+        """The address of its elements as float32: its own, or that of a copy that `refresh` updates."""
         tensor = tensor.detach()
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             with torch.inference_mode(False):  # it is written again, and not always in that mode
@@ -53,7 +53,7 @@ class Addresses:
         return tensor.data_ptr()
 
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
-        """Of float32 activations by this weight; its outputs go through GELU if asked."""
+        """The product of float32 activations and this weight, followed by GELU if `gelu`."""
         from halfbyte.kernels.cpu.chain import Product
         from halfbyte.kernels.cpu.isas import current
         from halfbyte.kernels.cpu.linear import linear_kernel
@@ -65,13 +65,13 @@ class Addresses:
         return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
 
     def refresh(self) -> None:
-        """Copies again what is not read in its own place."""
+        """Updates the copies."""
         for copy, source in self._copies:
             copy.copy_(source)
 
 
 def why_not_packed(weights: Sequence[Packed]) -> str | None:
-    """Why kernels of whole layers do not read these; None where they do."""
+    """Why kernels of whole layers do not support these weights; None if they do."""
     if any(weight.layout != cpu_tiles.NAME for weight in weights):
         return "its weights are not packed for CPUs"
     if any(weight.data.data_ptr() % 64 or not weight.data.is_contiguous() for weight in weights):

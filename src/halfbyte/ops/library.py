@@ -38,12 +38,11 @@ def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> b
     )
 
 
-_KINDS = frozenset((Tensor, nn.Parameter))  # tensors that are what they look like: a DTensor has no memory of its own
+_KINDS = frozenset((Tensor, nn.Parameter))  # plain tensors: a DTensor has no memory of its own
 
 
 def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> bool:
-    """Nobody is watching (no tracing, no modes, no functorch, no subclasses), so the dispatcher, which costs more than a small kernel, may
-    be skipped."""
+    """Whether the dispatcher, which takes longer than a small kernel, may be bypassed: no tracing, modes, functorch or subclasses."""
     return (
         type(x) is Tensor
         and (x.is_cpu or x.is_cuda)
@@ -63,10 +62,10 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 
 class Gradients(NamedTuple):
-    """What is differentiated: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
+    """An op and its gradients: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
     convolution, whose settings end with the clamp's low and high.
 
-    of_x     (dy, packed weight, shape of x, *settings) -> dx, with the dequantized weight, whatever the op computed in
+    of_x     (dy, packed weight, shape of x, *settings) -> dx, with the dequantized weight, whatever the op's compute
     of_bias  dy -> its sum for each output
     """
 
@@ -95,7 +94,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
         low, high = ctx.settings[-2:]
-        if output is not None:  # nothing flows through an output that was clamped
+        if output is not None:  # clamped outputs have no gradient
             grad = torch.where((output > low) & (output < high), grad, 0)
         _, x_too, _, bias_too, residual_too = ctx.needs_input_grad[:5]
         grad_x = ctx.gradients.of_x(grad, weight, ctx.shape, *ctx.settings) if x_too else None
@@ -115,7 +114,7 @@ def differentiable(
     """The op under autograd; `run` is the op on the device of x."""
     if differentiated(x, bias, residual):
         return _Differentiable.apply(gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
-    if plain(x, bias, residual):  # a second trip through the dispatcher would take as long as a small kernel
+    if plain(x, bias, residual):  # a second dispatch would take as long as a small kernel
         return run(x, weight, bias, residual, *settings)
     with torch._C._AutoDispatchBelowAutograd():
         return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
@@ -127,7 +126,7 @@ def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: st
 
 
 def transformed() -> bool:
-    """Whether torch.func (grad, vmap, …) is at work, which has to see an autograd.Function itself, not an op that holds one."""
+    """Whether a transform of torch.func (grad, vmap, …) is active, which needs the autograd.Function itself, not an op that wraps it."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -144,7 +143,7 @@ def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings:
 
 
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """Under autograd, which needs what goes into GELU."""
+    """Under autograd, which needs the argument of GELU."""
     if differentiated(x, bias, None):
         return _linear_then_gelu(x, weight, bias, *settings)
     with torch._C._AutoDispatchBelowAutograd():
