@@ -106,7 +106,7 @@ class _Lines:
         f, spec, counter = self.f, self.spec, self.args + DEPTHWISE.offset("counter")
         channels, width = self.get("channels"), self.get("out_width")
         first, stop = self.get("first_inside"), self.get("stop_inside")  # outputs whose taps lie inside, left and right
-        for line in f.draw(lambda: f.fetch_add(counter), self.get("lines")):
+        for line in f.draw_items(counter, self.get("lines")):
             y, b = line % self.get("out_height"), line // self.get("out_height")
             image = self.pointer("x") + b * self.get("height") * self.get("width") * channels * self.element
             top = y * self.get("stride_h") - self.get("top")

@@ -107,6 +107,7 @@ class LinesSpec:
     sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
                 that whole vectors are added; "single": one by one
     masked      behind a pixel's codes lies memory that may be read
+    tail        else: codes of a pixel behind its last whole vector, a multiple of 8
     columns     of outputs that a tile makes: a panel's
     unsigned    codes are copied with 128 added
     """
@@ -121,13 +122,14 @@ class LinesSpec:
     unit: int
     sums: str
     masked: bool
+    tail: int = 0
     columns: int = PANEL
     unsigned: bool = False
 
     @property
     def name(self) -> str:
         copied = f"{self.copied}{'u' if self.unsigned else ''}"
-        starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else "") if self.started else "unstarted"
+        starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else f"_{self.tail}") if self.started else "unstarted"
         return f"lines_{copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
 
 
@@ -160,7 +162,7 @@ class Lines:
         parts, groups, strips, group = get("parts"), get("groups"), get("strips"), get("group")
         counter, panels = self.args + DIRECT.offset("counter"), (get("n") + (self.columns - 1)) // self.columns
         copied, gathered = f.variable(f.value("i64", -1)), f.variable(f.value("i64", -1))
-        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
+        for item in f.draw_items(counter, get("items")):
             part, place = item % parts, item // parts
             g, strip = place % groups, place // groups
             b, number = strip // strips, strip % strips
@@ -296,9 +298,11 @@ class Lines:
                 mask = self.pointer("pixel_mask").load(isa.quads)
                 total.value = self._plus(total.value, codes.load(isa.quads, whole) & mask)
             return total.value
-        for at in f.loop(size, start=whole, step=8):
-            eight = codes.load("<8 x i8>", at).shuffle([*range(8), *[8] * (width - 8)], f.value("<8 x i8>", 0))
-            total.value = self._plus(total.value, eight)
+        for some in (32, 16, 8):
+            if self.spec.tail & some:
+                kind = vector("i8", some)
+                part = codes.load(kind, whole + self.spec.tail % some)
+                total.value = self._plus(total.value, part.shuffle([*range(some), *[some] * (width - some)], f.value(kind, 0)))
         return total.value
 
     def _plus(self, total: Value, codes: Value) -> Value:

@@ -173,6 +173,7 @@ def _lines_spec(
         unit=walk.step,
         sums=sums,
         masked=not walk.in_image,
+        tail=(walk.patch or sizes.channels) % (4 * isa.lanes) if walk.in_image else 0,
         columns=columns,
         unsigned=unsigned,
     )

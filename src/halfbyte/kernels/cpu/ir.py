@@ -295,6 +295,20 @@ class Function:
         self.line(f"br label %{label}.head")
         self._label(f"{label}.exit")
 
+    def draw_items(self, counter: Value, items: Value) -> Iterator[Value]:
+        """`for i in f.draw_items(counter, n):` threads, whose number and count are this function's second and third parameters, draw items
+        0 … n - 1. Of two, one begins at each end, so that from call to call a thread meets what it made itself."""
+        _, thread, threads = self.parameters
+        mine = self.variable(self.value("i64", 0))
+
+        def place(drawn: Value) -> Value:
+            own = mine.value
+            mine.value = own + 1
+            return (threads < 3).select(thread.equals(0).select(own, items - 1 - own), drawn)
+
+        for drawn in self.draw(lambda: self.fetch_add(counter), items):
+            yield place(drawn)
+
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """`with f.when(c):` the body runs where c holds."""

@@ -130,7 +130,7 @@ class _Winograd:
         f, get = self.f, self.get
         counter, parts, columns = self.args + WINOGRAD.offset("counter"), get("parts"), get("columns")
         there = f.variable(f.value("i64", -1))
-        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
+        for item in f.draw_items(counter, get("items")):
             part, run = item % parts, item // parts
             first = run * get("run")
             count = f.umin(get("run"), get("tiles") - first)
