@@ -24,7 +24,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import arrange, direct_call
 from halfbyte.kernels.cpu.arrange import LANE
-from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct import DIRECT, PARAMETERS, RequantizingDirectTile
 from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Module, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
@@ -60,7 +60,7 @@ class _Chunk(NamedTuple):
 def build_tile(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
     module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    f = module.function(name_of(spec), PARAMETERS)
     _ArrangedTile(spec, isa, f).emit(f.value("i64", 0))
     return module
 

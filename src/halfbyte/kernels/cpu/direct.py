@@ -31,6 +31,7 @@ DIRECT = Block(
         *LINEAR.fields,
         # items: strips of lines x groups of channels x parts of the panels
         *("items", "parts", "groups", "strips", "strip_lines", "rows"),
+        "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
         *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
         # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
         *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
@@ -197,11 +198,12 @@ class Lines:
         tiles = (rows + (tile_rows - 1)) // tile_rows
         for p in f.loop(panels[1], panels[0]):
             columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))
+            more = (p + 1 < panels[1]).select(get("panel_bytes") * get("asks"), 0)
             at = weights + p * get("panel_bytes"), table + p * (4 * self.columns), out + p * get("out_bytes") * self.columns
             for t in f.loop(tiles):
                 m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                 places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
-                f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns)
+                f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns, t.equals(0).select(more, 0))
 
     def _near(self, line: Value) -> Value:
         """Which line of the image, from a strip's first on, is that one in the thread's memory."""
@@ -319,10 +321,16 @@ def _sum_of_each(vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
+PARAMETERS = ["ptr"] * 8 + ["i64"] * 2
+
+
 def build_tile(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns)."""
+    """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
+
+    ahead   bytes from weights to those that are asked for; 0: none
+    """
     module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    f = module.function(name_of(spec), PARAMETERS)
     tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
     if passes == 1:
@@ -341,7 +349,7 @@ class _DirectTile(Tile):
     """R outputs of an image times a panel of weights."""
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
-        self.image, self.places, self.sums, out, bias, self.scale, columns = f.parameters[2:]
+        self.image, self.places, self.sums, out, bias, self.scale, columns, self.ahead = f.parameters[2:]
         super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns))
         self.in_registers = False
 
@@ -369,6 +377,9 @@ class _DirectTile(Tile):
                 for _ in f.loop(steps):
                     here = [row + at.value for row in rows]
                     new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
+                    with f.when(self.ahead.equals(0).equals(0)):
+                        for line in range(0, self.unit_bytes, 64):
+                            f.prefetch(w.value + self.ahead + line, 2)
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes

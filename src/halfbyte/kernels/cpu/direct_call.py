@@ -28,6 +28,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
+_MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cache when they are due
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 
 
@@ -236,6 +237,7 @@ def plan(
         "openmp": runtime.openmp_address(),
         "n": geo.n,
         "panel_bytes": panel_bytes,
+        "asks": int(panels * panel_bytes >= _MANY_BYTES),
         "lane_places": lane_places.data_ptr(),
         "out_stride": sizes.out * out_bytes,
         "out_bytes": out_bytes,

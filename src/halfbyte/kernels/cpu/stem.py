@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import direct_call
-from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct import DIRECT, PARAMETERS, RequantizingDirectTile
 from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Module, Value
 from halfbyte.kernels.cpu.isa import ISA
@@ -48,7 +48,7 @@ def _width(isa: ISA) -> int:
 def build_tile(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
     module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 8 + ["i64"])
+    f = module.function(name_of(spec), PARAMETERS)
     _StemTile(spec, isa, f).emit(f.value("i64", 0))
     return module
 
