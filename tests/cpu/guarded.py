@@ -32,6 +32,7 @@ from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.pool import pool
@@ -236,10 +237,13 @@ AROUND = Window((1, 1), (1, 1, 2, 0))
 ARRANGED = [(40, 1, 33, (1, 1), Window()), (16, 2, 5, (3, 3), AROUND), (3, 1, 32, (7, 7), Window((2, 2), (3, 3, 3, 3)))]
 
 
+QUADS = [(1, 70, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))), (1, 33, 1, (3, 2), Window((2, 2))), (1, 16, 1, (1, 3), Window())]
+
+
 def own_weights(tell: Callable[[str], None]) -> None:
     isa = current()
     filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, 0))) for number, out in enumerate((5, 33))]
-    others = ARRANGED if isa.arranges else ARRANGED[-1:] if isa.mixed_dot else []
+    others = ARRANGED if isa.arranges else [*ARRANGED[-1:], *QUADS] if isa.mixed_dot else []
     for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + others):
         sizes = Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
         codes = conv_ops.quantize_conv(torch.randn(out * groups, channels, *kernel), sizes.format)
@@ -248,8 +252,12 @@ def own_weights(tell: Callable[[str], None]) -> None:
         packed = conv_ops.pack_conv(codes, kernel, groups)
         table = conv_ops.conv_requantization_table(packed, None, **scales)
         form: Any = ArrangedConvKernel if isa.arranges else StemKernel
-        plain = ConvKernel(sizes, torch.int8, "int8", "block").linear
-        run = WinogradKernel(sizes) if winograd.supports(sizes, window, isa) else form(sizes, window, plain)
+        if channels == out == 1:
+            run: Any = DepthwiseDotKernel(sizes, window, window.out_size((9, 7 + number), kernel)[0])
+        elif winograd.supports(sizes, window, isa):
+            run = WinogradKernel(sizes)
+        else:
+            run = form(sizes, window, ConvKernel(sizes, torch.int8, "int8", "block").linear)
         data = run.weights_of(codes)
         assert data is not None
         wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)

@@ -11,9 +11,11 @@ from torch import Tensor
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
-from halfbyte.kernels.cpu import direct_call, jit, runtime, stem
+from halfbyte.kernels.cpu import depthwise_dot, direct_call, jit, runtime, stem
 from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.stem import StemKernel
 from halfbyte.kernels.cpu.tile import TileSpec
@@ -72,6 +74,34 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) 
             assert torch.equal(y, plan.kernel(x, window, packed.data, table, -100.0, 120.0, outside=int(more["in_zero"])))
     assert len(taken) > 3
     cpu_conv._plans.clear()
+
+
+@pytest.mark.parametrize("isa", [isa for isa in RUNNABLE if isa.mixed_dot and isa.matrix is None], ids=lambda isa: isa.name)
+def test_depthwise_quads_have_the_sums_of_single_products(isa, monkeypatch) -> None:
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    monkeypatch.setattr(depthwise_dot, "WORK_A_THREAD", 1)
+    rng, torchs = random.Random(2), torch.Generator().manual_seed(2)
+    for case in range(24):
+        channels, kernel_size = rng.choice((16, 17, 33, 64, 65, 100, 144)), (rng.randint(1, 3), rng.randint(1, 3))
+        sizes = Filter(as_format("int8_channel"), channels, 1, kernel_size, channels)
+        window = Window((rng.randint(1, 3), rng.randint(1, 3)), tuple(rng.randint(0, 2) for _ in range(4)))  # type: ignore[arg-type]
+        x = torch.randint(
+            -128, 128, (rng.randint(1, 2), rng.randint(3, 11), rng.randint(3, 9), channels), generator=torchs, dtype=torch.int8
+        )
+        image, codes, more = (
+            x.permute(0, 3, 1, 2),
+            random_codes(sizes.format, sizes.codes_shape, case),
+            scales(9, rng.randint(-128, 127), 7),
+        )
+        table = ops.conv_requantization_table(
+            ops.pack_conv(codes, kernel_size, channels), torch.randn(channels, generator=torchs) * 10, **more
+        )  # type: ignore[arg-type]
+        assert depthwise_dot.supports(sizes, window, isa)
+        kernel = DepthwiseDotKernel(sizes, window, window.out_size((image.shape[2], image.shape[3]), kernel_size)[0])
+        rest = table, float(rng.randint(-128, 0)), float(rng.randint(0, 127))
+        y = kernel(image, window, kernel.weights_of(codes), *rest, outside=int(more["in_zero"]))
+        wanted = DepthwiseKernel(sizes, torch.int8)(image, window, taps(codes, sizes, integer=True), *rest, outside=int(more["in_zero"]))
+        assert torch.equal(y, wanted), (sizes, window, x.shape)
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.mixed_dot], ids=lambda isa: isa.name)

@@ -122,11 +122,12 @@ def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], 
 
 def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu import arranged, conv_amx, stem, winograd
+    from halfbyte.kernels.cpu import arranged, conv_amx, depthwise_dot, stem, winograd
     from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
     from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
     from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
     from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
+    from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
     from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.cpu.stem import StemKernel
     from halfbyte.kernels.cpu.winograd import WinogradKernel
@@ -147,6 +148,8 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     some = 0 not in shape and x.numel() > 0
     if some and depthwise(sizes):
         kernel = DepthwiseKernel(sizes, x.dtype)
+        if x.dtype == torch.int8 and depthwise_dot.supports(sizes, window, isa):
+            other = DepthwiseDotKernel(sizes, window, shape[2])
     elif some:
         codes, way = (torch.int8, "block") if by_image else (x.dtype, activation)
         direct = ConvKernel(sizes, codes, inner, way, out=x.dtype)  # type: ignore[arg-type]
@@ -164,22 +167,21 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
 
 
-def _fit_weight(weight: Tensor, plan: _Plan, *, integer: bool = False) -> Tensor:
-    """What the plan's kernel takes for the packed bytes."""
+def _check_weight(weight: Tensor, plan: _Plan) -> None:
     check_bytes(weight, plan.weight_bytes, _CPU, plan.sizes, "pack_conv")
-    return _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
 
 
-def _kernel_of(weight: Tensor, weights: Tensor, plan: _Plan) -> tuple[Callable[..., Tensor], Tensor]:
+def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
+    if plan.other is not None:
+        made = _forms_of(weight)
+        if plan.other.form not in made:
+            layout = convolution.CANONICAL if plan.depthwise else cpu_tiles.NAME
+            made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
+        if (form := made[plan.other.form]) is not None:
+            return plan.other, form
     assert plan.kernel is not None
-    if plan.other is None:
-        return plan.kernel, weights
-    made = _forms_of(weight)
-    if plan.other.form not in made:
-        made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight)))
-    form = made[plan.other.form]
-    return (plan.kernel, weights) if form is None else (plan.other, form)
+    return plan.kernel, _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
 
 
 def conv2d(
@@ -198,14 +200,14 @@ def conv2d(
     check_floats(x, "conv2d takes images")
     plan = _plan(x, format, numbers, moves, compute, activation)
     check_conv2d(x, bias, residual, plan.out_shape, low, high)
-    weights = _fit_weight(weight, plan)
+    _check_weight(weight, plan)
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     if plan.kernel is None:
         return nothing(x, bias, residual, plan.out_shape, low, high)
     residual = None if residual is None else channels_last(residual)
     if x.stride() != plan.strides:
         x = channels_last(x)
-    kernel, weights = _kernel_of(weight, weights, plan)
+    kernel, weights = _kernel_of(weight, plan)
     return kernel(x, plan.window, weights, bias, low, high, residual=residual)
 
 
@@ -223,12 +225,12 @@ def qconv2d(
     check_codes(x)
     plan = _plan(x, format, numbers, moves, "int8", "block")
     check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
-    weights = _fit_weight(weight, plan, integer=True)
+    _check_weight(weight, plan)
     if plan.kernel is None:
         return x.new_empty(plan.out_shape)
     if x.stride() != plan.strides:
         x = channels_last(x)
-    kernel, weights = _kernel_of(weight, weights, plan)
+    kernel, weights = _kernel_of(weight, plan, integer=True)
     return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)
 
 
@@ -239,5 +241,5 @@ def qconv2d_step(x: Tensor, packed: PackedConv, table: Tensor, moves: Sequence[i
     plan = _plan(x, packed.name, packed.numbers, moves, "int8", "block")
     if plan.kernel is None or x.stride() != plan.strides:
         return None
-    kernel, weights = _kernel_of(packed.data, _fit_weight(packed.data, plan, integer=True), plan)
+    kernel, weights = _kernel_of(packed.data, plan, integer=True)
     return conv_step(cast("CodesConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

@@ -130,7 +130,11 @@ class LinesSpec:
     @property
     def name(self) -> str:
         copied = f"{self.copied}{'u' if self.unsigned else ''}"
-        starts = self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else f"_{self.tail}") if self.started else "unstarted"
+        starts = (
+            self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else f"_{self.tail}")
+            if self.started
+            else "unstarted"
+        )
         return f"lines_{copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
 
 
@@ -203,7 +207,19 @@ class Lines:
             for t in f.loop(tiles):
                 m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                 places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
-                f.call_pointer(tile, self.args, at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, columns, t.equals(0).select(more, 0))
+                f.call_pointer(
+                    tile,
+                    self.args,
+                    at[0],
+                    walked,
+                    places,
+                    sums,
+                    at[2] + m * get("out_stride"),
+                    at[1],
+                    scale,
+                    columns,
+                    t.equals(0).select(more, 0),
+                )
 
     def _near(self, line: Value) -> Value:
         """Which line of the image, from a strip's first on, is that one in the thread's memory."""
@@ -378,8 +394,8 @@ class _DirectTile(Tile):
                     here = [row + at.value for row in rows]
                     new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
                     with f.when(self.ahead.equals(0).equals(0)):
-                        for line in range(0, self.unit_bytes, 64):
-                            f.prefetch(w.value + self.ahead + line, 2)
+                        for byte in range(0, self.unit_bytes, 64):
+                            f.prefetch(w.value + self.ahead + byte, 2)
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes
