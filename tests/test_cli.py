@@ -420,7 +420,7 @@ def test_eval_refuses(run: Run, quantized: Path, bert: Path, text: Path, tmp_pat
     for plot in (tmp_path / "none" / "x.svg", tmp_path / "x.png", tmp_path / "folder.svg"):
         (tmp_path / "folder.svg").mkdir(exist_ok=True)
         run("eval", bert, "--text", text, "--plot", plot).refuses("--plot", str(plot))
-    run("eval", bert, "--text", text).refuses("writes no text")
+    run("eval", bert, "--text", text).refuses("is not a language model")
     run("eval", quantized, "--against", bert, "--text", text, "--batch", 0).refuses("--batch")
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     run("eval", quantized, "--against", bert, "--text", tmp_path / "latin").refuses("UTF-8")

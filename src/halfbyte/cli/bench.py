@@ -1,4 +1,4 @@
-"""`halfbyte bench`: the time of one linear layer, beside torch's in float32 and bfloat16."""
+"""`halfbyte bench`: times one linear layer, compared with torch in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def add(commands: Commands) -> None:
         commands,
         "bench",
         run,
-        "time a linear layer beside torch",
-        "Time y = x W^T for x [M, K] and W [N, K]. All contenders take turns, each in a process of its own, and rotate over copies of the "
-        "weight that no cache holds, so that weights come from memory, as in a whole model. Results are checked first. On a GPU contenders "
-        "take turns in one process, by replays of CUDA graphs.",
+        "time a linear layer, compared with torch",
+        "Time y = x W^T for x [M, K] and W [N, K]. The contenders run in turn, each in its own process, and rotate over copies of the "
+        "weight that exceed the caches, so that weights come from memory, as in a whole model. Results are checked first. On a GPU the contenders "
+        "run in turn in one process, by replays of CUDA graphs.",
     )
     parser.add_argument("--m", type=int, nargs="+", default=[1, 128], help="rows of the activations (default: 1 128)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
     parser.add_argument("--format", nargs="+", default=["q4_0"], help="formats of the weight (default: q4_0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="threads (default: as many as torch takes)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that each contender takes (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads (default: as many as torch uses)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

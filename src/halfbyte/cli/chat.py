@@ -16,16 +16,17 @@ def add(commands: Commands) -> None:
         commands,
         "chat",
         run,
-        "talk with a language model",
-        "Read lines from stdin and print the model's answers, with the tokenizer's chat template. An empty line or the end ends it.",
+        "chat with a language model",
+        "Read lines from stdin and print the model's answers, using the tokenizer's chat template. An empty line or the end of input ends "
+        "the chat.",
     )
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the chat")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.json:
-        raise UnsupportedError("chat has no --json, which is one document: use generate --json")
+        raise UnsupportedError("chat has no --json output: use generate --json")
     from halfbyte.integrations.tensor_parallel import rank_and_count
 
     if rank_and_count()[1] > 1:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.integrations.text import generate
 
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is not text does not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes do not end the chat
     messages = [{"role": "system", "content": args.system}] if args.system else []
     cache, seen = DynamicCache(config=model.config), None
     while line := _next_line():
@@ -47,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         ids = prompt["input_ids"][0]
         if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
-            cache = DynamicCache(config=model.config)  # the template writes the past in another way: read it again
-        if args.compile:  # which a longer cache would need again
+            cache = DynamicCache(config=model.config)  # the template has changed the earlier text: process it again
+        if args.compile:  # a longer cache would be compiled again
             settings["max_cache_len"] = max(1024, 1 << (len(ids) + args.max_new_tokens - 1).bit_length())
         done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)
-        seen = done.tokens[:-1]  # the last token has been written, not read
+        seen = done.tokens[:-1]  # the last token is not in the cache yet
         messages.append({"role": "assistant", "content": done.text})
         print()
         if not args.quiet:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _next_line() -> str:
-    """What the user says next, "" at the end."""
+    """The user's next line, "" at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()

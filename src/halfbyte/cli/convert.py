@@ -1,4 +1,4 @@
-"""`halfbyte convert`: a model of one kind to another kind, with the same codes and scales."""
+"""`halfbyte convert`: converts a model between kinds of files, with the same codes and scales."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def add(commands: Commands) -> None:
         run,
         "convert a model to another kind of files",
         "Read a halfbyte checkpoint, a folder of AWQ, GPTQ or compressed-tensors, a GGUF file or a float Hugging Face folder, and write "
-        "it as another kind. Codes and scales stay what they are; weights that the new kind has no place for are dequantized, and the "
-        "report says so.",
+        "it as another kind. Codes and scales do not change; weights that the target kind cannot hold are dequantized, and the report "
+        "says so.",
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file to write, which does not exist yet")
     parser.add_argument("--to", required=True, metavar="KIND", help=f"the kind to write: {', '.join(KINDS)}")
-    parser.add_argument("--resume", action="store_true", help="go on where a conversion to DST had come to when it was killed")
+    parser.add_argument("--resume", action="store_true", help="continue a conversion to DST that was killed")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`halfbyte doctor`: what halfbyte finds on this machine, and whether its kernels compute what they should."""
+"""`halfbyte doctor`: shows the machine's properties and tests the kernels on it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add(commands: Commands) -> None:
         "doctor",
         run,
         "check the machine and the kernels",
-        "Show versions, CPU, GPUs, instruction set, threads, cache and variables, and test every kernel against the float64 reference. "
-        "The exit code is 1 if anything is wrong.",
+        "Show versions, CPU, GPUs, instruction set, threads, cache and environment variables, and test every kernel against the float64 "
+        "reference. The exit code is 1 if anything is wrong.",
     )
-    parser.add_argument("--no-test", action="store_true", help="leave the tests of the kernels out")
+    parser.add_argument("--no-test", action="store_true", help="skip the tests of the kernels")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, Any] | None:
     try:
         return part()
-    except HalfbyteError as error:  # a variable that makes no sense is what doctor is asked to find
+    except HalfbyteError as error:  # invalid variables are among the faults to report
         faults.append(str(error))
         return None
 
@@ -178,7 +178,7 @@ def _lines_cache(cache: dict[str, Any]) -> list[str]:
 
 def _lines_variables(variables: dict[str, Any]) -> list[str]:
     lines = [f"{name}={value}" for name, value in variables["set"].items()] or ["none set"]
-    return lines + [f"{name} means nothing to halfbyte; did you mean {_alike(name)}?" for name in variables["unknown"]]
+    return lines + [f"{name} is not a variable of halfbyte; did you mean {_alike(name)}?" for name in variables["unknown"]]
 
 
 def _alike(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`halfbyte eval`: how good a quantized model still is, on a text."""
+"""`halfbyte eval`: measures the quality of a quantized model on a text."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def add(commands: Commands) -> None:
         commands,
         "eval",
         run,
-        "measure what quantization costs in quality",
-        "Of a model that writes text: perplexity, and with --format or --against the divergence (Kullback-Leibler, in nats) of its "
-        "predictions from the original's and how often both find the same token likeliest. The text is read in windows of --context "
-        "tokens that start every --stride; each token is scored once. Of other models, with --against: sentence embeddings (mean of the "
+        "measure the quality of a quantized model",
+        "For a language model: perplexity, and with --format or --against the divergence (Kullback-Leibler, in nats) of its predictions "
+        "from the original's and how often both predict the same most likely token. The text is read in windows of --context tokens that "
+        "start every --stride; each token is scored once. For other models, with --against: compares the sentence embeddings (mean of the "
         "last hidden states) of each line, or the outputs for it.",
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
     parser.add_argument("--against", metavar="SRC", type=Path, help="the original model, with its tokenizer")
-    parser.add_argument("--format", nargs="+", default=[], help="quantize MODEL to each of these, and compare them with it")
+    parser.add_argument("--format", nargs="+", default=[], help="quantize MODEL to each of these formats, and compare with MODEL")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text; for models that write none, one passage a line")
+    text.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text; for other than language models, one passage per line")
     text.add_argument(
-        "--lambada-like", metavar="FILE", type=Path, help="one passage a line: the share of lines whose last word the model would write"
+        "--lambada-like", metavar="FILE", type=Path, help="one passage per line: the fraction of lines whose last word the model predicts"
     )
-    parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or what the model has)")
-    parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and truer)")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a picture of perplexity against size, as SVG")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or the model's maximum)")
+    parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and more realistic)")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a plot of perplexity against size, as SVG")
     add_device(parser)
-    parser.add_argument("--batch", type=int, default=32, help="lines at once, for models that write no text (default: %(default)s)")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of a line that count for them (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="lines at a time, for other than language models (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=256, help="maximum tokens of a line, for those (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if writes_text(source):
         return _language(args, text)
     if args.against is None or args.format or args.lambada_like or args.plot:
-        raise ArgumentError(f"{source} writes no text: compare a quantized model with it, eval QUANTIZED --against {source} --text FILE")
+        raise ArgumentError(f"{source} is not a language model: compare a quantized one, eval QUANTIZED --against {source} --text FILE")
     return _lines(args, text)
 
 
@@ -69,12 +69,12 @@ def _read(path: Path) -> str:
 def _passages(text: str, path: Path, least: int) -> list[str]:
     lines = [line for line in map(str.strip, text.splitlines()) if line]
     if len(lines) < least:
-        raise ArgumentError(f"{path} has {len(lines)} lines of text, this takes {least} or more")
+        raise ArgumentError(f"{path} has {len(lines)} lines of text, {least} or more are needed")
     return lines
 
 
 def _check_plot(args: argparse.Namespace) -> None:
-    """Raises ArgumentError for a picture that could not be written in the end."""
+    """Raises ArgumentError, before any work, for a plot that could not be written."""
     if args.lambada_like or args.plot.suffix != ".svg":
         raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
     if not args.plot.parent.is_dir():
@@ -88,7 +88,7 @@ def _check_stride(args: argparse.Namespace, context: int) -> None:
         raise ArgumentError(f"--stride is 1 or more and at most the context, which is {context} tokens here, got {args.stride}")
 
 
-# Models that write text
+# Language models
 
 
 def _language(args: argparse.Namespace, text: str) -> int:
@@ -98,7 +98,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
 
     check_device(args.device)
     if args.format and args.against:
-        raise ArgumentError("--format quantizes MODEL, --against compares it as it is: give one of the two")
+        raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
     dtype = asked_dtype(args)
     reference, tokenizer = open_model(args.against or args.model, args.device, None, dtype)
     candidates: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     args.plot.write_text(line_plot(points, title="perplexity against size", x_label="weights, MB", y_label="perplexity"), encoding="utf-8")
 
 
-# Models that do not
+# Other models
 
 
 def _lines(args: argparse.Namespace, text: str) -> int:

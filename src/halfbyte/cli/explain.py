@@ -12,10 +12,10 @@ from halfbyte.cli.output import Commands, add_command, check_fits, print_json
 
 def add(commands: Commands) -> None:
     parser = add_command(
-        commands, "explain", run, "say which kernel runs for a shape on this machine, why, and how far it is from what the machine can do"
+        commands, "explain", run, "show which kernel runs for a shape on this machine, why, and how far it is from the roofline"
     )
     parser.add_argument("model", nargs="?", type=Path, help="instead of a shape: what computes a language model's next token, an encoder")
-    parser.add_argument("--m", type=int, default=1, help="rows of the activations; of a language model, sequences (default: %(default)s)")
+    parser.add_argument("--m", type=int, default=1, help="rows of the activations; with a language model, sequences (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
     parser.add_argument("--format", help="format of the weight (default: q4_0, or what the model is in)")
@@ -25,8 +25,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--compute", default="auto", help="auto, int8 or float (default: %(default)s)")
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
-    parser.add_argument("--experts", type=int, help="of a mixture, to which the M rows (tokens, once for each of their experts) are sent")
-    parser.add_argument("--no-measure", action="store_true", help="only the choice, without timing it")
+    parser.add_argument("--experts", type=int, help="number of experts of a mixture; M then counts (token, expert) pairs")
+    parser.add_argument("--no-measure", action="store_true", help="show the choice without timing it")
 
 
 def run(args: argparse.Namespace) -> int:

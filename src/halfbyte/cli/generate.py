@@ -1,4 +1,4 @@
-"""`halfbyte generate`: text from a language model, and how fast it came."""
+"""`halfbyte generate`: text from a language model, with its speed."""
 
 from __future__ import annotations
 
@@ -19,42 +19,44 @@ def add(commands: Commands) -> None:
         commands,
         "generate",
         run,
-        "let a language model go on after a text",
-        "Print what the model writes as it comes, then to stderr the speed, the size of the weights and the peak memory.",
+        "generate text with a language model",
+        "Print the generated text as it comes, then to stderr the speed, the size of the weights and the peak memory.",
     )
     add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on after; - reads it from stdin")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue; - reads it from stdin")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which model writes, and how."""
+    """The arguments of the model and of sampling."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
     parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to write at most (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=128, help="maximum number of tokens to generate (default: %(default)s)"
+    )
     add_device(parser)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default: %(default)s)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens (default: the model's own, or 50)")
-    parser.add_argument("--top-p", metavar="P", type=float, help="draw from the likeliest that together have the probability P")
-    parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: what has been written becomes less likely")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, above 0: sampling (default: %(default)s)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="sample from the K most likely tokens (default: the model's own, or 50)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="sample from the most likely tokens with the total probability P")
+    parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say where a model computes, and in what."""
+    """The arguments of the device and dtype of the computation."""
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
 
 
 def asked_dtype(args: argparse.Namespace) -> Any:
-    """The torch.dtype that was asked for, or None."""
+    """The requested torch.dtype, or None."""
     import torch
 
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
 def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
-    """(model, tokenizer, settings of `generate`) that the arguments ask for; `mesh` of the processes that share the model."""
+    """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
     if args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     drawn = _choice_of_tokens(args)
@@ -67,13 +69,13 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     config = None if args.format is None else Config(args.format)
     model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh)
     if args.compile and not args.quiet:
-        print("the decoding step is compiled first, which takes a minute or more", file=sys.stderr)
+        print("compiling the decoding step, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
 
 
 def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
-    """How `generate` of transformers chooses the next token. Raises ArgumentError."""
+    """The sampling settings for transformers' `generate`. Raises ArgumentError."""
     if not 0 <= args.temperature < float("inf"):
         raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
     if args.top_k is not None and args.top_k < 1:
@@ -83,7 +85,7 @@ def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
     if args.repetition_penalty is not None and not 0 < args.repetition_penalty < float("inf"):
         raise ArgumentError(f"--repetition-penalty is above 0, got {args.repetition_penalty}")
     if not args.temperature and (args.top_k or args.top_p):
-        raise ArgumentError("--top-k and --top-p say what is drawn from, and nothing is: add --temperature, such as 0.7")
+        raise ArgumentError("--top-k and --top-p have no effect without sampling: add --temperature, such as 0.7")
     asked = {name: getattr(args, name) for name in ("top_k", "top_p", "repetition_penalty") if getattr(args, name) is not None}
     return asked | ({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False})
 
@@ -115,7 +117,7 @@ def writes_text(path: Path) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All processes that torchrun starts write the same text; the first prints it."""
+    """All processes started by torchrun generate the same text; the first prints it."""
     check_device(args.device)
     from halfbyte.integrations.tensor_parallel import processes, rank_and_count
 
@@ -131,7 +133,7 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     model, tokenizer, settings = opened
     if args.prompt == "-":
         args.prompt = _read_prompt(count)
-    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # as Python writes bytes that it cannot decode
+    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # how Python represents bytes that it cannot decode
         raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     check_prompt(model, prompt)  # before anything is shown
@@ -153,7 +155,7 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
 
 def _read_prompt(processes: int) -> str:
     if processes > 1:
-        raise UnsupportedError("a prompt from stdin reaches the first process alone: give its text to --prompt")
+        raise UnsupportedError("only the first process can read a prompt from stdin: pass the text with --prompt")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     return sys.stdin.read().removesuffix("\n")
@@ -179,7 +181,7 @@ def sizes(model: Any, device: str) -> dict[str, int | None]:
 
 
 def in_words(facts: dict[str, Any]) -> str:
-    """One line for people."""
+    """One human-readable line."""
     from halfbyte.nn.report import size_text
 
     parts = [

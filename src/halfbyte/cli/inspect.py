@@ -1,4 +1,4 @@
-"""`halfbyte inspect`: what is in a checkpoint, and how far its weights are from the original's."""
+"""`halfbyte inspect`: shows the contents of a checkpoint, and the errors of its weights."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _is_described(path: Path) -> bool:
-    """Whether something says what the tensors mean: a GGUF file, or a config.json that speaks of quantization."""
+    """Whether the meaning of the tensors is described: a GGUF file, or a config.json with settings of quantization."""
     from halfbyte.checkpoint.manifest import CONFIG, SECTION
     from halfbyte.checkpoint.quantization_config import SETTINGS
     from halfbyte.io.gguf import is_gguf
@@ -138,7 +138,7 @@ def _compare(model: Opened, source: Reader, rows: list[dict[str, Any]], advance:
 
 
 def _name_in(source: Reader, name: str) -> str:
-    """What a weight is called in the original, whose names may have a prefix more or less, as `bert.`."""
+    """The name of a weight in the original, which may have an additional or a missing prefix such as `bert.`."""
     if name in source.places:
         return name
     alike = [other for other in source.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
@@ -148,7 +148,7 @@ def _name_in(source: Reader, name: str) -> str:
 
 
 def _columns(original: Tensor, model: Opened, name: str) -> Tensor:
-    """The original's columns in the order of those of the codes."""
+    """The original with its columns in the order of the codes."""
     from halfbyte.checkpoint.opened import order_name
 
     order = order_name(name)

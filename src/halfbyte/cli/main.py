@@ -1,7 +1,7 @@
-"""Arguments in, exit code out: 0 done, 1 a check failed, 2 a mistake in what was asked, 130 interrupted.
+"""The command line. Exit codes: 0 done, 1 a check failed, 2 an error in the request, 130 interrupted.
 
-A command is a file of this room with `add(commands)`, which declares its arguments, and a function that runs it. They import torch and
-all else that is heavy only when they run, so that `halfbyte --help` answers at once.
+Each command is a file of this package with `add(commands)`, which declares its arguments, and a function that runs it. torch and other
+heavy packages are imported only when a command runs, so that `halfbyte --help` answers at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halfbyte.errors import HalfbyteError
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="halfbyte", description="Quantize neural networks to 4 and 8 bits, and see what that does to size, speed and quality."
+        prog="halfbyte", description="Quantize neural networks to 4 and 8 bits, and measure size, speed and quality."
     )
     parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # as Python has it where the file descriptor is closed
         return _fail("stdout is closed: send it to a file, a pipe or /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a × where the encoding has none is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # characters such as × may be missing in the encoding
     try:
         try:
             args = _parser().parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
@@ -63,7 +63,7 @@ def _flush_stdout() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What cannot be written is dropped: Python would complain once more when it flushes at exit.
+        # Output that cannot be written is dropped: Python would report the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
@@ -71,7 +71,7 @@ def _flush_stdout() -> None:
 
 
 def _warn(message: Warning | str, *_: object) -> None:
-    """In place of `warnings.showwarning`, which also prints a line of code."""
+    """Replaces `warnings.showwarning`, which also prints a line of code."""
     print(f"halfbyte: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: their common arguments, tables, progress bars, and words for bytes.
+"""Common to the commands: shared arguments, tables, progress bars.
 
 Results go to stdout, progress and notes to stderr. With --json stdout holds one JSON document and nothing else.
 """
@@ -34,7 +34,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, left: int = 1) -> None:
-    """A table on stdout; the first `left` columns are words, the others numbers. It is as wide as it is: a cut number is a wrong one."""
+    """A table on stdout; the first `left` columns are words, the others numbers. It is never truncated to the terminal's width."""
     from halfbyte.nn.report import table
 
     print("\n".join(table([columns, *rows], left)))
@@ -42,12 +42,12 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, le
 
 class Advance(Protocol):
     def __call__(self, done: float, total: float, doing: str = "") -> None:
-        """`done` of `total` is done; `doing` replaces the words beside the bar."""
+        """`done` of `total` is done; `doing` replaces the label of the bar."""
 
 
 @contextmanager
 def progress(args: argparse.Namespace, what: str, unit: Literal["bytes", "steps", "part"] = "steps") -> Iterator[Advance]:
-    """A progress bar on stderr with the time left. It counts steps, or bytes with their rate, or just shows the part that is done."""
+    """A progress bar on stderr with the time left. It shows steps, bytes with their rate, or just the completed fraction."""
     from rich import progress as rich
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`halfbyte quantize`: a model on disk to a smaller one on disk."""
+"""`halfbyte quantize`: quantizes a model on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.calibrate import Calibration
     from halfbyte.quantizers.gptq import GPTQ
 
-_MEASURED = 16  # passages by which --bits judges each layer
+_MEASURED = 16  # passages for which --bits measures each layer
 
 
 def add(commands: Commands) -> None:
@@ -25,42 +25,45 @@ def add(commands: Commands) -> None:
         "quantize a model on disk",
         "Read a Hugging Face folder, or any safetensors file or folder, tensor by tensor, and write a quantized checkpoint. "
         "Patterns are the shell's (*, ?, [...]) and are matched on whole module names, such as '*.mlp.*' or lm_head. "
-        "The methods gptq and awq run the model, one decoder layer at a time, over a text that you name with --calibration.",
+        "The methods gptq and awq run the model, one decoder layer at a time, on the text given by --calibration.",
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a safetensors file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder to write")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--format", help="of the linear layers: q8_0, q4_0, int4_g128, ...")
+    which.add_argument("--format", help="format of the linear layers: q8_0, q4_0, int4_g128, ...")
     which.add_argument(
         "--bits",
         type=float,
-        help="a format for each linear layer, by how much the model suffers on the calibration text, so that all together take at most "
-        "so many bits per weight; the whole model has to fit into memory",
+        help="choose a format for each linear layer by its sensitivity on the calibration text, so that all together take at most this "
+        "many bits per weight; the whole model has to fit into memory",
     )
-    parser.add_argument("--embedding", metavar="FORMAT", help="of the embeddings, unless they are skipped (default: q8_0)")
+    parser.add_argument("--embedding", metavar="FORMAT", help="format of the embeddings, unless they are skipped (default: q8_0)")
     parser.add_argument(
         "--method",
         default="absmax",
-        help="absmax is fast, mse and hqq are closer, awq and gptq the closest: they need --calibration (default: %(default)s)",
+        help="absmax is the fastest, mse and hqq are more accurate, awq and gptq the most, which need --calibration (default: %(default)s)",
     )
+    parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text like that the model will process, a few pages or more")
     parser.add_argument(
-        "--calibration", metavar="FILE", type=Path, help="UTF-8 text of the kind that the model will see, a few pages or more"
+        "--passages", type=int, default=128, help="number of passages, evenly spread over the calibration text (default: %(default)s)"
     )
-    parser.add_argument("--passages", type=int, default=128, help="of the calibration text, evenly spread (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a passage (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens per passage (default: %(default)s)")
     parser.add_argument("--device", help="where calibration runs the model: cpu or cuda (default: cpu)")
     gptq = parser.add_argument_group("gptq")
     gptq.add_argument(
-        "--act-order", action=argparse.BooleanOptionalAction, default=True, help="columns in the order of their input energy (default: yes)"
+        "--act-order",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="columns in the order of decreasing input energy (default: yes)",
     )
-    gptq.add_argument("--static-groups", action="store_true", help="scales from the weights as they are at the start")
-    gptq.add_argument("--damping", type=float, default=0.01, help="part of the mean of the Hessian's diagonal (default: %(default)s)")
-    parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="modules to leave as they are; may be repeated")
+    gptq.add_argument("--static-groups", action="store_true", help="scales from the original weights")
+    gptq.add_argument("--damping", type=float, default=0.01, help="fraction of the mean of the Hessian's diagonal (default: %(default)s)")
+    parser.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="modules not to quantize; may be repeated")
     parser.add_argument(
         "--override", metavar="PATTERN=FORMAT", action="append", default=[], help="another format for some modules; may be repeated"
     )
     parser.add_argument("--force", action="store_true", help="replace the halfbyte checkpoint that is in DST")
-    parser.add_argument("--resume", action="store_true", help="go on where quantizing to DST had come to when it was killed")
+    parser.add_argument("--resume", action="store_true", help="continue a run to DST that was killed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.quantizers.gptq import GPTQ
 
     if args.method in CALIBRATED and args.calibration is None:
-        raise ArgumentError(f"--method {args.method} chooses codes by a text: name one with --calibration, or use {', '.join(METHODS)}")
+        raise ArgumentError(f"--method {args.method} needs a calibration text: name one with --calibration, or use {', '.join(METHODS)}")
     settings: dict[str, Any] = {"method": args.method, "skip": args.skip}
     if args.embedding is not None:
         settings["embedding"] = args.embedding
@@ -82,18 +85,18 @@ def run(args: argparse.Namespace) -> int:
     if args.method != "gptq" and options != GPTQ():
         raise ArgumentError(f"--act-order, --static-groups and --damping are options of --method gptq, got --method {args.method}")
     if args.device is not None and args.calibration is None:
-        raise ArgumentError("--device says where calibration runs the model: name a text with --calibration, or leave it out")
+        raise ArgumentError("--device is only for calibration: name a text with --calibration, or leave it out")
     calibration = None if args.calibration is None else _calibration(args, options)
     if args.bits is None:
         config = Config(args.format, overrides=overrides, **settings)
     elif overrides or calibration is None:
-        raise ArgumentError("--bits chooses the format of each layer by a text: name one with --calibration, and leave out --override")
+        raise ArgumentError("--bits needs a calibration text and excludes --override: name a text with --calibration")
     else:
         from halfbyte.integrations.text import open_model
 
         model, _ = open_model(args.src)
         with progress(args, "measuring") as advance:
-            # A few passages tell which layers suffer most; all of them would take as many times longer.
+            # A few passages suffice to rank the layers; all would take proportionally longer.
             few = replace(calibration, tokens=calibration.tokens[:: -(-len(calibration.tokens) // _MEASURED)])
             config = Config.auto(model, args.bits, few, progress=advance, **settings)
         del model
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             calibration = None
     take_calibration(config, calibration, in_memory=False)
     with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
-        # The name that convert tells is of the tensor that is done, not of the one that takes so long.
+        # The name passed by convert is that of the completed tensor, not of the one in progress.
         report = convert(args.src, args.dst, config, calibration, lambda done, total, name: advance(done, total), resume=args.resume)
     if args.json:
         print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})

@@ -1,4 +1,4 @@
-"""The kernels of this machine against the float64 reference, on small shapes that no tile divides."""
+"""Tests of this machine's kernels against the float64 reference, on small shapes that are not multiples of tiles."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ FORMATS = (
     *("q4_0", "q4_1", "q8_0", "inferllm_q4_0"),
     *("int4_g128_zp", "int4_g48_offset", "int4_channel", "int8_g64_zp", "int8_channel", "int8_tensor"),
 )
-# Other dtypes and activation scales differ from format to format in no way that one of these would not show.
+# Formats tested with all dtypes and activation scales, which do not interact with other properties of formats.
 _THOROUGH = ("q4_0", "int4_g128_zp", "int8_channel")
 _N, _K = 70, 200
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# One case: what was called, and the elements that are right.
+# One case: a description of the call, and which elements of its result are right.
 Case = tuple[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one operation on one format.
+    """The result of testing one operation on one format.
 
     device "cpu", "cuda:0", …
     cases  how many calls were compared
-    fault  the first that was wrong, and how; None if none was
-    ms     all of it: compiling, where the cache was empty, running, and the reference
+    fault  the first failure, described; None if there is none
+    ms     total: compiling, if not cached, running, and the reference
     """
 
     op: str
@@ -58,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """One operation on one format, yet to be run."""
+    """A test of one operation on one format."""
 
     op: str
     format: str
@@ -80,7 +80,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """All of them; `run()` takes from milliseconds to seconds each, depending on what must be compiled."""
+    """All tests; `run()` takes from milliseconds to seconds each, depending on what must be compiled."""
     kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
     channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
     pairs = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
@@ -127,7 +127,7 @@ def _linear(codes: Codes, device: str) -> Iterator[Case]:
 
 
 def _rounded(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A GPU's kernels round each weight to the activations' dtype, and its scale before; or the bias."""
+    """The tolerance for GPU kernels, which round each weight, and its scale before, or the bias, to the activations' dtype."""
     eps = 0.0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
     return eps * bias.double().abs() + 2 * eps * (x.double().abs() @ weight.abs().mT)
 
@@ -148,7 +148,7 @@ def _grouped_linear(codes: Codes, device: str) -> Iterator[Case]:
 
 
 def _ways(format: str, device: str) -> list[tuple[int, str, str, torch.dtype]]:
-    """M, compute, scales of activations and their dtype. On a GPU fewer: each is compiled anew."""
+    """(M, compute, scales of activations, their dtype) to test. Fewer on a GPU, where each must be compiled."""
     f32, bf16, f16 = _FLOATS
     if device != "cpu":
         ways = [(7, "float", "block", f32), (7, "int8", "block", f32)]

@@ -1,4 +1,4 @@
-"""`halfbyte tune`: measure the GPU's kernels for some shapes, once, so that the fastest runs from then on."""
+"""`halfbyte tune`: measures the GPU's kernels for given shapes, so that the fastest is used from then on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         "Time the candidates for y = x W^T on this machine's GPU and keep the times, as readable JSON, in the cache folder. Without it "
         "halfbyte chooses by tables that come with it and by predictions.",
     )
-    parser.add_argument("model", nargs="?", help="a folder with a quantized model, whose shapes and formats are taken")
+    parser.add_argument("model", nargs="?", help="a folder with a quantized model, whose shapes and formats are tuned")
     parser.add_argument("--n", type=int, help="outputs, in place of a model")
     parser.add_argument("--k", type=int, help="inputs, in place of a model")
     parser.add_argument(
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu_device(name: str) -> torch.device:
-    """Raises ArgumentError for what torch does not call a GPU."""
+    """Raises ArgumentError for a device that is not a GPU of torch."""
     device = named_device(name)
     if device is None or device.type != "cuda":
         raise ArgumentError(f"--device is cuda or one of cuda:0, cuda:1, …, got {name!r}: name a GPU, as other kernels need no tuning")
@@ -82,7 +82,7 @@ def _gpu_device(name: str) -> torch.device:
 
 
 def _weights(args: argparse.Namespace) -> list[tuple[int, int, Format]]:
-    """(N, K, Format) of what is to be tuned, each once."""
+    """The distinct (N, K, Format) to tune."""
     from halfbyte.checkpoint.loading import describe
     from halfbyte.formats.spec import as_format
 

@@ -1,7 +1,7 @@
-"""How good a quantized model still is.
+"""Quality metrics of quantized models.
 
 outputs.py   embeddings, hidden states and logits of two models for the same lines
-language.py  what language models predict: perplexity, divergence, agreement, last words
+language.py  predictions of language models: perplexity, divergence, agreement, last words
 """
 
 from halfbyte.evaluate.language import LanguageQuality as LanguageQuality

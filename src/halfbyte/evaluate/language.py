@@ -1,13 +1,13 @@
-"""What language models predict of a text: perplexity, and how far a candidate's predictions are from a reference's.
+"""Predictions of language models on a text: perplexity, and how far a candidate's predictions are from a reference's.
 
-A text is read in windows of `context` tokens, each starting `stride` tokens after the one before. Each token but the text's first is
-scored once, in the first window that predicts it; so beyond the first window each is predicted from more than context - stride tokens
-before it. With stride = context windows do not overlap: the fastest, and what most papers do. The smaller the stride, the slower and the
-truer: a model in use seldom knows only a few tokens of what came before.
+A text is read in windows of `context` tokens, each starting `stride` tokens after the previous one. Each token except the first is
+scored once, in the first window that predicts it; so after the first window each is predicted from more than context - stride preceding
+tokens. With stride = context windows do not overlap: the fastest, and what most papers do. A smaller stride is slower and more realistic:
+in use, a model rarely sees only a few preceding tokens.
 
     perplexity   exp of the mean of -log p(token)
     divergence   mean of KL(reference || candidate) = sum_v p_ref(v) log(p_ref(v) / p_cand(v)) over the scored tokens, in nats
-    top1         share of the scored tokens for which both find the same token likeliest
+    top1         fraction of the scored tokens for which both models predict the same most likely token
 
 Logits come from the models in their own precision; everything after is float64, on the reference's device.
 """
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 
-_ROWS = 128  # of logits at once in float64: a vocabulary of 128 000 makes 131 MB of each
+_ROWS = 128  # of logits at a time in float64: 131 MB with a vocabulary of 128 000
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageQuality:
-    """What `evaluate_language` found of one model; this module's text defines it.
+    """The result of `evaluate_language` for one model, as defined above.
 
     tokens       scored
-    perplexity   with its standard error, were the tokens independent
+    perplexity   with its standard error, assuming independent tokens
     divergence, top1   against the reference; None for the reference itself
     """
 
@@ -47,7 +47,7 @@ class LanguageQuality:
 
 
 class _Sums:
-    """What is added up over the scored tokens of one model."""
+    """Running sums over the scored tokens of one model."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -57,7 +57,7 @@ class _Sums:
     def add(self, log_p: Tensor, targets: Tensor, reference: Tensor | None) -> None:
         self.losses.append(-log_p.gather(1, targets[:, None])[:, 0].cpu())
         if reference is not None:
-            # A token that the reference rules out adds nothing, even where the candidate rules it out too.
+            # A token of probability 0 in the reference contributes 0, even if its probability in the candidate is 0 too.
             terms = torch.where(reference > -math.inf, reference.exp() * (reference - log_p), 0.0)
             self.divergence += float(terms.sum())
             self.same += int((reference.argmax(1) == log_p.argmax(1)).sum())
@@ -80,12 +80,12 @@ def evaluate_language(
 ) -> tuple[LanguageQuality, dict[str, LanguageQuality]]:
     """(the reference, each candidate) on one text.
 
-    reference, candidates   causal language models: called with input_ids [1, t], answer with `logits` [1, t, V], the same V for all
-    ids                     int64 [t], t >= 2: the text, with the special tokens that belong at its beginning
-    context, stride         as above; stride is context where it is not given
-    progress                told (tokens scored, tokens in all) after each window
+    reference, candidates   causal language models: called with input_ids [1, t], return `logits` [1, t, V], the same V for all
+    ids                     int64 [t], t >= 2: the text, with the special tokens at its beginning
+    context, stride         as above; the default stride is the context
+    progress                called with (tokens scored, total tokens) after each window
 
-    Raises ArgumentError for a text too short, for sizes that make no sense and for logits with NaN.
+    Raises ArgumentError for a text that is too short, for invalid sizes and for logits with NaN.
     """
     stride = context if stride is None else stride
     if context < 1 or not 1 <= stride <= context:
@@ -112,9 +112,9 @@ def evaluate_language(
 
 @torch.inference_mode()
 def last_word_accuracy(model: Any, tokenizer: Any, lines: Sequence[str]) -> float:
-    """The share of lines whose last word the model would write itself, token by token the likeliest, from the words before it.
+    """The fraction of lines whose last word the model predicts greedily from the words before it.
 
-    The task of LAMBADA (Paperno et al., 2016, arXiv 1606.06031), on lines of one's own. Raises ArgumentError for a line of one word.
+    The task of LAMBADA (Paperno et al., 2016, arXiv 1606.06031), on any lines. Raises ArgumentError for a line of one word.
     """
     right = 0
     for line in lines:
@@ -145,5 +145,5 @@ def _logits(model: Any, ids: Tensor, rows: slice, name: str) -> Tensor:
     """The logits [rows, V] of a model for a text [t]."""
     logits: Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, rows]
     if bool(logits.isnan().any()):
-        raise ArgumentError(f"the logits of {name} have NaN, so it predicts nothing: its weights are damaged or its numbers overflow")
+        raise ArgumentError(f"the logits of {name} contain NaN: its weights are damaged or its activations overflow")
     return logits

@@ -1,8 +1,8 @@
-"""How close a quantized model stays to its original, measured on what the two compute from the same lines.
+"""How close a quantized model's outputs are to the original's, for the same inputs.
 
-Embeddings are compared by direction (cosine) and by what a search finds with them (top-1 and top-10 agreement); hidden states and
-logits by direction, by their largest difference, and logits by the entry that is largest. The error of the weights themselves is
-in the report of `halfbyte.nn`. Everything here is computed in float64 on the CPU.
+Embeddings are compared by direction (cosine) and by search results (top-1 and top-10 agreement); hidden states and logits by direction
+and by their largest difference, logits also by their argmax. The error of the weights themselves is in the report of `halfbyte.nn`.
+Everything here is computed in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUERIES_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingQuality:
-    """What `compare_embeddings` found.
+    """The result of `compare_embeddings`.
 
     n            embeddings compared
     queries      searches made
@@ -44,7 +44,7 @@ class EmbeddingQuality:
 
 @dataclass(frozen=True, slots=True)
 class OutputQuality:
-    """What `compare_outputs` found.
+    """The result of `compare_outputs`.
 
     n                    rows (positions) compared
     mean_cosine          mean over the rows of the cosine between the two
@@ -70,7 +70,7 @@ def compare_embeddings(reference: Tensor, candidate: Tensor, queries: tuple[Tens
     queries                the embeddings of q queries by the reference and by the candidate, both [q, d]. Each model searches its own
                            corpus with its own queries. Without them every row is a query against all other rows.
 
-    A search ranks rows by cosine, equal ones by their number. With fewer than 10 rows to find, "top-10" is all of them.
+    A search ranks rows by cosine, equal ones by index. With fewer than 10 rows to find, "top-10" is all of them.
     A row of zeros has the cosine 0 with everything. Raises ArgumentError on shapes that do not match and on NaN or Inf.
     """
     ref, cand = _unit_rows(reference, candidate, "embeddings")
@@ -106,14 +106,14 @@ def compare_outputs(reference: Tensor, candidate: Tensor) -> OutputQuality:
     ref, cand = _unit_rows(flat_ref, flat_cand, "outputs")
     cosine = (ref * cand).sum(-1).clamp(-1, 1)
     difference, largest = (flat_cand - flat_ref).abs().amax(-1), flat_ref.abs().amax(-1)
-    # A row of zeros is met exactly or not at all.
+    # For a row of zeros any difference counts as 1.
     relative = torch.where(largest > 0, difference / largest.clamp_min(torch.finfo(torch.float64).tiny), (difference > 0).double())
     same = (flat_ref.argmax(-1) == flat_cand.argmax(-1)).double().mean()
     return OutputQuality(len(ref), float(cosine.mean()), float(cosine.min()), float(relative.max()), float(same))
 
 
 def merge_outputs(parts: Sequence[OutputQuality]) -> OutputQuality:
-    """What `compare_outputs` finds for all rows together, from what it found for parts of them."""
+    """Combines the results of `compare_outputs` for parts of the rows into that for all rows."""
     if not parts:
         raise ArgumentError("there are no outputs to merge")
     n = sum(part.n for part in parts)
@@ -127,7 +127,7 @@ def merge_outputs(parts: Sequence[OutputQuality]) -> OutputQuality:
 
 
 def batches_by_length(tokenizer: Any, texts: Sequence[str], batch_size: int, max_length: int) -> list[tuple[list[int], dict[str, Tensor]]]:
-    """Tokenized batches of texts of about the same length, so that little is padding: (indices into texts, inputs [b, t])."""
+    """Tokenized batches of texts of similar length, to minimise padding: (indices into texts, inputs [b, t])."""
     ids = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
     order = sorted(range(len(texts)), key=lambda i: len(ids[i]))
     groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
@@ -138,7 +138,7 @@ def batches_by_length(tokenizer: Any, texts: Sequence[str], batch_size: int, max
 
 
 def pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of the hidden states [b, t, d] over the tokens of the mask [b, t], of length 1: float32 [b, d]."""
+    """The normalized mean of the hidden states [b, t, d] over the tokens of the mask [b, t]: float32 [b, d] of length 1."""
     mask = attention_mask.unsqueeze(-1).float()
     mean = (hidden.float() * mask).sum(1) / mask.sum(1).clamp_min(1)
     return nn.functional.normalize(mean, dim=-1)
@@ -156,9 +156,9 @@ def embed(
 ) -> Tensor:
     """Embeddings of texts by an encoder, float32 [n, d] of length 1: the mean of its last hidden states (sentence-transformers' pooling).
 
-    model      called with the tokenizer's inputs, answers with `last_hidden_state`, as transformers' encoders do
+    model      called with the tokenizer's output, returns `last_hidden_state`, like transformers' encoders
     tokenizer  a transformers tokenizer
-    progress   told the number of texts done, after each batch
+    progress   called with the number of texts done, after each batch
     """
     if not texts:
         raise ArgumentError("there are no texts to embed")
@@ -173,7 +173,7 @@ def embed(
 
 
 def _unit_rows(reference: Tensor, candidate: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Both as float64 [n, d] on the CPU with rows of length 1 (zeros stay zeros), after all checks."""
+    """Both, validated, as float64 [n, d] on the CPU with rows of length 1 (zeros stay zeros)."""
     if reference.dim() != 2 or reference.shape != candidate.shape or not reference.numel():
         raise ArgumentError(
             f"{name} are two tensors of the same shape [n, d] with n and d at least 1, "
@@ -194,7 +194,7 @@ def _unit_rows(reference: Tensor, candidate: Tensor, name: str) -> tuple[Tensor,
 
 
 def _nearest(queries: Tensor, corpus: Tensor, k: int, own: int | None) -> Tensor:
-    """Indices [q, k] of the corpus rows of the largest cosine with each query; with `own`, query i never finds row own + i."""
+    """Indices [q, k] of the corpus rows with the largest cosines for each query; with `own`, query i excludes row own + i."""
     similarity = queries @ corpus.T
     if own is not None:
         rows = torch.arange(len(queries))
