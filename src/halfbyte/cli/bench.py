@@ -14,8 +14,8 @@ def add(commands: Commands) -> None:
         run,
         "time a linear layer, compared with torch",
         "Time y = x W^T for x [M, K] and W [N, K]. The contenders run in turn, each in its own process, and rotate over copies of the "
-        "weight that exceed the caches, so that weights come from memory, as in a whole model. Results are checked first. On a GPU the contenders "
-        "run in turn in one process, by replays of CUDA graphs.",
+        "weight that exceed the caches, so that weights come from memory, as in a whole model. Results are checked first. On a GPU "
+        "the contenders run in turn in one process, by replays of CUDA graphs.",
     )
     parser.add_argument("--m", type=int, nargs="+", default=[1, 128], help="rows of the activations (default: 1 128)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")

@@ -1,6 +1,5 @@
-"""Layers that follow each other are computed by the call of the first, as far as they followed each other before: what the next one
-returns is there already if it is called with what the one before it returned, and nothing else has changed. Layers with hooks on them are
-called one by one.
+"""Consecutive layers are computed by the call of the first, in the order in which they followed each other before: the result of the next
+one is ready if it is called with the result of the previous one and nothing else has changed. Layers with hooks are called one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from transformers.utils import output_capturing
 
 from halfbyte.nn.modules import has_hooks
 
-Same = tuple[Tensor | None, ...]  # what all layers are called with beside x
+Same = tuple[Tensor | None, ...]  # the arguments besides x, the same for all layers
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ahead:
-    """What a layer gives for x. `entry`: whatever else belongs to that."""
+    """A layer's result for x, computed ahead of its call. `entry`: further data of the layer."""
 
     layer: ref[nn.Module]
     x: Tensor
@@ -40,8 +39,8 @@ class Ahead:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether calling it runs a hook. Those that transformers leaves behind once hidden states or attentions have been asked for do nothing
-    but when they are asked for again."""
+    """Whether calling it runs a hook. The hooks that transformers leaves after a request for hidden states or attentions do not count: they
+    are inactive until the next request."""
     if not has_hooks(module):
         return False
     collector = getattr(output_capturing, "_active_collector", None)
@@ -51,7 +50,7 @@ def watched(module: nn.Module) -> bool:
 
 
 class _Thread(threading.local):
-    """Which layer returned what last, and what is there for the layers to come, the next one last."""
+    """The last layer called and its result, and the results ready for the following layers, the next one last."""
 
     def __init__(self) -> None:
         self.last: tuple[ref[nn.Module], ref[Tensor]] | None = None
@@ -63,7 +62,7 @@ _thread = _Thread()
 
 
 def following(layer: nn.Module) -> Iterator[nn.Module]:
-    """The layer, and those that followed it before."""
+    """The layer, and the layers that followed it before."""
     seen = [layer]
     yield layer
     while (link := _follower.get(layer)) is not None and (after := link()) is not None and after not in seen:
@@ -75,9 +74,9 @@ def following(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def given(layer: nn.Module, x: Tensor, same: Same, compute: Callable[[], list[Ahead]], still: Callable[[Any], bool]) -> Ahead | None:
-    """What the layer gives for x: it is there, if `still` says so of its entry, or is computed.
+    """The layer's result for x: ready, if `still` is true of its entry, or computed now.
 
-    compute  what this layer gives and as many of those that follow as may be, in order; none where this one is not for that
+    compute  computes the results of this layer and of as many following ones as possible, in order; empty if this layer is not supported
     """
     here = _thread
     if here.last is not None and here.last[1]() is x and (before := here.last[0]()) is not None:

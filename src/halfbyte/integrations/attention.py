@@ -1,17 +1,18 @@
-"""Attention as halfbyte computes it where that is faster than torch's: of one token to a cache, and of whole short sequences on a CPU.
+"""An attention implementation for transformers, used where it is faster than torch's: one token attending to a cache, and whole short
+sequences on a CPU.
 
-Of one token: query heads that share a key head are taken together.
+For one token, query heads that share a key head are grouped.
 
-With a static cache and torch.compile transformers writes keys and values out once for each query head before it calls torch. With
+With a static cache and torch.compile transformers copies keys and values once for each query head before it calls torch. With
 q [b, kv heads, heads / kv heads, d] in place of [b, heads, 1, d] the same products are computed and nothing is copied. A single token
-sees the whole cache, so that no order among "queries" matters.
+sees the whole cache, so the order of these "queries" does not matter.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="halfbyte")
 
-Of whole sequences in float32 of at most 512 tokens that all see each other (encoders): `ops.attention`, on CPUs.
+Whole sequences in float32 of at most 512 tokens with full attention (encoders) use `ops.attention` on CPUs.
 
-On a GPU torch.compile makes small kernels of the formula written out, in float32; torch's own attention is made for many queries. Eager
-calls on GPUs, and all other calls, are torch's own.
+On a GPU under torch.compile the formula is written out in float32, of which it generates small kernels, as torch's own attention is made
+for many queries. Eager calls on GPUs, and all other calls, use torch's own attention.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def attention(
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None) -> Tensor:
-    """query [b, h_kv, g, d], key and value [b, h_kv, s, d], mask [b, 1, 1, s] -> [b, h_kv, g, d]. Sums instead of products of matrices:
-    these would round the scores."""
+    """query [b, h_kv, g, d], key and value [b, h_kv, s, d], mask [b, 1, 1, s] -> [b, h_kv, g, d]. Computed with sums, as matrix products
+    would round the scores."""
     scores = (query.float().unsqueeze(3) * key.float().unsqueeze(2)).sum(-1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

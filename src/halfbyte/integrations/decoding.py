@@ -1,5 +1,5 @@
-"""Decoder layers of Llama and its like, for one new token of each sequence: one call a layer on a CPU (`decoding_cpu.py`), and on an
-NVIDIA GPU six kernels:
+"""Decoder layers of Llama-like models, for one new token of each sequence: one call per layer on a CPU (`decoding_cpu.py`), and six
+kernels on an NVIDIA GPU:
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
     a   = attend(qkv, …)                                      norms of heads, positions, the cache's new entry, attention; two kernels
@@ -7,11 +7,11 @@ NVIDIA GPU six kernels:
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
-With several sequences the norms have kernels of their own before the products, and gates may have one after theirs.
+With several sequences the norms have separate kernels before the products, and gates may have one after theirs.
 Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
 says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
-The model's last norm stays an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time,
-and those of the ops that gave them, which behind a chain of custom ops alone doubles with each layer.
+The model's last norm remains an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time
+and of the ops that produced them, recursively, which after a chain of custom ops alone doubles with each layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from halfbyte.nn.parallel import linear_added
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 
-# Their forward is this file's formula; others differ in norms, activations or what is added where.
+# Their forward is this file's formula; others differ in norms, activations or residuals.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DEVICES = ("cuda",)
 LONG = "one token takes the steps of transformers"
@@ -50,9 +50,9 @@ def shorten_(model: nn.Module) -> nn.Module:
     """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), and
     encoder layers whole sequences, and what embeds these, in one call each (on a CPU), in place; returns `model`.
 
-    What is rounded is less than before: the roots of the norms, silu(gate) * up and what attention sees of positions and weights stay in
-    float32, or as good as that, until they are multiplied. Layers with other parts, or with hooks on them, stay as they are;
-    `report(model)` tells which, and why.
+    Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
+    precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
+    which, and why.
     """
     for module in model.modules():
         if embedding.tables_of(module) is not None:
@@ -65,7 +65,7 @@ def shorten_(model: nn.Module) -> nn.Module:
             continue
         tensor = next(chain(module.parameters(), module.buffers()), None)
         reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
-        if reason is None or why_not_short(module, DEVICES[-1]) is None:  # what is for other devices may get there
+        if reason is None or why_not_short(module, DEVICES[-1]) is None:  # it may be moved to another device later
             module.__dict__.pop(REMARK, None)
             module.__class__ = shortened(_OneToken, type(module))
         else:
@@ -74,7 +74,7 @@ def shorten_(model: nn.Module) -> nn.Module:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether it is built like those of `shorten_`, which may have nothing for its kind."""
+    """Whether it has the structure of a decoder layer, supported by `shorten_` or not."""
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp"))
 
 
@@ -84,7 +84,7 @@ def is_short(module: nn.Module) -> bool:
 
 
 def why_not_short(layer: Any, device: str = "cuda") -> str | None:
-    """Why `shorten_` leaves a decoder layer on a device of that type as it is, or None."""
+    """Why `shorten_` does not change a decoder layer on a device of that type, or None."""
     if type(layer) not in LAYERS and not is_short(layer):
         return f"a {type(layer).__name__} is none of {', '.join(cls.__name__ for cls in LAYERS)}"
     attention, mlp = layer.self_attn, layer.mlp
@@ -115,8 +115,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A product or the attention of a layer that `shorten_` has changed: `kernel` computes it, and where `reason` is given, torch's
-    operations do."""
+    """A product or the attention of a layer that `shorten_` has changed. `kernel` computes it; a `reason` tells why torch's operations do
+    (partly)."""
 
     name: str
     kernel: str
@@ -124,7 +124,7 @@ class Step:
 
 
 def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
-    """How a short layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be there."""
+    """How a shortened layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be present."""
     attention, mlp = layer.self_attn, layer.mlp
     dtype = layer.input_layernorm.weight.dtype
     found = []
@@ -143,14 +143,14 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
 
 
 def one_call() -> tuple[Step, ...]:
-    """The steps of a short layer within its one call on a CPU."""
+    """The steps of a shortened layer within its one call on a CPU."""
     added, gated = "with the residual added", "with the norm and silu(gate) * up"
     attention = Step("attention", "attend, with positions and the cache's new entry")
     return Step(QKV, "with the norm"), attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:
-    """What computes a product that has a norm before it. A product by another kernel than `skinny` is left out: its name comes first."""
+    """Describes the computation of a product after a norm. A kernel other than `skinny` is not named here, but before."""
     if plan.norm_inside:
         return f"skinny with the norm{' and silu(gate) * up' if gated else ''}"
     if plan.config is None:
@@ -159,7 +159,7 @@ def _described(plan: NormedPlan, gated: bool) -> str:
 
 
 class _OneToken(Shortened):
-    """Comes before a decoder layer's class."""
+    """Mixin that precedes a decoder layer's class."""
 
     self_attn: Any
     mlp: Any
@@ -168,7 +168,7 @@ class _OneToken(Shortened):
 
     @property
     def halfbyte_remark(self) -> str:
-        """What `halfbyte.report` says of the layer."""
+        """The remark of `halfbyte.report` about the layer."""
         device = self.input_layernorm.weight.device
         if (reason := why_not_short(self, device.type)) is not None:
             return f"{LONG}: {reason}"
@@ -227,21 +227,21 @@ class _OneToken(Shortened):
 
 
 def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
-    """Those of a head's queries and keys, where there are any."""
+    """The norms of a head's queries and keys, if any."""
     if not hasattr(attention, "q_norm"):
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
 def _in_floats(layer: Any) -> bool:
-    """Whether a layer that was shortened, maybe for a CPU, is for these kernels too."""
+    """Whether these kernels also support a layer that was shortened, possibly for a CPU."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
     return all(linear.compute != "int8" for linear in linears)
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
-    """One token of each sequence, and a cache as `attend` takes it."""
+    """Whether the call is for one token of each sequence, with a cache that `attend` supports."""
     return (
         x.device.type in DEVICES
         and x.shape[1] == 1

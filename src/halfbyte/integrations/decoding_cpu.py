@@ -1,8 +1,8 @@
 """Decoder layers that `shorten_` has changed, on a CPU: few tokens of each sequence take one call of `ops.decoder.DecoderLayer`.
 
-A cache that grows is kept in memory with room behind it, so that a token is written and nothing is copied: the layer of the cache holds
-views of that memory. Whoever puts other tensors there (cropping, beams, a copied cache) is seen, as the views are no longer those that were
-left. Where layers are computed ahead (`ahead.py`), the tokens of each enter its cache when it is called.
+A growing cache is kept in a larger buffer, so that a new token is written without copying: the layer of the cache holds views of that
+buffer. If other tensors are put there (cropping, beams, a copied cache), this is detected because the views differ. Where layers are
+computed ahead (`ahead.py`), the tokens of each are added to its cache when it is called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CACHES = (DynamicLayer, StaticLayer)
 
 @dataclass(eq=False, slots=True)
 class _Room:
-    """Memory [B, Hkv, T, D] of keys and of values, and the views of it that a cache was left with."""
+    """Buffers [B, Hkv, T, D] of keys and of values, and the views of them that the cache was given."""
 
     buffers: tuple[Tensor, Tensor]
     keys: Tensor
@@ -41,7 +41,7 @@ class _Room:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
-    """Where tokens enter the layer of a cache: `keys` and `values` are what it has with them. It does not know of them before `enter`."""
+    """The place of new tokens in the layer of a cache: `keys` and `values` include them. The cache is not updated before `enter`."""
 
     keys: Tensor
     values: Tensor
@@ -49,7 +49,7 @@ class _Entry:
 
     @classmethod
     def into(cls, cache: Any, tokens: int) -> _Entry | None:
-        """None where there is no room for so many."""
+        """None if the cache has no space for so many tokens."""
         if isinstance(cache, StaticLayer):
             length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
             return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
@@ -66,7 +66,7 @@ class _Entry:
         return cls(keys, values, length)
 
     def is_into(self, cache: Any) -> bool:
-        """Whether the cache is as it was."""
+        """Whether the cache has not changed."""
         if isinstance(cache, StaticLayer):
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
         room: Any = getattr(cache, _ROOM, None)
@@ -105,16 +105,16 @@ def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads
 
 
 def why_not_one_call(layer: Any) -> str | None:
-    """Why tokens take the steps of transformers on a CPU; None where they take one call."""
+    """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
     if any(part_of(linear) is not None for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)):
-        return "its weights are spread over processes"
+        return "its weights are distributed over processes"
     return why_not(*weights_of(layer))
 
 
 def token(
     layer: Any, x: Tensor, mask: Tensor | None, caches: list[Any], rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
-    """The layer's output for x [B, t, K], by one call; None where it is not for that."""
+    """The layer's output for x [B, t, K], by one call; None if that is not supported."""
     index = layer.self_attn.layer_idx
     if index >= len(caches) or not _fits(layer, x, mask, caches[index], rotary, settings):
         return None
@@ -127,7 +127,7 @@ def token(
 
 
 def _ahead(layer: Any, x: Tensor, caches: list[Any], same: Same, settings: dict[str, Any]) -> list[Ahead]:
-    """What this layer gives, and those that followed it before. None of it where the layer is not for that."""
+    """The results of this layer and of those that followed it before. Empty if the layer is not supported."""
     mask, rotary = same[0], cast(tuple[Tensor, Tensor], same[1:])
     layers, computed, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
     one: Any
@@ -205,5 +205,5 @@ def _addresses(layer: Any) -> tuple[object, ...] | None:
 
 
 def _of_heads(attention: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The norms of queries and keys, where there are any."""
+    """The norms of queries and keys, if any."""
     return tuple(attention[name] for name in ("q_norm", "k_norm") if name in attention)

@@ -31,14 +31,14 @@ def load_gguf(
     format: Config | Format | str | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) from a GGUF file, with the codes and scales that are in it.
+    """(model, tokenizer) from a GGUF file, with the codes and scales of the file.
 
-    dtype   that the model computes in; without one that of the file's matrices which are not quantized, or else float32
-    format  what to quantize a file of floats to; see `load`
+    dtype   of the model's computation; by default that of the file's unquantized matrices, or else float32
+    format  to which a floating-point file is quantized; see `load`
     mesh    of processes that share the model; see `load`
 
-    The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, cut short,
-    or holds a model of another architecture.
+    The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, truncated, or
+    holds a model of an unsupported architecture.
     """
     source = Path(path)
     sharing = None if mesh is None else Sharing(mesh)

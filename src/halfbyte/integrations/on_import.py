@@ -1,4 +1,4 @@
-"""Tells transformers and peft about halfbyte once they are imported, in whichever order, so that `import halfbyte` imports none of them,
+"""Registers halfbyte with transformers and peft once they are imported, in any order, so that `import halfbyte` imports neither of them,
 nor torch."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-# The modules that hold transformers' table of quantization methods and peft's LoRA, what tells them, and what versions it takes.
+# The module whose import is awaited -> (the module that registers halfbyte with it, the supported versions for the warning).
 _INTEGRATIONS = {
     "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.4 or newer"),
     "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, of which version 0.21 is tested"),
@@ -21,7 +21,7 @@ _REGISTRY = "transformers.quantizers.auto"
 
 
 def register() -> bool:
-    """Tells each of them now, if it is loaded, otherwise as soon as it is. Whether transformers' table is."""
+    """Registers with each package now if it is imported, otherwise as soon as it is. Returns whether transformers is imported."""
     loaded = _REGISTRY in sys.modules
     for name in _INTEGRATIONS:
         if name in sys.modules:
@@ -42,7 +42,7 @@ def _integrate(name: str) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds nothing itself: it waits for one module, lets the other finders find it, and acts once it has run."""
+    """A finder that waits for one module, lets the other finders find it, and registers halfbyte once it has been executed."""
 
     def __init__(self, awaited: str) -> None:
         self._awaited = awaited
@@ -65,7 +65,7 @@ class _Then(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # What asks the module for its loader later (inspect, pkgutil) finds the real one.
+        # Later users of the module's loader (inspect, pkgutil) get the real one.
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)

@@ -4,8 +4,8 @@
 
     model = get_peft_model(hb.quantize_(model, "int4_g64"), LoraConfig(target_modules="all-linear"))
 
-The codes stay as they are; the adapters are trained, in the dtype of the float weight that was quantized. Imported when peft's LoRA is
-(see on_import.py).
+The codes do not change; the adapters are trained, in the dtype of the float weight that was quantized. This module is imported together
+with peft's LoRA (see on_import.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class QuantLoraLinear(Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fan_in_fan_out = False  # as it is for a Conv1D, whose weight is quantized the other way round
+        self.fan_in_fan_out = False  # for a Conv1D too, whose quantized weight is transposed
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, which is quantized again, in its format: that rounds what they added. `unmerge` undoes it all."""
+        """Adds adapters to the weight and quantizes it again to its format, which rounds the sum. `unmerge` restores the original."""
         base: Any = self.get_base_layer()
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         reasons = {
-            "its columns have an order of their own": isinstance(base, PermutedLinear),
-            "they are DoRA or its like": any(name in getattr(self, "lora_variant", ()) for name in names),
+            "its columns are permuted": isinstance(base, PermutedLinear),
+            "they are DoRA or similar": any(name in getattr(self, "lora_variant", ()) for name in names),
             "they have biases": any(getattr(self, "lora_bias", {}).get(name) for name in names),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -63,7 +63,7 @@ class QuantLoraLinear(Linear):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Takes all merged adapters out again."""
+        """Removes all merged adapters."""
         if self._before_merge is not None:
             self._put(self.get_base_layer(), self._before_merge)
             self._before_merge = None

@@ -1,11 +1,11 @@
-"""Models shared by several processes, as torchrun starts them and as transformers asks for them.
+"""Tensor parallelism for processes started by torchrun, and in transformers' `from_pretrained`.
 
     torchrun --nproc-per-node 2 -m halfbyte generate small --prompt "Once"
 
     model = AutoModelForCausalLM.from_pretrained("small", tp_plan="auto")
 
-What is cut how is decided in `nn/parallel_plan.py`. transformers would cut parameters as it reads them, which packed weights are not: its
-plan is taken from it, and applied when the model is whole. `halfbyte.load(folder, mesh=mesh)` never has a whole model in memory.
+`nn/parallel_plan.py` decides how weights are cut. transformers would cut parameters as it reads them, which is not possible for packed
+weights: its plan is applied after the model has been loaded whole. `halfbyte.load(folder, mesh=mesh)` never has a whole model in memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def rank_and_count() -> tuple[int, int]:
-    """Of this process among those that torchrun started; (0, 1) where it did not."""
+    """(rank, number of processes) under torchrun; (0, 1) otherwise."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
-    """(mesh of all processes, this one's device) while they work together; (None, device) for one process alone."""
+    """A context with (mesh of all processes, this one's device); (None, device) for a single process."""
     _, count = rank_and_count()
     if count == 1:
         yield None, device
@@ -46,7 +46,7 @@ def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
         torch.cuda.set_device(local)
         device = f"{kind}:{local}"
     distributed.init_process_group("gloo" if kind == "cpu" else "nccl", device_id=None if kind == "cpu" else torch.device(device))
-    from torch.distributed.device_mesh import init_device_mesh  # which a torch without processes lacks
+    from torch.distributed.device_mesh import init_device_mesh  # missing in a torch built without distributed
 
     try:
         yield init_device_mesh(kind, (count,)), device
@@ -58,13 +58,13 @@ def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
 
 
 def is_asked(model: Any) -> bool:
-    """Whether `from_pretrained` was told to share the model. Raises UnsupportedError for ways of sharing other than rows and columns."""
+    """Whether `from_pretrained` was asked for tensor parallelism. Raises UnsupportedError for other kinds of parallelism."""
     config = getattr(model.config, "distributed_config", None)
     if config is None:
         return False
     sizes = {name: getattr(config, f"{name}_size", 1) for name in ("pp", "dp", "fsdp", "ep")}
     if others := [name for name, size in sizes.items() if (size or 1) > 1]:
-        raise UnsupportedError(f"a quantized model is shared by tensor parallelism alone, got {others[0]}_size {sizes[others[0]]}")
+        raise UnsupportedError(f"quantized models support only tensor parallelism, got {others[0]}_size {sizes[others[0]]}")
     if (getattr(config, "tp_size", 1) or 1) == 1:
         return False
     if isinstance(config.tp_plan, dict):
@@ -75,9 +75,9 @@ def is_asked(model: Any) -> bool:
 
 
 def check_asks(model: Any, *, asks: bool) -> None:
-    """Raises UnsupportedError where transformers cuts a model itself: biases would be parts, packed weights whole.
+    """Raises UnsupportedError where transformers would cut a model itself: it would cut biases, but not packed weights.
 
-    asks  whether this transformers lets the quantizer take the plan over, as releases from 5.21 on do
+    asks  whether this version of transformers passes the plan to the quantizer, as releases from 5.21 on do
     """
     mesh = getattr(model, "_device_mesh", None)
     cut = (getattr(model, "_tp_size", None) or 1) > 1 or (mesh is not None and mesh.size() > 1)
@@ -89,19 +89,19 @@ def check_asks(model: Any, *, asks: bool) -> None:
 
 
 def take_over(plan: dict[str, str]) -> dict[str, str]:
-    """Takes a plan from transformers: what it gets back lets it do nothing."""
+    """Takes over a plan from transformers; returns the plan for transformers, with which it cuts nothing."""
     mine = dict(plan)
     plan.update(dict.fromkeys(plan, "replicate"))
     return mine
 
 
 def share_(model: Any, plan: dict[str, str]) -> None:
-    """Leaves of a model that transformers has loaded whole this process's part."""
+    """Reduces a model that transformers has loaded whole to this process's part."""
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:
         raise UnsupportedError("this version of transformers has no mesh to ask for: use halfbyte.load(folder, mesh=mesh)")
     for module in model.modules():
         if isinstance(module, nn.Module) and getattr(module, "_is_hooked", False):
-            vars(module).pop("forward", None)  # transformers', which does nothing
+            vars(module).pop("forward", None)  # set by transformers, without effect
     model.tp_plan = plan
     parallelize_(model, manager.get_mesh("tp"))

@@ -1,4 +1,4 @@
-"""Language models of every kind that halfbyte reads, and text from them, timed as it comes."""
+"""Opens language models of any kind that halfbyte reads, and generates and times text."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A text that a model has written.
+    """A generated text.
 
     tokens           of the prompt and of the answer, [t]
-    prompt_tokens    read, which are all of the prompt that were not in the cache
-    new_tokens       written
+    prompt_tokens    processed: those of the prompt that were not in the cache
+    new_tokens       generated
     prompt_seconds   until the first token of the answer
     decode_seconds   from the first to the last
     """
@@ -59,12 +59,12 @@ class Generated:
 
     @property
     def prompt_rate(self) -> float:
-        """Tokens of the prompt a second, reading and choosing the first token of the answer included."""
+        """Tokens of the prompt per second, the first token of the answer included in the time."""
         return self.prompt_tokens / self.prompt_seconds
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first; 0 where there is none."""
+        """Tokens per second after the first; 0 if there are none."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
 
 
@@ -73,12 +73,12 @@ def open_model(
 ) -> tuple[Any, Any]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
-    config  what to quantize of a model as it loads, whose files hold floats of whatever size
-    dtype   that the model computes in. Without one: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU
-            what config.json says, and bfloat16 for a .gguf file
+    config  how to quantize a floating-point model as it loads
+    dtype   of the computation. By default: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU the dtype of
+            config.json, and bfloat16 for a .gguf file
     mesh    of processes that share the model, each on its own `device`
 
-    Nothing is looked up in the network, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
+    The network is not used, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
     """
     if dtype is None and _is_cpu(device):
         dtype = torch.float32
@@ -99,7 +99,7 @@ def open_model(
     else:
         model = _from_pretrained(path, dtype, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
     if not callable(getattr(model, "generate", None)):
-        raise UnsupportedError(f"{path} holds a {type(model).__name__}, which writes no text: name a causal language model")
+        raise UnsupportedError(f"{path} holds a {type(model).__name__}, which does not generate text: name a causal language model")
     if mesh is not None and not is_parallel(model):
         parallelize_(model, mesh)
     return ready(model, device, dtype), open_tokenizer(path)
@@ -114,7 +114,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def check_prompt(model: Any, prompt: Mapping[str, Tensor]) -> None:
-    """Raises ArgumentError for a prompt without tokens, or with tokens that the model does not have."""
+    """Raises ArgumentError for a prompt without tokens, or with tokens outside of the model's vocabulary."""
     ids = prompt["input_ids"]
     if not ids.numel():
         raise ArgumentError("the prompt has no tokens: write some text")
@@ -133,12 +133,12 @@ def generate(
     cache: Any = None,
     **settings: Any,
 ) -> Generated:
-    """Lets the model go on after a prompt.
+    """Generates a continuation of a prompt.
 
-    prompt    the tokenizer's output for one text: input_ids [1, t] and what else it gives
-    show      is given the text piece by piece, in whole words
-    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's share of each step
-    cache     what the model remembers of the prompt's beginning, one of transformers' caches; it is continued
+    prompt    the tokenizer's output for one text: input_ids [1, t] and more
+    show      called with the text piece by piece, in whole words
+    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's overhead in each step
+    cache     a cache of transformers with the beginning of the prompt; it is extended
     settings  of transformers' `generate`: max_new_tokens, do_sample, …
 
     Raises ArgumentError as `check_prompt` does.
@@ -153,7 +153,7 @@ def generate(
         compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
         compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
         settings |= {"cache_implementation": "static", "compile_config": compile_config}
-        # For a cache of another length it is compiled anew, so that lengths come in steps.
+        # A cache of another length is compiled again, so lengths are rounded up.
         settings.setdefault("max_cache_len", -(-(count + settings.get("max_new_tokens", 0)) // _CACHE_STEP) * _CACHE_STEP)
     if tokenizer.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
@@ -171,15 +171,15 @@ def generate(
 
 @contextmanager
 def _as_wanted(device: torch.device) -> Iterator[None]:
-    """On a GPU: torch's attention without cuDNN's, which plans anew, for a tenth of a second, whenever a cache has become longer; and no
-    word of TensorFloat32, which would round more than the weights were."""
+    """On a GPU: torch's attention without cuDNN's, which takes a tenth of a second to plan whenever a cache has grown; and without torch's
+    advice to use TensorFloat32, which would round more than quantization did."""
     with warnings.catch_warnings(), nullcontext() if device.type == "cpu" else sdpa_kernel(_SDPA):
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield
 
 
 class _Clock(TextStreamer):
-    """Passes text on as it comes, and remembers when: the prompt, then each token."""
+    """Passes text on as it comes, and records the times of the prompt and of each token."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -216,7 +216,7 @@ def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> 
 
 @contextmanager
 def _clear_errors(path: Path) -> Any:
-    """Turns what transformers raises for a bad folder into one line."""
+    """Turns transformers' errors for an invalid folder into one line."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
@@ -227,8 +227,7 @@ def _clear_errors(path: Path) -> Any:
 
 
 def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
-    """On the device, computing in `dtype` if one is given, in evaluation mode, projections of one input computed together, and layers in
-    few kernels."""
+    """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, with `fuse_` and `shorten_` applied."""
     model = model.to(device)
     if dtype is not None:
         _compute_in(model, dtype)
@@ -240,7 +239,7 @@ def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """As model.to(dtype), but buffers stay what they are: the frequencies of rotary positions must not be rounded."""
+    """Like model.to(dtype), but buffers keep their dtype: the frequencies of rotary positions must not be rounded."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -254,14 +253,14 @@ def _is_cpu(device: str) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What the parameters and persistent buffers take, each counted once, packed weights as packed."""
+    """Bytes of the parameters and persistent buffers, each counted once, packed weights as packed."""
     tensors = {t.data_ptr(): t.nbytes for t in model.parameters()}
     tensors |= {m.packed.data.data_ptr(): m.packed.nbytes for m in model.modules() if isinstance(m, QuantModule)}
     return sum(tensors.values())
 
 
 def peak_memory(device: str) -> int | None:
-    """The most memory that was in use: of the GPU, or of this process; None where the system does not tell."""
+    """The peak memory of the GPU or of this process; None where the system does not report it."""
     if not _is_cpu(device):
         return torch.cuda.max_memory_allocated()
     try:

@@ -1,4 +1,4 @@
-"""transformers: models are quantized while they load, and what `save_pretrained` wrote loads again.
+"""The quantizer for transformers: models are quantized while they load, and load again after `save_pretrained`.
 
     import halfbyte
     from transformers import AutoModelForCausalLM
@@ -7,8 +7,8 @@
     model.save_pretrained("small")
     model = AutoModelForCausalLM.from_pretrained("small")
 
-A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. What is written is described
-in docs/checkpoint.md.
+A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. docs/checkpoint.md describes the
+files that are written.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d, is_transposed
 
-OLDEST = (5, 4)  # before, tensors of a wrong type were cast silently, and static caches counted their tokens otherwise
+OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
 
 
 @register_quantization_config(METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):
-    """What `from_pretrained(..., quantization_config=...)` quantizes, and how: the arguments of `Config`, or a Config.
+    """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
 
-    calibration  as for `quantize_`. With it the float model is read as a whole, and quantized then
-    modules      what is quantized in a model that has been: filled by `from_pretrained`, and all that a saved model needs
+    calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
+    modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
     """
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
@@ -79,13 +79,13 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it makes no sense."""
+        """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
         made = cls.of(parse(config_dict))
         return (made, kwargs) if return_unused_kwargs else made
 
     @classmethod
     def of(cls, modules: dict[str, Module]) -> HalfbyteConfig:
-        """The config of a model of which these modules are quantized."""
+        """The config of a model with these quantized modules."""
         made = cls.__new__(cls)
         made.quant_method = METHOD  # type: ignore[assignment]
         made.config, made.calibration, made.modules = None, None, modules
@@ -100,10 +100,10 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class HalfbyteQuantizer(HfQuantizer):
-    """What transformers calls while it loads and saves a model.
+    """The hooks that transformers calls while it loads and saves a model.
 
-    While weights are read, quantized modules are not in their places yet: transformers fills what it takes for uninitialised
-    buffers, and packed weights are such buffers. They are put there at the end, by `_process_model_after_weight_loading`.
+    While weights are read, quantized modules are not in their places yet: transformers would initialize packed weights, which look like
+    uninitialised buffers. They are inserted at the end, by `_process_model_after_weight_loading`.
     """
 
     quantization_config: HalfbyteConfig
@@ -111,17 +111,17 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
-        self._stacks: set[str] = set()  # those of these modules that transformers knows as parameters: the weights of experts
+        self._stacks: set[str] = set()  # those of these modules that are parameters in transformers: the weights of experts
         self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
-        self._shared: dict[str, str] | None = None  # the plan by which processes share the model
+        self._shared: dict[str, str] | None = None  # the plan of tensor parallelism
 
-    # What transformers asks
+    # Properties that transformers queries
 
     @property
     def is_trainable(self) -> bool:
-        return True  # adapters beside the weights: see peft.py
+        return True  # adapters: see peft.py
 
     @property
     def is_compileable(self) -> bool:
@@ -131,15 +131,15 @@ class HalfbyteQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises UnsupportedError for layers that would be left on the disk."""
+        """Raises UnsupportedError for layers that would be offloaded to the disk."""
         if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
-            raise UnsupportedError(f"packed weights cannot wait on the disk, where the device_map has {places[0]}: map it to a device")
+            raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes for each element, scales included, by which a device map is made."""
+        """Bytes per element, scales included, for the computation of a device map."""
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
         matrices = param.dim() == 2 or param_name in self._stacks
         return param.element_size() if fmt is None or not matrices else fmt.bits_per_weight(param.shape[-1]) / 8
@@ -166,15 +166,15 @@ class HalfbyteQuantizer(HfQuantizer):
         assert config is not None
         with expanded(model):
             found = candidates(model, without_data=True)
-        # At this point a tie is a promise: both parameters are still there.
+        # At this point parameters are not tied yet: both still exist.
         found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in found]
         check_patterns(config, [candidate.name for candidate in found])
         self._decisions = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
         self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
 
     def _expect_codes(self, model: Any) -> None:
-        """Makes room for codes where the model has float weights: `weight` becomes a module, its tensors buffers of it."""
-        if hasattr(model.config, "halfbyte"):  # what `save` adds to a config.json is about those files, not about the model
+        """Creates placeholders for codes where the model has float weights: `weight` becomes a module, with the tensors as buffers."""
+        if hasattr(model.config, "halfbyte"):  # added to a config.json by `save`, it describes those files, not the model
             del model.config.halfbyte
         experts = expand_(model)
         self.quantization_config.modules = wanted = self._resolve(model)
@@ -193,7 +193,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 head: Any = model.get_submodule(name)
                 like = torch.empty(head.weight.shape, device="meta")
                 del head.weight
-                head.weight = like  # for those that initialise the modules below them or look at sizes: nothing is left to do
+                head.weight = like  # modules that initialise their children or read sizes expect a weight
                 head.weight._is_hf_initialized = head._is_hf_initialized = True
             if owner in wanted or name in wanted:
                 del model.all_tied_weights_keys[target]
@@ -203,7 +203,7 @@ class HalfbyteQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
     def _resolve(self, model: Any) -> dict[str, Module]:
-        """The modules of the files by their names in the model, which may be the saved one's base or one built on top of it."""
+        """The modules of the files by their names in the model, which may be the base of the saved model or built on top of it."""
         prefix = f"{model.base_model_prefix}."
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found = {}
@@ -227,7 +227,7 @@ class HalfbyteQuantizer(HfQuantizer):
     # While they are read
 
     def quantize(self, name: str, module: nn.Module, weight: Tensor) -> None:
-        """Quantizes and packs the weight of a module, as this has it; an error waits for the end, where transformers lets it through."""
+        """Quantizes and packs the weight of a module; an error is kept until the end, where transformers does not intercept it."""
         config = self.quantization_config.config
         assert config is not None
         weight = weight.mT if is_transposed(module) else weight
@@ -260,9 +260,9 @@ class HalfbyteQuantizer(HfQuantizer):
     def _take_codes(self, model: Any) -> None:
         for name in self.quantization_config.modules:
             module = model.get_submodule(name)
-            if hasattr(module, "scalar_embed_scale"):  # transformers fills this buffer where it makes weights up
+            if hasattr(module, "scalar_embed_scale"):  # transformers fills this buffer when it initializes weights
                 module.embed_scale.fill_(module.scalar_embed_scale)._is_hf_initialized = True
-            # transformers warns of what is in no file and goes on. Made of such things a quantized module would compute nonsense.
+            # transformers only warns of tensors that are in no file; without them a quantized module would compute nonsense.
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     raise CheckpointError(f"no file has {name}.{key}, which the quantized model needs: the checkpoint is damaged")
@@ -277,7 +277,7 @@ class HalfbyteQuantizer(HfQuantizer):
         for name in self._decisions:
             owner = self._tied.get(name, name)
             if name not in self._packed and owner not in self._packed:
-                # A weight that came with others out of one tensor of the files, or was in none.
+                # A weight that was split from a fused tensor of the files, or was in none.
                 if name in self._stacks:
                     self.quantize(name, _experts(model, name), model.get_parameter(name))
                 else:
@@ -292,7 +292,7 @@ class HalfbyteQuantizer(HfQuantizer):
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
 
     def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
-        """Puts a packed weight in place of the module `name`, and of those that share its weight and have none of their own."""
+        """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
         config = self.quantization_config
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
             settings = config.config or config.modules[name]
@@ -306,7 +306,7 @@ class HalfbyteQuantizer(HfQuantizer):
     # Saving
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors to write: tied codes once, and with each weight's the guard. The config is brought up to date."""
+        """The tensors to write: tied codes once, and a guard for each weight. Updates the config."""
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
         self.quantization_config.modules = modules = self._modules(model)
@@ -323,18 +323,18 @@ class HalfbyteQuantizer(HfQuantizer):
         return state, {}
 
     def _modules(self, model: nn.Module) -> dict[str, Module]:
-        """The quantized modules, without those of which transformers knows that they share another's weight."""
+        """The quantized modules, without those whose weight is tied in transformers."""
         quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
         shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
         found = {name: Module.of(module) for name, module in quantized.items() if name not in shared}
-        for name in shared:  # a head knows how to multiply, the embedding whose weight it shares does not
+        for name in shared:  # a head has settings of its product, the embedding whose weight it shares does not
             if isinstance(module := quantized[name], QuantLinear):
                 owner = self._tied[name]
                 found[owner] = replace(found[owner], compute=module.compute, activation=module.activation)
         return found
 
     def adopt(self, model: Any) -> None:
-        """Makes a model that was quantized by other means one that `save_pretrained` saves."""
+        """Prepares a model that was quantized otherwise for `save_pretrained`."""
         self._tied = _ties(model)
         self.quantization_config.modules = self._modules(model)
         for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
@@ -356,7 +356,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
 
 class _Room(nn.Module):
-    """The place of a weight that is read as codes: its buffers have the names of the stored tensors."""
+    """The placeholder of a weight that is read as codes: its buffers have the names of the stored tensors."""
 
     def __init__(self, settings: Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -365,9 +365,9 @@ class _Room(nn.Module):
             self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
 
     def codes(self) -> Codes:
-        """Raises FormatError where what was read is not what was expected."""
+        """Raises FormatError where the tensors read are not as expected."""
         types = stored_tensors(self.format, self.shape)
-        # transformers may have cast scales to float32, where the architecture keeps a weight in that: exact both ways.
+        # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
         tensors = {part: t.to(types[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
         codes = Codes.from_tensors(self.format, self.shape, tensors)
         codes.check_values()
@@ -375,7 +375,7 @@ class _Room(nn.Module):
 
 
 class _Quantize(ConversionOps):
-    """Takes the float weights that transformers has read, and leaves it those that stay as they are."""
+    """Takes over the float weights that transformers has read, except those that are not quantized."""
 
     def __init__(self, quantizer: HalfbyteQuantizer) -> None:
         self._quantizer = quantizer
@@ -389,20 +389,20 @@ class _Quantize(ConversionOps):
             name = target.removesuffix(".weight")
             module = _experts(model, name) if target == name else model.get_submodule(name)
             self._quantizer.quantize(name, module, value[0] if isinstance(value, list) else value)
-            model.get_parameter(target)._is_hf_initialized = True  # nothing is left to initialise
+            model.get_parameter(target)._is_hf_initialized = True  # so that it is not initialised
             if missing_keys is not None:
                 missing_keys.discard(target)
         return left
 
 
 def _experts(model: Any, name: str) -> StackedExperts:
-    """What stands for a stack of experts, by the name of its parameter: it says which way round that is."""
+    """The module that represents a stack of experts, by the name of its parameter; it knows whether that is transposed."""
     return StackedExperts(model.get_parameter(name), model.get_submodule(name.rpartition(".")[0]).is_transposed)
 
 
 def _adopt(model: nn.Module) -> None:
-    """The model, or those of transformers that it is made of, as sentence-transformers makes it."""
-    from transformers.modeling_utils import PreTrainedModel  # which may be what imports this file
+    """Adopts the model, or the transformers models that it contains, as with sentence-transformers."""
+    from transformers.modeling_utils import PreTrainedModel  # not at the top: it may be importing this file
 
     if not isinstance(model, PreTrainedModel):
         for part in model.children():
@@ -414,13 +414,13 @@ def _adopt(model: nn.Module) -> None:
 finished.append(_adopt)
 
 
-_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # which older releases do not have
+_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases
 
 
 def _keep_stacked(model: Any) -> None:
-    """Keeps `save_pretrained` from taking the codes of experts for float weights, which it writes expert by expert."""
+    """Prevents `save_pretrained` from treating the codes of experts as float weights, which it writes expert by expert."""
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantExperts)]
-    conversions = getattr(model, "_weight_conversions", None)  # how the model was loaded, of which saving is the inverse
+    conversions = getattr(model, "_weight_conversions", None)  # the conversions of loading, which saving inverts
     if conversions is None:
         conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, _PREFIX_CHANGE)]
     model._weight_conversions = [
@@ -431,7 +431,7 @@ def _keep_stacked(model: Any) -> None:
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Modules that share a weight in a model of transformers: each with the one that owns it."""
+    """Modules of a transformers model that share a weight: name -> name of the owner."""
     return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
 
 
@@ -440,7 +440,7 @@ def _same(a: QuantModule, b: QuantModule) -> bool:
 
 
 def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
-    """The module that `module` stands for, with this weight."""
+    """The float module that `module` replaced, with this weight."""
     made: Any
     if isinstance(module, QuantExperts):
         return StackedExperts(weight, module.transposed)

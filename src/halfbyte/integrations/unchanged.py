@@ -1,4 +1,4 @@
-"""Whether a module still has the parts whose addresses were taken: it is asked before every call."""
+"""Checks, before every call, whether a module still has the parts whose addresses are in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfbyte.integrations.ahead import watched
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unchanged:
-    """A module's parts and tensors as they were, with the dictionaries and names to find each by."""
+    """A snapshot of a module's parts and tensors, with the dictionaries and names to find each again."""
 
     modules: tuple[tuple[dict[str, Any], str, Any], ...]
     hooks: tuple[Mapping[int, Any], ...]
@@ -21,7 +21,7 @@ class Unchanged:
 
     @classmethod
     def of(cls, module: Any, read: Iterable[nn.Module]) -> Unchanged:
-        """`read`: those of its parts whose tensors count."""
+        """`read`: the parts whose tensors matter."""
         inner = tuple((parent._modules, name, child) for parent in module.modules() for name, child in parent._modules.items())
         return cls(
             inner,
@@ -36,7 +36,7 @@ class Unchanged:
         )
 
     def is_still(self) -> bool:
-        """Caches are full of other things when it is asked: plain loops, few calls."""
+        """Runs with cold caches: plain loops, few calls."""
         for place, name, module in self.modules:
             if place.get(name) is not module:
                 return False
