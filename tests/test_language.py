@@ -94,7 +94,7 @@ def test_bad_input() -> None:
             evaluate_language(Model(0), {}, text(9), context=context, stride=stride)
     broken = Model(0)
     broken.table[0] = math.nan
-    with pytest.raises(ArgumentError, match="logits of broken have NaN"):
+    with pytest.raises(ArgumentError, match="logits of broken contain NaN"):
         evaluate_language(Model(0), {"broken": broken}, text(99))
 
 
