@@ -13,9 +13,10 @@ from float_support import UNIT
 from samples import random_codes
 from torch import Tensor
 
+from halfbyte.dispatch.gpu_conv import choose_gpu_conv
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_teams
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_stem, conv_teams
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
 from halfbyte.kernels.problem import Epilogue, Window
 from halfbyte.layouts import convolution
@@ -289,6 +290,46 @@ def test_depthwise(
         error = conv_reference.error_bound(x, codes, kernel, window, bias, channels)
         wrong = ~reference.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2), expected, error)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+STEMS = {
+    "7x7": (2, 13, 12, 3, 16, (7, 7), Window((2, 2), (3, 3, 3, 3))),
+    "rows apart": (1, 9, 14, 6, 20, (2, 5), Window((1, 2), (2, 0, 1, 3), (3, 1))),
+    "larger than the image": (1, 3, 2, 4, 16, (3, 3), Window((1, 1), (1, 4, 2, 1))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", STEMS)
+def test_stem(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """Rows of the kernel as taps, of images in both layouts."""
+    if interpreted and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 wrongly")
+    batch, height, width, channels, outputs, kernel, window = STEMS[shape]
+    codes, sizes = codes_of("int8_channel", channels, 1, outputs, kernel)
+    problem = Convolution(sizes, window, batch, (height, width), dtype)
+    stem = conv_stem.stem_of(problem)
+    assert stem is not None
+    assert choose_gpu_conv(stem, gpu).name == "conv"
+    assert stem.m == problem.m
+    x, bias = image(batch, channels, height, width, dtype).to(device), torch.randn(outputs)
+    weight = conv_stem.weight_of(convolution.pack_gpu(codes, sizes).data.to(device), stem)
+    memory = torch.full_like(conv_stem.memory_for(stem, x), 77)
+    out = torch.full((problem.m, outputs), 99, dtype=dtype, device=device)
+    config = conv.configs(stem, gpu)[0]
+    scales = 0.02, -7, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
+    for laid_out in (x, x.contiguous(memory_format=torch.channels_last)):
+        conv_stem.write(stem, laid_out, memory, scales[1] if dtype == torch.int8 else 0)
+        if dtype == torch.int8:
+            table = table_of(codes, sizes, bias, *scales).to(device)
+            conv.launch_integer(stem, config, memory, weight, table, out, scales[1], (-120, 127))
+            wanted = conv_reference.qconv2d(x.cpu(), codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
+            assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all()
+            continue
+        conv.launch(stem, config, memory, weight, out, Epilogue(bias.to(device)))
+        expected = conv_reference.conv2d(x.cpu(), codes, kernel, window, bias, 1)
+        error = 2 * conv_reference.error_bound(x.cpu(), codes, kernel, window, bias, 1) + 2 * UNIT[dtype] * expected.abs()
+        assert reference.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2), expected, error).all()
 
 
 HOPPER = {

@@ -32,11 +32,12 @@ class ConvChoice(NamedTuple):
 def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
     """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
     rejected: list[tuple[str, str]] = []
+    overlap = "its pixels overlap" if problem.overlap else None
     for name, reason, module in (
-        ("conv_teams", _against_teams(problem, gpu), conv_teams),
-        ("conv_few", _against_few(problem, gpu), conv_few),
-        ("conv_hopper", _against_hopper(problem, gpu), conv_hopper),
-        ("conv_library", _against_library(problem, gpu), conv_library),
+        ("conv_teams", overlap or _against_teams(problem, gpu), conv_teams),
+        ("conv_few", overlap or _against_few(problem, gpu), conv_few),
+        ("conv_hopper", overlap or _against_hopper(problem, gpu), conv_hopper),
+        ("conv_library", overlap or _against_library(problem, gpu), conv_library),
         ("conv", conv.supports(problem, gpu), conv),
     ):
         if reason is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,17 @@ from halfbyte.ops.images import (
     out_shape,
 )
 
+if TYPE_CHECKING:
+    from halfbyte.kernels.gpu.conv_tile import Convolution
+
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
 _KEPT_REPLAYS = 4096
 
 _replays: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
-# What depthwise kernels multiply by, by the packed bytes it comes from.
-_taps: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()
+# What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it comes from.
+_made: MutableMapping[Tensor, dict[bool | str, Tensor]] = WeakTensorKeyDictionary()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -170,22 +173,38 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
         config = conv_depthwise.configs(problem, here)[0]
         _launched(key, partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue), (image, taps, out, *added))
         return out
-    image, packed = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
     if compute == "int8":
+        image, packed = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
         kernel: Any = conv_image if activation == "image" else conv_dynamic
         if (reason := kernel.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
         how = () if kernel is conv_image else (activation,)
         run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
-    else:
-        choice = choose_gpu_conv(problem.flat, here)
-        if choice.config is None:
-            return conv_library.launch(problem, image, packed, epilogue)
-        problem = problem.flat
-        image = image.view(problem.batch, *problem.image, -1)
-        run = partial(choice.module.launch, problem, choice.config, image, packed, out, epilogue)
-    _launched(key, run, (image, packed, out, *added))
+        _launched(key, run, (image, packed, out, *added))
+        return out
+    problem, operands, before = _operands(x, weight, problem, 0)
+    choice = choose_gpu_conv(problem, here)
+    if choice.config is None:
+        return conv_library.launch(problem, *operands[-2:], epilogue)
+    run = partial(choice.module.launch, problem, choice.config, *operands[-2:], out, epilogue)
+    _launched((*key, x.stride(), x.data_ptr() % 16 == 0), lambda: (before(), run()), (*operands, out, *added))
     return out
+
+
+def _operands(
+    x: Tensor, weight: Tensor, problem: Convolution, outside: int
+) -> tuple[Convolution, tuple[Tensor, ...], Callable[[], None]]:
+    """The problem as kernels solve it; tensors, the last two of which are image and weight as these read them; what comes before."""
+    from halfbyte.kernels.gpu import conv_stem
+
+    stem = conv_stem.stem_of(problem)
+    if stem is None:
+        problem = problem.flat
+        image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
+        return problem, (image, cuda.aligned(weight)), lambda: None
+    image = conv_stem.memory_for(stem, x)
+    packed = _kept(weight, "stem", lambda: conv_stem.weight_of(weight, stem))
+    return stem, (x, image, packed), lambda: conv_stem.write(stem, x, image, outside)
 
 
 def _launched(key: tuple[Any, ...], run: Callable[[], None], operands: tuple[Tensor | None, ...]) -> None:
@@ -245,11 +264,10 @@ def qconv2d(
             run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
             _launched(key, run, (image, taps, out, table))
             return _image(out, plan)
-        problem = problem.flat
+        problem, operands, before = _operands(x, weight, problem, in_zero)
         choice = choose_gpu_conv(problem, gpu(x.get_device()))
-        image, packed = with_channels(_memory(x), plan.sizes, in_zero).view(problem.batch, *problem.image, -1), cuda.aligned(weight)
-        run = partial(choice.module.launch_integer, problem, choice.config, image, packed, table, out, in_zero, clamp)
-        _launched(key, run, (image, packed, out, table))
+        run = partial(choice.module.launch_integer, problem, choice.config, *operands[-2:], table, out, in_zero, clamp)
+        _launched((*key, x.stride(), x.data_ptr() % 16 == 0), lambda: (before(), run()), (*operands, out, table))
     return _image(out, plan)
 
 
@@ -302,13 +320,21 @@ def with_channels(x: Tensor, sizes: Filter, outside: int) -> Tensor:
 
 def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
     """[Kh * Kw, C]: float32 weights, or int32 codes."""
-    made = _taps.get(weight)
-    if made is None or integer not in made:
+
+    def make() -> Tensor:
         codes = convolution.from_canonical_bytes(weight, sizes)
         numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
-        taps = numbers.reshape(sizes.out, sizes.taps).T.contiguous()
-        if torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
-            return taps
-        _taps.setdefault(weight, {})[integer] = taps
-        return taps
-    return made[integer]
+        return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
+
+    return _kept(weight, integer, make)
+
+
+def _kept(weight: Tensor, what: bool | str, make: Callable[[], Tensor]) -> Tensor:
+    """What is made of a weight, once."""
+    found = _made.get(weight)
+    if found is not None and what in found:
+        return found[what]
+    made = make()
+    if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
+        _made.setdefault(weight, {})[what] = made
+    return made

@@ -30,6 +30,7 @@ from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization,
 from halfbyte.kernels.gpu.conv_tile import (
     Config,
     Convolution,
+    distance,
     finish,
     of_y,
     padded_channels,
@@ -273,10 +274,12 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.pdl:
         gdc_launch_dependents()
     n_padded, _k_padded, _group_bytes, steps = packed
-    height, width, _ho, _wo, pixel, channels = image
+    height, width, _ho, _wo, _pixel, channels = image
     group = tl.program_id(2)
     pn, rn, rni, rm, b, y0, x0, reached = rows_and_patches(M, N, n_padded, image, window, S)
-    xp = x + b[None, :] * (height * width * pixel) + group * channels
+    xp = x + b[None, :] * (height * width * distance(image, S))
+    if S.overlap == 0:
+        xp += group * channels
     fill = x
     if S.fill:
         fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))

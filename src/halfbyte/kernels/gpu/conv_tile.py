@@ -38,6 +38,11 @@ class Convolution:
         return self.batch * self.out[0] * self.out[1]
 
     @property
+    def overlap(self) -> int:
+        """Elements from one pixel to the next, where pixels overlap (`conv_stem.py`); 0 elsewhere."""
+        return 0
+
+    @property
     def n(self) -> int:
         """Outputs of one group."""
         return self.sizes.out // self.sizes.groups
@@ -78,6 +83,7 @@ class Static:
     channels, block, padded   of a tap: with all padding; elements of a block without and with its padding (channels: no blocks)
     real      channels that x has are fewer, or blocks are padded: their number is looked at
     bounded   patches may reach beyond the image
+    overlap   as in the Convolution
     fill      they then read the table's last row
     mode      of `conv.py`: "int8" and "image" of int8 x; "sums": the scale is multiplied by the sums; "weights": made in x's type;
               "exact": in float32, where x or the scale has its range; "written": before. Of `conv_dynamic.py`: "dynamic"
@@ -95,6 +101,7 @@ class Static:
     padded: int
     real: bool
     bounded: bool
+    overlap: int
     fill: bool
     clamp: bool
 
@@ -194,8 +201,9 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
         channels=channels,
         block=block,
         padded=padded,
-        real=x.shape[3] // sizes.groups != channels or block != padded,
+        real=(x.shape[3] // sizes.groups != channels and not problem.overlap) or block != padded,
         bounded=any(problem.window.padding) or sizes.taps * channels % record != 0,
+        overlap=problem.overlap,
         fill=fill,
         clamp=clamp,
     )
@@ -236,6 +244,15 @@ def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
 
 
 @triton.jit
+def distance(image, S: tl.constexpr):
+    """Elements from one pixel of x to the next: a constant where it is no multiple of 16 for the compiler to see what divides it."""
+    if S.overlap > 0:
+        return S.overlap
+    else:
+        return image[4]
+
+
+@triton.jit
 def weight_at(weight, group, pn, rni, packed, S: tl.constexpr):
     """Pointers to the first record of the tile's codes, and to the group's scales and zeros; where there are none, to others."""
     n_padded, k_padded, group_bytes, _steps = packed
@@ -269,7 +286,8 @@ def reach(y0, x0, height, width, window, S: tl.constexpr):
 @triton.jit
 def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
     """Columns step * STEP … of the patches, [STEP, block_m]."""
-    height, width, _ho, _wo, pixel, channels = image
+    height, width, _ho, _wo, _pixel, channels = image
+    pixel = distance(image, S)
     i = tl.arange(0, STEP)
     if S.channels % STEP == 0:  # inside one tap
         PIECES: tl.constexpr = S.channels // STEP
