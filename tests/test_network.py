@@ -105,6 +105,14 @@ def test_weights_that_change_and_hooks_are_seen() -> None:
 
 
 @torch.no_grad()
+def test_convolutions_that_add_their_codes() -> None:
+    made, x = on_codes(nn.ReLU6()), images(2)
+    added = networks._with_sums(made)
+    assert sum(isinstance(module, networks._Added) for module in added.modules()) == 1
+    assert same(added(x), made.node_by_node(x))  # type: ignore[operator]
+
+
+@torch.no_grad()
 def test_means_are_rounded_once() -> None:
     for size, channels in (((7, 7), 33), ((8, 2), 64), ((6, 6), 5), ((1, 1), 130)):
         x = torch.randint(-128, 128, (2, channels, *size), dtype=torch.int8)

@@ -16,9 +16,9 @@ from torch import Tensor
 from halfbyte.dispatch.gpu_conv import choose_gpu_conv
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_stem, conv_teams
+from halfbyte.kernels.gpu import conv, conv_depthwise, conv_dynamic, conv_few, conv_hopper, conv_image, conv_stem, conv_teams, elementwise
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
-from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.kernels.problem import Addition, Combination, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
@@ -152,6 +152,11 @@ def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -
     return cuda_conv.table(rows, sums, sizes, int(scales[1]))
 
 
+def addition_to(codes: Tensor, *, leads: bool) -> Addition:
+    other = torch.randint(-128, 128, codes.shape, dtype=torch.int8).to(codes.device)
+    return Addition(other, Combination(torch.int8, 0.37, -3.5, 0.21, -100.0, 90.0), leads)
+
+
 @pytest.mark.parametrize(
     ("format", "in_zero", "chosen"),
     [
@@ -178,6 +183,9 @@ def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu,
     expected = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, out_scale, 3, groups, (-120, 127))
     wrong = ~expected.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2))
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
+    addition, both = addition_to(out, leads=chosen), torch.empty_like(out)
+    conv.launch_integer(problem, config, memory, weight, table, both, in_zero, (-120, 127), addition)
+    assert torch.equal(both, elementwise.combine(*addition.of(out)))
 
 
 @pytest.mark.parametrize("format", ["int4_g32", "q8_0"])
@@ -369,6 +377,10 @@ def test_hopper(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, 
                 conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
             wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
             assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
+        addition, both = addition_to(out, leads=config.sweep), torch.empty_like(out)
+        with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
+            conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, both, in_zero, (-120, 127), addition)
+        assert torch.equal(both, elementwise.combine(*addition.of(out)))
 
 
 TEAMS = {

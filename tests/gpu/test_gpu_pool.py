@@ -15,12 +15,22 @@ def codes(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "dilation"), [((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 3), (1, 2), (0, 1), (2, 1))]
+    ("channels", "kernel", "stride", "padding", "dilation"),
+    [
+        (64, (3, 3), (2, 2), (1, 1), (1, 1)),
+        (72, (2, 3), (1, 2), (0, 1), (2, 1)),
+        (5, (5, 4), (4, 1), (2, 2), (1, 1)),
+    ],
 )
 def test_largest(
-    kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], device: torch.device
+    channels: int,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    device: torch.device,
 ) -> None:
-    x = codes(2, 72, 9, 11)
+    x = codes(2, channels, 9, 11).clamp(max=-2)  # less than what must not come from outside
     expected = nn.functional.max_pool2d(x.double(), kernel, stride, padding, dilation)
     window = Window(stride, (padding[0], padding[0], padding[1], padding[1]), dilation)
     y = pool(x.to(device), kernel, window, tuple(expected.shape[2:]))  # type: ignore[arg-type]

@@ -101,6 +101,28 @@ class Combination(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Addition:
+    """What happens to int8 codes before they are written: `how` of them and of others.
+
+    other   int8 [m, n]
+    leads   the codes are the Combination's first tensor, `other` is its second; or the other way around
+    """
+
+    other: Tensor
+    how: Combination
+    leads: bool
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The scale of the first and of the second, the offset, and the clamp."""
+        return self.how.scale_a, self.how.scale_b, self.how.offset, self.how.low, self.how.high
+
+    def of(self, codes: Tensor) -> tuple[Tensor, Combination, Tensor]:
+        """What `combine` takes to do it to codes."""
+        return (codes, self.how, self.other) if self.leads else (self.other, self.how, codes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 

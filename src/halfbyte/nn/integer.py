@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
-from halfbyte.kernels.problem import Combination, Window
+from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule
@@ -99,14 +99,14 @@ class Requantize(nn.Module):
         self.factors = [source.step / result.step for source in sources]
         self.offset = result.zero - sum(f * source.zero for f, source in zip(self.factors, sources, strict=True))
 
-    def _how(self, both: bool) -> Combination:
+    def how(self, both: bool) -> Combination:
         return Combination(torch.int8, self.factors[0], self.offset, self.factors[1] if both else 0.0, *self.clamp)
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        return elementwise.combine(a, self._how(b is not None), b)
+        return elementwise.combine(a, self.how(b is not None), b)
 
     def step(self, a: Tensor, b: Tensor | None = None) -> Step | None:
-        return elementwise.combine_step(a, self._how(b is not None), b)
+        return elementwise.combine_step(a, self.how(b is not None), b)
 
 
 class AveragePool(nn.Module):
@@ -207,6 +207,11 @@ class IntegerConv2d(IntegerModule):
     def forward(self, x: Tensor) -> Tensor:
         assert self.moves is not None
         return conv.qconv2d_with(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
+
+    def added(self, x: Tensor, addition: Addition) -> Tensor:
+        """The same, added to other codes at once."""
+        assert self.moves is not None
+        return conv.qconv2d_added(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp, addition)
 
     def step(self, x: Tensor) -> Step | None:
         assert self.moves is not None

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_modules
 
-from halfbyte.nn.integer import weights_made
+from halfbyte.kernels.problem import Addition
+from halfbyte.nn.integer import IntegerConv2d, Requantize, weights_made
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], 
 
 
 def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
-    if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]) and x.is_cpu:
+    if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
         kept = _thread.networks.get(self)
         if kept is None:
             kept = _thread.networks[self] = _Kept(self)
         if not any(kept.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
-            found = kept.programs_for(self, x)
+            found = kept.programs_for(self, x) if x.is_cpu else kept.with_sums(self)
             if found is not None:
                 with suppress(_OtherSizes):
                     return found(x)
@@ -70,6 +71,12 @@ class _Kept:
         self.hooks = *_GLOBAL_HOOKS, *chain(*((m._forward_hooks, m._forward_pre_hooks) for m in network.modules() if m is not network))
         self.weights = weights_made()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
+        self.sums: Callable[[Tensor], Any] | None = None
+
+    def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
+        if self.sums is None:
+            self.sums = _with_sums(network)
+        return self.sums
 
     def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], Any] | None:
         from halfbyte.kernels.cpu import runtime
@@ -116,6 +123,42 @@ def _with_programs(network: fx.GraphModule, x: Tensor) -> fx.GraphModule:
     sizes = _Sizes(network)
     sizes.run(x)
     return _Writer(network, sizes.seen).result()
+
+
+class _Added(nn.Module):
+    """A convolution and the addition of its codes to others, of which they are the first or (`leads` is false) the second."""
+
+    def __init__(self, conv: IntegerConv2d, addition: Requantize, leads: bool) -> None:
+        super().__init__()
+        self.conv, self.addition, self.leads = conv, addition, leads
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.conv.added(x, Addition(other, self.addition.how(True), self.leads))
+
+
+def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
+    """The graph in which a convolution whose result is added to others and read by nobody else does so itself."""
+    modules, place = dict(network.named_modules()), {node: i for i, node in enumerate(network.graph.nodes)}
+    added: dict[fx.Node, fx.Node] = {}  # convolutions, by the additions
+    for node in network.graph.nodes:
+        both = _sources(node) if isinstance(modules.get(str(node.target)), Requantize) else ()
+        found = [n for n in both if len(n.users) == 1 and type(modules.get(str(n.target))) is IntegerConv2d]
+        if len(set(both)) == 2 and found:
+            added[node] = max(found, key=place.__getitem__)
+    root, graph, made = dict[str, Any](), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in network.graph.nodes:
+        if node in added.values():
+            continue
+        if node in added:
+            conv, (first, second) = added[node], _sources(node)
+            root[str(node.target)] = _Added(modules[str(conv.target)], modules[str(node.target)], conv is first)
+            other = second if conv is first else first
+            made[node] = graph.call_module(str(node.target), (made[_sources(conv)[0]], made[other]))
+            continue
+        if node.op in ("call_module", "get_attr"):
+            root[str(node.target)] = operator.attrgetter(str(node.target))(network)
+        made[node] = graph.node_copy(node, made.__getitem__)
+    return fx.GraphModule(root, graph, type(network).__name__)
 
 
 class _Writer:

@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import Addition, Window
 from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.ops import cpu_conv, cuda_conv, functions
+from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.images import depthwise, filter_from_numbers, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
@@ -168,6 +168,15 @@ def qconv2d_with(
     if plain(x):
         run = (cpu_conv if x.is_cpu else cuda_conv).qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)  # type: ignore[no-any-return]
+
+
+def qconv2d_added(
+    x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int], addition: Addition
+) -> Tensor:
+    """`qconv2d_with` whose codes are added to others, int8 [B, Co, Ho, Wo], on GPUs before they are written."""
+    if x.is_cuda and plain(x, None, addition.other):
+        return cuda_conv.qconv2d(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp, addition)
+    return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, moves, in_zero, clamp)))
 
 
 def conv_requantization_table(

@@ -8,6 +8,7 @@ are implicit matrix products (`kernels/gpu/conv.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.problem import Epilogue, Window
+from halfbyte.kernels.problem import Addition, Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
-from halfbyte.ops import cuda
+from halfbyte.ops import cuda, elementwise
 from halfbyte.ops.checks import TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
 from halfbyte.ops.images import (
     ACTIVATIONS,
@@ -182,19 +183,23 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
         run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
         _launched(key, run, (image, packed, out, *added))
         return out
-    problem, operands, before = _operands(x, weight, problem, 0)
-    choice = choose_gpu_conv(problem, here)
+    problem, operands, padded = _operands(x, weight, problem, 0)
+    choice, (image, packed) = choose_gpu_conv(problem, here), operands[-2:]
     if choice.config is None:
-        return conv_library.launch(problem, *operands[-2:], epilogue)
-    run = partial(choice.module.launch, problem, choice.config, *operands[-2:], out, epilogue)
-    _launched((*key, x.stride(), x.data_ptr() % 16 == 0), lambda: (before(), run()), (*operands, out, *added))
+        return conv_library.launch(problem, image, packed, epilogue)
+
+    def solve() -> None:
+        padded()
+        choice.module.launch(problem, choice.config, image, packed, out, epilogue)
+
+    _launched((*key, x.stride(), x.data_ptr() % 16 == 0), solve, (*operands, out, *added))
     return out
 
 
 def _operands(
     x: Tensor, weight: Tensor, problem: Convolution, outside: int
 ) -> tuple[Convolution, tuple[Tensor, ...], Callable[[], None]]:
-    """The problem as kernels solve it; tensors, the last two of which are image and weight as these read them; what comes before."""
+    """The problem as kernels solve it; tensors, the last two of which are image and weight as these read them; what writes that image."""
     from halfbyte.kernels.gpu import conv_stem
 
     stem = conv_stem.stem_of(problem)
@@ -237,10 +242,15 @@ def qconv2d(
     in_zero: int,
     low: int,
     high: int,
+    addition: Addition | None = None,
 ) -> Tensor:
+    """`addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
     check_codes(x)
     plan = _fitting(x, weight, format, numbers, moves)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
+    if addition is not None and (0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)):
+        codes = qconv2d(x, weight, table, format, numbers, moves, in_zero, low, high)
+        return elementwise.combine(*addition.of(codes))
     if 0 in plan.shape:
         return _image(x.new_empty(0, plan.sizes.out), plan)
     if plan.way == "linear" and plan.sizes.format.bits == 4:
@@ -255,7 +265,11 @@ def qconv2d(
 
     problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
     out, clamp = x.new_empty(problem.m, plan.sizes.out), (low, high)
-    key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, in_zero, clamp)
+    key: tuple[Any, ...] = (x.shape, x.dtype, x.get_device(), format, plan.numbers, in_zero, clamp)
+    others: tuple[Tensor, ...] = ()
+    if addition is not None:
+        addition = replace(addition, other=_rows(addition.other))
+        key, others = (*key, addition.numbers, addition.leads), (addition.other,)
     with cuda.on(x):
         table = cuda.aligned(table)
         if plan.way == "depthwise":
@@ -264,10 +278,14 @@ def qconv2d(
             run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
             _launched(key, run, (image, taps, out, table))
             return _image(out, plan)
-        problem, operands, before = _operands(x, weight, problem, in_zero)
-        choice = choose_gpu_conv(problem, gpu(x.get_device()))
-        run = partial(choice.module.launch_integer, problem, choice.config, *operands[-2:], table, out, in_zero, clamp)
-        _launched((*key, x.stride(), x.data_ptr() % 16 == 0), lambda: (before(), run()), (*operands, out, table))
+        problem, operands, padded = _operands(x, weight, problem, in_zero)
+        choice, (image, packed) = choose_gpu_conv(problem, gpu(x.get_device())), operands[-2:]
+
+        def solve() -> None:
+            padded()
+            choice.module.launch_integer(problem, choice.config, image, packed, table, out, in_zero, clamp, addition)
+
+        _launched((*key, x.stride(), x.data_ptr() % 16 == 0), solve, (*operands, out, table, *others))
     return _image(out, plan)
 
 

@@ -62,6 +62,15 @@ def clamped(total, low, high):
 
 
 @triton.jit
+def added(code, other, numbers, LEADS: tl.constexpr):
+    """Codes to be written, of codes and others in int8, as `problem.Addition` has it."""
+    first = code if LEADS else other
+    second = other if LEADS else code
+    total = fma(second.to(tl.float32), numbers[1], fma(first.to(tl.float32), numbers[0], numbers[2]))
+    return ((tl.minimum(tl.maximum(total, numbers[3]), numbers[4]) + MAGIC) - MAGIC).to(tl.int8)
+
+
+@triton.jit
 def requantization(table, rn, row):
     """Of outputs rn: constant, multiplier and start (its bits), the rows of the table."""
     return tl.load(table + rn), tl.load(table + row + rn), tl.load(table + 2 * row + rn)

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import decode, dequantize
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import added as with_others
 from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
 from halfbyte.kernels.gpu.conv_tile import (
     Config,
@@ -41,7 +42,7 @@ from halfbyte.kernels.gpu.conv_tile import (
     weight_at,
     words_of,
 )
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -113,10 +114,18 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 
 
 def launch_integer(
-    problem: Convolution, config: Config, x: Tensor, weight: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    out: Tensor,
+    in_zero: int,
+    clamp: tuple[int, int],
+    addition: Addition | None = None,
 ) -> None:
     """The same of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.cuda_conv`."""
-    _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero)
+    _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero, addition=addition)
 
 
 def launch_images(
@@ -146,6 +155,7 @@ def _start(
     table: Tensor | None,
     in_zero: int,
     memory: Tensor | None = None,
+    addition: Addition | None = None,
 ) -> None:
     """table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
@@ -165,7 +175,7 @@ def _start(
         mode, packed = _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
         if integer:
             mode = "int8" if out.dtype == torch.int8 else "image"
-    static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps)
+    static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
     scratch: tuple[Tensor, Tensor] | None = None
     if memory is not None and config.split > 1:
         sums = memory[written:].view(torch.int32 if integer else torch.float32)
@@ -178,14 +188,14 @@ def _start(
         tuple(operands),
         table,
         out,
-        (epilogue.bias, epilogue.residual),
+        (epilogue.bias, epilogue.residual if addition is None else addition.other),
         scratch,
         problem.m,
         n,
         (*packed, -(-sizes.taps * static.channels // static.record)),
         image,
         window,
-        (epilogue.low, epilogue.high),
+        (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
         (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
         static,
         num_warps=config.warps,
@@ -345,6 +355,8 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.mode == "int8":
         y = requantized(acc, told, bounds[0], bounds[1], 8)
         at, mask = of_y(rn, rm, M, N, group)
+        if added[1] is not None:
+            y = with_others(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.leads)
         tl.store(out + at, y, mask=mask)
     else:
         if S.mode == "sums":

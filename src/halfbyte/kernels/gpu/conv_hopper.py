@@ -32,7 +32,7 @@ from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -65,7 +65,7 @@ class Config:
 @dataclass(frozen=True)
 class _Static:
     """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; late: the kernel before
-    writes the weight, and all others have ended."""
+    writes the weight, and all others have ended; leads: of an Addition."""
 
     rows: int
     images: int
@@ -83,6 +83,7 @@ class _Static:
     bounded: bool
     clamp: bool
     late: bool
+    leads: bool
 
     @property
     def together(self) -> int:
@@ -229,14 +230,32 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 
 
 def launch_integer(
-    problem: Convolution, config: Config, x: Tensor, weight: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    out: Tensor,
+    in_zero: int,
+    clamp: tuple[int, int],
+    addition: Addition | None = None,
 ) -> None:
     """The same of int8, with the table [1, 4 + taps, at least Co] of `ops.cuda_conv`."""
     codes = gpu_tiles.views(weight, convolution.gpu_geometry(problem.sizes)).codes
-    _start(problem, config, x, codes, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table if in_zero else table[:, :4])
+    epilogue = Epilogue(None, None, float(clamp[0]), float(clamp[1]))
+    _start(problem, config, x, codes, out, epilogue, table if in_zero else table[:, :4], addition)
 
 
-def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: Tensor, epilogue: Epilogue, table: Tensor | None) -> None:
+def _start(
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    table: Tensor | None,
+    addition: Addition | None = None,
+) -> None:
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     static = _Static(
         rows=config.rows,
@@ -255,6 +274,7 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
         late=table is None,
+        leads=addition is not None and addition.leads,
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -272,12 +292,12 @@ def _start(problem: Convolution, config: Config, x: Tensor, rows: Tensor, out: T
         TensorDescriptor.from_tensor(rows, [config.rows, step], of_rows),
         table,
         out,
-        (epilogue.bias, epilogue.residual),
+        (epilogue.bias, epilogue.residual if addition is None else addition.other),
         problem.n,
         (-(-problem.n // config.rows), *covers),
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),
-        (epilogue.low, epilogue.high),
+        (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
         0 if table is None else table.stride(1),
         static,
         num_warps=4,
@@ -439,7 +459,7 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
         for i in gl.static_range(COLUMNS // WIDTH):
             at = (first_n + HALF * 64, FIRST + i * NEXT, b, y, x)
             if INTEGER:
-                _write_codes(pieces[i], table, told, out, N, at, image, window, bounds, row, S)
+                _write_codes(pieces[i], table, told, out, added[1], N, at, image, window, bounds, row, S)
             else:
                 _write(pieces[i], out, added, N, at, image, bounds, S)
 
@@ -466,7 +486,7 @@ def _halves(acc):
 
 
 @gluon.jit
-def _write_codes(acc, table, told, out, N, at, image, window, bounds, row, S: gl.constexpr):
+def _write_codes(acc, table, told, out, others, N, at, image, window, bounds, row, S: gl.constexpr):
     """Sums of codes -> codes. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is outside."""
     OUT: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
     acc += gl.expand_dims(told[3], 1)
@@ -478,7 +498,24 @@ def _write_codes(acc, table, told, out, N, at, image, window, bounds, row, S: gl
     total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
     codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
     rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
-    gl.store(out + gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1), codes, mask=mask)
+    to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
+    if others is not None:
+        codes = _added(codes, gl.load(others + to, mask=mask, other=0), bounds, S)
+    gl.store(out + to, codes, mask=mask)
+
+
+@gluon.jit
+def _added(codes, others, bounds, S: gl.constexpr):
+    """As `arithmetic.added`."""
+    first = codes if S.leads else others
+    second = others if S.leads else codes
+    LAYOUT: gl.constexpr = codes.type.layout
+    scale = gl.full(codes.shape, bounds[2], gl.float32, layout=LAYOUT)
+    offset = gl.full(codes.shape, bounds[4], gl.float32, layout=LAYOUT)
+    total = gl.fma(first.to(gl.float32), scale, offset)
+    total = gl.fma(second.to(gl.float32), gl.full(codes.shape, bounds[3], gl.float32, layout=LAYOUT), total)
+    total = gl.minimum(gl.maximum(total, bounds[5]), bounds[6]) + MAGIC
+    return total.to(gl.int32, bitcast=True).to(gl.int8)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.launch import early_after, run
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, gpu_tiles
-from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.layouts.convolution import PackedConv
 
 _PIECE = 32  # elements, of which pieces are multiples
 _LONGEST = 128

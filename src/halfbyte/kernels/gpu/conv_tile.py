@@ -85,6 +85,7 @@ class Static:
     bounded   patches may reach beyond the image
     overlap   as in the Convolution
     fill      they then read the table's last row
+    leads     of an Addition
     mode      of `conv.py`: "int8" and "image" of int8 x; "sums": the scale is multiplied by the sums; "weights": made in x's type;
               "exact": in float32, where x or the scale has its range; "written": before. Of `conv_dynamic.py`: "dynamic"
     """
@@ -104,6 +105,7 @@ class Static:
     overlap: int
     fill: bool
     clamp: bool
+    leads: bool
 
     @property
     def block_n(self) -> int:
@@ -182,7 +184,7 @@ def padded_channels(sizes: Filter) -> int:
     return padded.padded // geo.block * geo.padded
 
 
-def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fill: bool, clamp: bool) -> Static:
+def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
     """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
@@ -206,6 +208,7 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
         overlap=problem.overlap,
         fill=fill,
         clamp=clamp,
+        leads=leads,
     )
 
 

@@ -20,6 +20,7 @@ from halfbyte.kernels.gpu.launch import early_after, run
 from halfbyte.kernels.problem import Window
 
 _CHANNELS = 64  # of a program
+_UNROLLED = 16  # places of a window, whose codes are on their way together
 _PLACES = 64  # that a program looks at together: outputs, of a mean places of the window
 
 
@@ -44,6 +45,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
         0 if zero is None else zero,
         CHANNELS=_CHANNELS,
         PLACES=_PLACES,
+        SMALL=kernel[0] * kernel[1] if kernel[0] * kernel[1] <= _UNROLLED else 0,
         EARLY=early,
         num_warps=4,
         **({"launch_pdl": True} if early else {}),
@@ -61,8 +63,10 @@ def _first(m, sizes, window):
 
 
 @triton.jit
-def _largest(x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, EARLY: tl.constexpr):
-    channels, height, width, _ho, _wo = sizes
+def _largest(
+    x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    channels, _height, _width, _ho, _wo = sizes
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -71,17 +75,30 @@ def _largest(x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACE
     b, y0, x0 = _first(tl.minimum(m, outputs - 1), sizes, window)
     real = (c < channels)[None, :]
     largest = tl.full((PLACES, CHANNELS), -128, tl.int8)
-    for place in range(window[0] * window[1]):
-        iy = y0 + place // window[1] * window[6]
-        ix = x0 + place % window[1] * window[7]
-        inside = (iy >= 0) & (iy < height) & (ix >= 0) & (ix < width)
-        at = ((b * height + iy) * width + ix) * channels
-        largest = tl.maximum(largest, tl.load(x + (at[:, None] + c[None, :]), mask=inside[:, None] & real, other=-128))
+    if SMALL:
+        for place in tl.static_range(SMALL):
+            largest = tl.maximum(largest, _codes(x, place, b, y0, x0, c, real, sizes, window))
+    else:
+        for place in range(window[0] * window[1]):
+            largest = tl.maximum(largest, _codes(x, place, b, y0, x0, c, real, sizes, window))
     tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & real)
 
 
 @triton.jit
-def _mean(x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, EARLY: tl.constexpr):
+def _codes(x, place, b, y0, x0, c, real, sizes, window):
+    """Of a place of the window; -128 where it is outside."""
+    iy = y0 + place // window[1] * window[6]
+    ix = x0 + place % window[1] * window[7]
+    inside = ((iy >= 0) & (iy < sizes[1]) & (ix >= 0) & (ix < sizes[2]))[:, None] & real
+    at = ((b * sizes[1] + iy) * sizes[2] + ix) * sizes[0]
+    codes = tl.load(x + (at[:, None] + c[None, :]), mask=inside, other=0)
+    return tl.where(inside, codes, -128)  # of four bytes that are read together, `other` is put into one
+
+
+@triton.jit
+def _mean(
+    x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     channels, height, width, _ho, _wo = sizes
     if EARLY:
         gdc_launch_dependents()
