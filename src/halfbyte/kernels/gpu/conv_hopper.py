@@ -28,10 +28,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.conv import supports as supports_any
+from halfbyte.kernels.gpu.conv_hopper_write import write, write_codes
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -376,25 +375,6 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
 
 
 @gluon.jit
-def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexpr):
-    """Image, row and column of WIDTH pixels, and which of them there are. `at`: the first output; the first of these pixels in the tile,
-    of which they are every second where pixels are paired; the tile's first image, row and column."""
-    i = gl.arange(0, WIDTH, layout=LAYOUT)
-    if S.paired:
-        i = i * 2
-    i += at[1]
-    if S.sweep:
-        b = at[2] + i % S.images
-        oy = at[3] + gl.zeros_like(i)
-        ox = at[4] + i // S.images
-    else:
-        b = at[2] + i // (S.width * S.height)
-        oy = at[3] + i // S.width % S.height
-        ox = at[4] + i % S.width
-    return b, oy, ox, (b < image[0]) & (oy < image[3]) & (ox < image[4])
-
-
-@gluon.jit
 def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
     """What a warpgroup multiplies of the TAPth tap of a stage: of the weight [64, k], of x [k, columns]."""
     COLUMNS: gl.constexpr = S.columns
@@ -459,9 +439,9 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
         for i in gl.static_range(COLUMNS // WIDTH):
             at = (first_n + HALF * 64, FIRST + i * NEXT, b, y, x)
             if INTEGER:
-                _write_codes(pieces[i], table, told, out, added[1], N, at, image, window, bounds, row, S)
+                write_codes(pieces[i], table, told, out, added[1], N, at, image, window, bounds, row, S)
             else:
-                _write(pieces[i], out, added, N, at, image, bounds, S)
+                write(pieces[i], out, added, N, at, image, bounds, S)
 
 
 @gluon.jit
@@ -483,101 +463,6 @@ def _halves(acc):
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, DEPTH])
     left, right = acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
-
-
-@gluon.jit
-def _write_codes(acc, table, told, out, others, N, at, image, window, bounds, row, S: gl.constexpr):
-    """Sums of codes -> codes. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is outside."""
-    OUT: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
-    acc += gl.expand_dims(told[3], 1)
-    if S.bounded:
-        acc = _outside(acc, table, told, at, image, window, row, S)
-    multiplier = gl.expand_dims(told[2], 1)
-    constant = gl.expand_dims(told[1], 1)
-    total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
-    total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
-    codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
-    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
-    to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
-    if others is not None:
-        codes = _added(codes, gl.load(others + to, mask=mask, other=0), bounds, S)
-    gl.store(out + to, codes, mask=mask)
-
-
-@gluon.jit
-def _added(codes, others, bounds, S: gl.constexpr):
-    """As `arithmetic.added`."""
-    first = codes if S.leads else others
-    second = others if S.leads else codes
-    LAYOUT: gl.constexpr = codes.type.layout
-    scale = gl.full(codes.shape, bounds[2], gl.float32, layout=LAYOUT)
-    offset = gl.full(codes.shape, bounds[4], gl.float32, layout=LAYOUT)
-    total = gl.fma(first.to(gl.float32), scale, offset)
-    total = gl.fma(second.to(gl.float32), gl.full(codes.shape, bounds[3], gl.float32, layout=LAYOUT), total)
-    total = gl.minimum(gl.maximum(total, bounds[5]), bounds[6]) + MAGIC
-    return total.to(gl.int32, bitcast=True).to(gl.int8)
-
-
-@gluon.jit
-def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
-    """Adds what is due for taps outside of the image: of those above or below, of those beside, less what was counted twice."""
-    TALL: gl.constexpr = S.taps // S.kernel_w
-    WIDE: gl.constexpr = S.kernel_w
-    _b, oy, ox, _real = _pixels(at, image, acc.shape[1], S, gl.SliceLayout(0, acc.type.layout))
-    top = at[3] - window[0]
-    left = at[4] - window[1]
-    bottom = gl.minimum(at[3] + S.height, image[3]) - 1 - window[0]
-    right = gl.minimum(at[4] + S.width, image[4]) - 1 - window[1]
-    for ky in gl.static_range(TALL):
-        if (top + ky * window[2] < 0) | (bottom + ky * window[2] >= image[1]):
-            term = told[4 + ky * WIDE]
-            for kx in gl.static_range(1, WIDE):
-                term += told[4 + ky * WIDE + kx]
-            iy = oy + ky * window[2] - window[0]
-            acc += gl.expand_dims(term, 1) * gl.expand_dims(((iy < 0) | (iy >= image[1])).to(gl.int32), 0)
-    for kx in gl.static_range(WIDE):
-        if (left + kx * window[3] < 0) | (right + kx * window[3] >= image[2]):
-            term = gl.zeros_like(told[4])
-            for ky in gl.static_range(TALL):  # of a box of one row a whole row of taps is outside, or none of it
-                whole = (S.height == 1) & ((top + ky * window[2] < 0) | (top + ky * window[2] >= image[1]))
-                term += gl.where(whole, 0, told[4 + ky * WIDE + kx])
-            ix = ox + kx * window[3] - window[1]
-            acc += gl.expand_dims(term, 1) * gl.expand_dims(((ix < 0) | (ix >= image[2])).to(gl.int32), 0)
-    if S.height > 1:
-        for tap in range(S.taps):
-            y = tap // WIDE * window[2]
-            x = tap % WIDE * window[3]
-            tall = (top + y < 0) | (bottom + y >= image[1])
-            if tall & ((left + x < 0) | (right + x >= image[2])):
-                term = gl.load(table + (4 + tap) * row + told[0]).to(gl.int32, bitcast=True)
-                iy = oy + y - window[0]
-                ix = ox + x - window[1]
-                both = ((iy < 0) | (iy >= image[1])) & ((ix < 0) | (ix >= image[2]))
-                acc -= gl.expand_dims(term, 1) * gl.expand_dims(both.to(gl.int32), 0)
-    return acc
-
-
-@gluon.jit
-def _places(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr):
-    """Outputs, patches (rows of y) and which of them there are."""
-    rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    b, oy, ox, real = _pixels(at, image, WIDTH, S, gl.SliceLayout(0, OUT))
-    m = (b.to(gl.int64) * image[3] + oy) * image[4] + ox
-    return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
-
-
-@gluon.jit
-def _write(total, out, added, N, at, image, bounds, S: gl.constexpr):
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    MMA: gl.constexpr = total.type.layout
-    DTYPE: gl.constexpr = out.dtype.element_ty
-    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
-    to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
-    if added[1] is not None:
-        total += gl.convert_layout(gl.load(added[1] + to, mask=mask, other=0.0), MMA).to(gl.float32)
-    row = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    y = finish(total, (added[0], None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
-    gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)
 
 
 @gluon.jit
