@@ -278,7 +278,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
             "wide": nn.Linear(8, 8, dtype=torch.float64),
             "meta": nn.Linear(8, 8, device="meta"),
             "empty": nn.Embedding(0, 8),
-            "attention": nn.MultiheadAttention(8, 2),
+            "attention": nn.MultiheadAttention(8, 2, kdim=4),
             "elsewhere": used_elsewhere,
             "holder": holder,
             "norm": nn.LayerNorm(8),

@@ -184,7 +184,7 @@ def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | 
     if model is None:
         model = skeleton(opened.config, _dtype(opened), opened.shapes())
         load_generation_config(model, opened.path)
-    with expanded(model, lambda name: f"{name}.weight" in opened.weights):
+    with expanded(model, lambda name: f"{name}.weight" in opened.weights, attention=True):
         return _filled(opened, device, model, sharing)
 
 

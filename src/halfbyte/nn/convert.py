@@ -124,7 +124,7 @@ class Config:
                 f"{len(choices)} formats and the settings {', '.join(settings) or 'none'}"
             )
         plain = cls(str(choices[0]), **settings)
-        with expanded(model):
+        with expanded(model, attention=True):
             found = candidates(model)
             check_patterns(plain, [candidate.name for candidate in found])
             decisions = decide(found, plain)
@@ -182,7 +182,8 @@ def quantize_(
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its quantized form,
-    in place, and returns `model`.
+    in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own (`nn/attention.py`), except in models
+    of transformers.
 
     calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
                  errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as
@@ -199,7 +200,7 @@ def quantize_(
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
-    with expanded(model):
+    with expanded(model, attention=config.activations != "static"):
         return _quantize_expanded_(model, config, calibration, progress)
 
 
@@ -319,7 +320,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Mapping[str, 
 def report(model: nn.Module) -> Report:
     """Which modules of `model` are quantized and which are not, with reasons and bytes. One row per module with parameters."""
     check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
-    with expanded(model):
+    with expanded(model, attention=True):
         return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
 
 

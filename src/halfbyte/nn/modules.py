@@ -68,6 +68,13 @@ class WeightView(Tensor):
         return ops.dequantize(self.packed, self.dtype).view(self.shape)
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Changes nothing. Where there is one, torch does not compute a whole nn.TransformerEncoderLayer from the weights of its modules,
+        each dequantized, without calling them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
             raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
