@@ -1,13 +1,43 @@
-"""An option of the C library's allocator: without it, memory is returned to the system after each layer and requested again."""
+"""Pages of memory: huge ones, and the C library's returning of pages to the system after each layer, to request them again."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # <malloc.h> of glibc, and its largest int: no block is so large, no heap so empty.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
+_HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
+
+
+def in_huge_pages(memory: Tensor) -> Tensor:
+    """`memory`, just allocated, of whose pages the system is asked to make huge ones where it can (Linux).
+
+    What is not there yet is then mapped 2 MB at a time instead of 4 KB, and translating addresses takes less time. No more memory is taken:
+    pages that lie in it only in part stay as they are.
+    """
+    first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    size = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
+    if size > 0:
+        _advise()(first, size, _MADV_HUGEPAGE)  # what fails changes nothing
+    return memory
+
+
+@functools.cache
+def _advise() -> Callable[[int, int, int], object]:
+    """madvise(2), or nothing where it is not Linux."""
+    if sys.platform != "linux":
+        return lambda *_: None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 def keep_freed_memory() -> bool:

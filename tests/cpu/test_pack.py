@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import random_codes
@@ -45,19 +46,23 @@ def test_experts_are_rows() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux is asked for huge pages")
-def test_large_weights_lie_in_huge_pages_where_there_are_such() -> None:
+def test_large_weights_and_outputs_lie_in_huge_pages_where_there_are_such() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         pytest.skip("this kernel has no transparent huge pages")
     packed = hb.pack(random_codes(as_format("q8_0"), (4096, 2048)))
-    middle = packed.data.data_ptr() + packed.data.nbytes // 2
-    flags = ""
+    assert in_huge_pages(packed.data)
+    assert hb.unpack(packed).data.shape == (4096, 2048)
+    assert in_huge_pages(hb.linear(torch.zeros(2048, 32), hb.pack(random_codes(as_format("q8_0"), (4096, 32)))))
+
+
+def in_huge_pages(memory: torch.Tensor) -> bool:
+    middle, inside = memory.data_ptr() + memory.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(match[1], 16) <= middle < int(match[2], 16)
         elif inside and line.startswith("VmFlags:"):
-            flags = line
-    assert " hg" in flags
-    assert hb.unpack(packed).data.shape == (4096, 2048)
+            return " hg" in line
+    return False
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 1 << 20, 1 << 21, (1 << 22) + 7, 9 << 20])

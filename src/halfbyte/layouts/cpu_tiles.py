@@ -21,10 +21,8 @@ A block longer than 32768 is cut into several records with the same scale, so th
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +32,11 @@ from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed, round_up
+from halfbyte.memory import in_huge_pages
 
 NAME = "cpu_tiles"
 PANEL = 32  # rows of a panel
 LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
-_HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
 _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
 
 
@@ -135,12 +133,7 @@ def allocate(nbytes: int) -> Tensor:
 
     A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
     """
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    size = (memory.data_ptr() + nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
-    if sys.platform == "linux" and size > 0:  # a failure changes nothing
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_HUGEPAGE)
-    return memory
+    return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
 
 
 def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:

@@ -22,7 +22,6 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
-RECORD_BYTES = 24 << 10  # of expanded records at a time
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
 _LINE = 64  # bytes
 _FIRST, _LAST = 1, 2  # the call of a tile that begins the sums, and the one that writes outputs
@@ -94,9 +93,8 @@ class ExpandedTile(Tile):
                     self.sums.store(total.value, n * size, size)
 
     def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
-        if self.spec.single:  # the next tile's activations; those of long blocks would not stay near
-            for line in range(0, self.spec.rows * (self.row_unit_bytes + 4 * FIELDS), _LINE):
-                self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
+        if self.spec.single:
+            self._ask_for_next_activations(a, self.spec.rows * (self.row_unit_bytes + 4 * FIELDS))
         super()._block(w, a, tail, fields, units, first)
         self.asked.value = self.asked.value + self.packed_tail
 
@@ -105,7 +103,14 @@ class ExpandedTile(Tile):
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
         self.asked.value = asked + PANEL * self.spec.unit // 2
+        if not self.spec.single and self.isa.asks_in_turn:
+            self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
         return super()._unit(w, a, first, sums)
+
+    def _ask_for_next_activations(self, a: Value, size: int) -> None:
+        """For those that the next tile reads where this one reads so many bytes from `a` on."""
+        for line in range(0, size, _LINE):
+            self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
         return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width)
@@ -154,7 +159,7 @@ class _Panel:
         self.units, self.blocks = (LINEAR.load(self.args, field) for field in ("units", "blocks"))
         self.unit_bytes, self.tail_bytes = PANEL * spec.unit // 2, packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
-        self.records = f.alloca("i8", max(RECORD_BYTES, record_bytes(self.width, isa.expanded_longest, spec.zeros)), 64)
+        self.records = f.alloca("i8", max(isa.expanded_bytes, record_bytes(self.width, isa.expanded_longest, spec.zeros)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:

@@ -68,6 +68,7 @@ class ISA:
     expanded_long_tile: tuple[int, int] | None = None  # the same for blocks of more than 32, where it is another
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
+    expanded_bytes = 24 << 10  # that are expanded at a time
     expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded
     expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache

@@ -254,7 +254,7 @@ class AVX512VNNI(AVXVNNI):
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expanded_tile, self.expanded_long_tile = (6, 2), (12, 2)  # the former's totals are in registers
-            self.expanded_longest, self.expanded_chunk_bytes = 1 << 14, 3 << 18
+            self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = 1 << 14, 16 << 10, 3 << 18
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn = 2048, 1024, True
 

@@ -32,12 +32,14 @@ from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
+from halfbyte.memory import in_huge_pages
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 ROWS_A_PASS = 4096
+_MAPPED = 1 << 25  # bytes from which on glibc takes each block from the system anew (M_MMAP_THRESHOLD at its most)
 _KEPT_CALLS = 4096
 _KEPT_SCRATCH = 1 << 24
 
@@ -151,6 +153,8 @@ class LinearKernel:
         *lead, k = x.shape
         m = math.prod(lead)
         out = torch.empty(*lead, self.geometry.n, dtype=self.out_dtype)
+        if out.nbytes >= _MAPPED:
+            in_huge_pages(out)
         apart = 0
         if residual is not None:
             residual = residual.to(self.out_dtype)
@@ -275,7 +279,7 @@ class LinearKernel:
         size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zeros)
         return {
             "panel_function": jit.load(panel.name, functools.partial(expanded.build_panel, panel), self.isa)[panel.name],
-            "expanded_blocks": max(1, expanded.RECORD_BYTES // size),
+            "expanded_blocks": max(1, self.isa.expanded_bytes // size),
         }
 
 
