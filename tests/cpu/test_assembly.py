@@ -57,7 +57,7 @@ def spills(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(("zero", "shifted"), [("none", False), ("point", False), ("offset", True)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, shifted: bool, unit: tuple[int, bool]) -> None:
-    for isa, m in itertools.product((AVX512VNNI(intel=False), AVX512VNNI(intel=True)), (1, 6, 8, 10)):
+    for isa, m in itertools.product((AVX512VNNI(intel=False), AVX512VNNI(intel=True)), (1, 6, 8, 10, 20)):
         if m == 10 and unit[1]:
             continue  # such tiles are for long blocks
         spec = spec_of(isa, "int8", bits, zero, unit, m, shifted)
@@ -67,7 +67,8 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         # Four k of 16 outputs each; where activations have an offset the sums of the weights are one more row.
         assert len(dots) == (spec.rows + shifted) * spec.vectors * unit[0] // 4
         assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
-        assert not any("{1to16}" in line for line in dots)  # it takes a slot of its own
+        # On AMD's CPUs it takes a slot of its own; on Intel's, where tiles of one vector are, it does not.
+        assert not any("{1to16}" in line for line in dots) or (isa.intel and spec.vectors == 1)
         unpacking = count(loop, "vgf2p8affineqb"), count(loop, "vps?rl[wdq]")
         steps = spec.vectors * unit[0] // 8 if bits == 4 else 0
         assert max(unpacking) <= 2 * steps

@@ -14,6 +14,7 @@ from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
+_ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -263,6 +264,8 @@ class AVX512VNNI(AVXVNNI):
             return min(m, 6), 2
         if block >= _LONG_BLOCK:
             return min(m, 12 if bits == 8 and self.intel else 10), 2
+        if self.intel and m in _ONE_PASS:
+            return m, 1
         return (m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8), 2
 
     def streams(self, m: int, inner: str, bits: int) -> int:
