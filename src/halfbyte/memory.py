@@ -18,10 +18,10 @@ _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit A
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
-    """`memory`, just allocated, of whose pages the system is asked to make huge ones where it can (Linux).
+    """`memory`, just allocated, whose pages the system is asked to make huge (Linux; elsewhere nothing happens).
 
-    What is not there yet is then mapped 2 MB at a time instead of 4 KB, and translating addresses takes less time. No more memory is taken:
-    pages that lie in it only in part stay as they are.
+    A page fault then maps 2 MB instead of 4 KB, and there are fewer translations of addresses. No more memory is taken:
+    huge pages that would reach beyond the tensor are not requested.
     """
     first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     size = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
