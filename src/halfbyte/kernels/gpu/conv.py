@@ -68,9 +68,10 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     whole = geo.block_rows == 1
     largest = 32 if wide else 128 if integer else 64
     step = 128 if bits == 4 else largest if whole else min(largest, geo.padded)
-    while bits == 8 and step > 32 and padded_channels(problem.sizes) % step and padded_channels(problem.sizes) >= 32:
+    channels = padded_channels(problem.sizes)
+    while bits == 8 and step > 32 and channels % step and (channels >= 32 or problem.sizes.taps == 1):
         step //= 2
-    few = padded_channels(problem.sizes) < 16  # in pieces of less than 16 bytes, which takes registers
+    few = channels < 16  # in pieces of less than 16 bytes, which takes registers
     if few and bits == 8:
         step = 32
     n, m = problem.n, problem.m
@@ -86,7 +87,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
         block_n, block_m = 64, 32
         thin = -(-n // 64) * -(-m // 16) * problem.sizes.groups
         if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: nobody shares K
-            block_m, step = 16, 128 if whole and padded_channels(problem.sizes) % 128 == 0 else step
+            block_m, step = 16, 128 if whole and channels % 128 == 0 else step
     tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
     # To share K takes time of its own; 4 bits, made floats in registers, are worth more of it.
     slow = bits == 4 and not integer
@@ -288,7 +289,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     group = tl.program_id(2)
     pn, rn, rni, rm, b, y0, x0, reached = rows_and_patches(M, N, n_padded, image, window, S)
     xp = x + b[None, :] * (height * width * distance(image, S))
-    if S.overlap == 0:
+    if S.pixel == 0:
         xp += group * channels
     fill = x
     if S.fill:

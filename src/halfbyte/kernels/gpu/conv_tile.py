@@ -82,8 +82,9 @@ class Static:
     whole     one scale per channel
     channels, block, padded   of a tap: with all padding; elements of a block without and with its padding (channels: no blocks)
     real      channels that x has are fewer, or blocks are padded: their number is looked at
-    bounded   patches may reach beyond the image
-    overlap   as in the Convolution
+    bounded   patches may reach beyond the image, or steps beyond K
+    edges     the former
+    pixel     elements from one to the next, of one group, if 16 does not divide them: the compiler sees what does; else 0
     fill      they then read the table's last row
     leads     of an Addition
     mode      of `conv.py`: "int8" and "image" of int8 x; "sums": the scale is multiplied by the sums; "weights": made in x's type;
@@ -102,7 +103,8 @@ class Static:
     padded: int
     real: bool
     bounded: bool
-    overlap: int
+    edges: bool
+    pixel: int
     fill: bool
     clamp: bool
     leads: bool
@@ -190,7 +192,7 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
     bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
     if mode == "written":
         bits, zero, whole, channels = 16, "none", True, geo.k // sizes.taps
-    block, padded = (channels, channels) if whole else (geo.block, geo.padded)
+    block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
     record = 128 if bits == 4 else config.step
     return Static(
         config=replace(config, split=min(2, config.split)),
@@ -205,7 +207,8 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
         padded=padded,
         real=(x.shape[3] // sizes.groups != channels and not problem.overlap) or block != padded,
         bounded=any(problem.window.padding) or sizes.taps * channels % record != 0,
-        overlap=problem.overlap,
+        edges=any(problem.window.padding),
+        pixel=x.shape[3] if sizes.groups == 1 and x.shape[3] % 16 else 0,
         fill=fill,
         clamp=clamp,
         leads=leads,
@@ -248,9 +251,9 @@ def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
 
 @triton.jit
 def distance(image, S: tl.constexpr):
-    """Elements from one pixel of x to the next: a constant where it is no multiple of 16 for the compiler to see what divides it."""
-    if S.overlap > 0:
-        return S.overlap
+    """Elements from one pixel of x to the next."""
+    if S.pixel > 0:
+        return S.pixel
     else:
         return image[4]
 
@@ -289,6 +292,16 @@ def reach(y0, x0, height, width, window, S: tl.constexpr):
 @triton.jit
 def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
     """Columns step * STEP … of the patches, [STEP, block_m]."""
+    if S.taps == 1 and S.channels % STEP != 0 and not (S.edges or S.real):  # nothing to look for but the end
+        p = step * STEP + tl.arange(0, STEP)
+        at = (y0 * image[1] + x0) * distance(image, S)
+        return tl.load(x + (at[None, :] + p[:, None]), mask=(p < S.channels)[:, None], other=0)
+    else:
+        return _patches(x, fill, y0, x0, reached, step, image, window, S, STEP)
+
+
+@triton.jit
+def _patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
     height, width, _ho, _wo, _pixel, channels = image
     pixel = distance(image, S)
     i = tl.arange(0, STEP)
