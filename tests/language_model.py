@@ -1,4 +1,4 @@
-"""A small language model of random weights with a tokenizer of its own, as a Hugging Face folder."""
+"""Small language models with random weights: in memory, and as a Hugging Face folder with a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = "the quick brown fox jumps over the lazy dog while the slow red hen sleeps under an old oak tree\n" * 40
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+
+
+def make_decoder(kind: str, **settings: Any) -> Any:
+    """A model of one of transformers' families, such as "Llama", with these settings of its config; by default of two layers."""
+    usual = {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2}
+    config = getattr(transformers, f"{kind}Config")(**usual | settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

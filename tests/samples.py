@@ -2,8 +2,11 @@
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from halfbyte.formats import PRESETS, Codes, Format
+from halfbyte.formats.spec import Zero
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 
 formats = st.one_of(
     st.builds(
@@ -36,3 +39,18 @@ def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:
         zero = torch.randn(sizes, generator=rng).to(fmt.scale)
     values = torch.randint(fmt.q_min, fmt.q_max + 1, shape, generator=rng, dtype=torch.int16)
     return Codes.from_values(fmt, values, scale, zero)
+
+
+def largest_sums(bits: int, zero: Zero) -> tuple[Codes, Tensor]:
+    """Codes [3, K] of a K longer than LONGEST_BLOCK and activations [4, K] whose int8 products have the largest sums of either sign."""
+    n, k = 3, LONGEST_BLOCK + 40
+    fmt = Format(bits, "channel", zero, torch.float32)
+    values = torch.full((n, k), fmt.q_max)
+    values[1] = fmt.q_min
+    values[2, ::2] = fmt.q_min
+    point = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8) if zero == "point" else None
+    x = torch.ones(4, k)
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3, 1::2] = -1
+    return Codes.from_values(fmt, values, torch.full((n, 1), 0.01), point), x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-)
+from language_model import make_decoder
+from transformers import StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
@@ -33,18 +25,12 @@ from halfbyte.nn.convert import Config, quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoding import attend, normed_linear
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-}
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=99, initializer_range=0.2)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, vocab_size=99, initializer_range=0.2, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=99, initializer_range=0.2)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=99, initializer_range=0.2, head_dim=32)),
+    "llama": partial(make_decoder, "Llama", **SIZES),
+    "mistral": partial(make_decoder, "Mistral", **SIZES, sliding_window=None),
+    "qwen2": partial(make_decoder, "Qwen2", **SIZES),
+    "qwen3": partial(make_decoder, "Qwen3", **SIZES, head_dim=32),
 }
 
 

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,18 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-)
+from language_model import make_decoder
+from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
@@ -36,22 +27,13 @@ from halfbyte.nn.convert import Config, quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoder import DecoderLayer, Heads, Weight
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 99,
-    "initializer_range": 0.2,
-}
+SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more)),
-    "llama with biases": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more, attention_bias=True)),
-    "mistral": lambda **more: MistralForCausalLM(MistralConfig(**SIZES | more, sliding_window=None)),
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES | more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES | more)),
+    "llama": partial(make_decoder, "Llama", **SIZES),
+    "llama with biases": partial(make_decoder, "Llama", **SIZES, attention_bias=True),
+    "mistral": partial(make_decoder, "Mistral", **SIZES, sliding_window=None),
+    "qwen2": partial(make_decoder, "Qwen2", **SIZES),
+    "qwen3": partial(make_decoder, "Qwen3", **SIZES),
 }
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 from emulated.amx import EmulatedAMX, EmulatedTiles
-from samples import random_codes
+from samples import largest_sums, random_codes
 from support import activations, pairwise, run_linear
 
 from halfbyte import ops
-from halfbyte.formats import Codes, Format, as_format
+from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import amx, isa_amx, jit, linear, runtime
 from halfbyte.kernels.cpu.isa import ISA
@@ -103,17 +103,9 @@ def test_few_rows_are_summed_as_the_unit_sums_many(isa: ISA) -> None:
 @runs
 @pytest.mark.parametrize(("bits", "zero"), [(4, "none"), (8, "none"), (8, "point")])
 def test_the_largest_sums_do_not_overflow(bits: int, zero: str) -> None:
-    n, k = 3, LONGEST_BLOCK + 40
-    fmt = Format(bits, "channel", zero, torch.float32)
-    values = torch.full((n, k), fmt.q_max)
-    values[1] = fmt.q_min
-    values[2, ::2] = fmt.q_min
-    point = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8) if zero == "point" else None
-    codes = Codes.from_values(fmt, values, torch.full((n, 1), 0.01), point)
-    x = torch.ones(4, k)
-    x[1] = -1
-    x[2, ::2] = -1
-    y, error = run_linear(kernel_of(fmt, n, k, torch.float32), x, pack(codes)), reference.error_bound(x, codes, None, "int8", "block")
+    codes, x = largest_sums(bits, zero)
+    y = run_linear(kernel_of(codes.format, *codes.shape, torch.float32), x, pack(codes))
+    error = reference.error_bound(x, codes, None, "int8", "block")
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulated import kernels, program
 from emulated.program import Emulator
-from samples import random_codes
+from samples import largest_sums, random_codes
 from support import activations, pairwise, run_linear
 
 from halfbyte import machine as machine_module
@@ -121,18 +121,8 @@ def test_a_row_does_not_depend_on_how_many_there_are(emulator: Emulator, step: i
 
 @pytest.mark.parametrize(("bits", "zero"), [(4, "none"), (8, "point"), (8, "none")])
 def test_the_largest_sums_do_not_overflow(emulator: Emulator, bits: int, zero: str) -> None:
-    n, k = 3, LONGEST_BLOCK + 40
-    fmt = Format(bits, "channel", zero, torch.float32)
-    values = torch.full((n, k), fmt.q_max)
-    values[1] = fmt.q_min
-    values[2, ::2] = fmt.q_min
-    point = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8) if zero == "point" else None
-    codes = Codes.from_values(fmt, values, torch.full((n, 1), 0.01), point)
-    x = torch.ones(4, k)
-    x[1] = -1
-    x[2, ::2] = -1
-    x[3, 1::2] = -1
-    kernel = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "int8", "block")
+    codes, x = largest_sums(bits, zero)
+    kernel = kernels.linear_kernel(emulator, codes.format, *codes.shape, torch.float32, "int8", "block")
     y, error = run_linear(kernel, x, pack(codes)), reference.error_bound(x, codes, None, "int8", "block")
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())
 
