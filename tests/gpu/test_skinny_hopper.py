@@ -20,7 +20,7 @@ from halfbyte.machine import GPUS, Gpu
 
 H, B = torch.float16, torch.bfloat16
 FORMATS = ["int4_g128", "q4_0", "int4_g64", "int4_channel_f16", "int4_channel", "int4_g256_f16"]
-FORMATS += ["q8_0", "int8_channel", "int8_g128", "int8_g64"]
+FORMATS += ["q8_0", "int8_channel", "int8_g128", "int8_g64", "int4_g128_zp", "int4_g32_zp", "int4_channel_zp", "int8_g64_zp"]
 INTEGERS = {"compute": "int8", "activation": "row"}
 
 
@@ -38,7 +38,7 @@ def hopper(device: torch.device, gpu: Gpu) -> torch.device:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [H, B], ids=str)
 def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device) -> None:
-    for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, 640, 1000 if name in ("q4_0", "q8_0") else 1152)):
+    for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, 640, 1000 if name in ("q4_0", "q8_0") else 1152), (60, 333, 1024)):
         asked = problem(name, m, n, k, dtype)
         for config in skinny_hopper.configs(asked, GPUS["sm_90"]):
             for programs in {1, min(7, config.programs), config.programs}:
@@ -70,8 +70,8 @@ def test_x_need_not_be_aligned(hopper: torch.device) -> None:
     ("asked", "arch", "reason"),
     [
         (problem("int4_g128"), "sm_80", "Hopper's instructions"),
-        (problem("q8_0", 33), "sm_90", "32 rows of x at most"),
-        (problem("int4_g128_zp"), "sm_90", "has zeros"),
+        (problem("q8_0", 65), "sm_90", "64 rows of x at most"),
+        (problem("int4_g128_offset"), "sm_90", "has offsets"),
         (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
         (problem("int8_g32_f32", dtype=H), "sm_90", "16 bits"),
         (problem("int4_g20"), "sm_90", "TMA reads x in rows"),
@@ -79,6 +79,7 @@ def test_x_need_not_be_aligned(hopper: torch.device) -> None:
         (problem("int4_g128", n=1 << 26, k=1 << 15), "sm_90", "in 32 bits"),
         (problem("int8_channel", 65, **INTEGERS), "sm_90", "64 rows of x at most"),
         (problem("int8_channel", compute="int8", activation="row_offset"), "sm_90", "no offset"),
+        (problem("int8_channel_zp", **INTEGERS), "sm_90", "no offset"),
         (problem("q8_0", **INTEGERS), "sm_90", "one scale each"),
     ],
 )
@@ -88,7 +89,7 @@ def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("ways", [{}, INTEGERS], ids=["floats", "integers"])
-@pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int8_channel", "q8_0"])
+@pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int4_g32_zp", "int8_channel", "q8_0"])
 def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
     gpu = GPUS["sm_90"]
     for m in (1, 9, 32, 64):
@@ -106,10 +107,13 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
 
 
 def test_what_it_is_made_of() -> None:
-    asked = {"m": 8, "n": 8192, "k": 8192, "format": "q4_0", "dtype": "bfloat16", "configs": [0]}
-    [[binary]] = compile_all([linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", wanted="resources", **asked)])
-    assert binary.spills == 0
-    products = binary.ptx.count("mma.sync.aligned.m16n8k16")
-    assert products == 32  # 8 a record, in four partitions
-    assert binary.ptx.count("fma.rn.bf16x2") == 4 * products  # what takes the constant off two weights of a lane, and nothing else
-    assert binary.ptx.count("cp.async.bulk.tensor") >= 3
+    asked: dict[str, Any] = {"n": 8192, "k": 8192, "format": "int4_g128_zp", "dtype": "bfloat16", "configs": [0], "wanted": "resources"}
+    jobs = [linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=m, **asked) for m in (8, 32)]
+    [[few], [many]] = compile_all(jobs)
+    assert few.spills == many.spills == 0
+    records = 2 * 4  # of a stage, in four partitions
+    assert few.ptx.count("mma.sync.aligned.m16n8k16") == 8 * records
+    assert few.ptx.count("fma.rn.bf16x2") == 32 * records  # what takes point and constant off two weights of a lane, and nothing else
+    assert many.ptx.count("wgmma.mma_async") == 8 * 4
+    # Weights, x in two halves for each record, scales, points: once for the first stages and once for the others.
+    assert few.ptx.count("cp.async.bulk.tensor") == 2 * (1 + 2 * 8 + 2)

@@ -115,7 +115,8 @@ def int_mm(work: GpuWork) -> Bind:
 
 # vLLM
 
-_UINT4B8, _UINT8B128 = 4 << 8 | 8 << 17 | 1 << 50, 8 << 8 | 128 << 17 | 1 << 50  # its ScalarType.id: mantissa, bias, IEEE NaNs
+# Its ScalarType.id: mantissa, bias, IEEE NaNs.
+_UINT4B8, _UINT8B128, _UINT4 = 4 << 8 | 8 << 17 | 1 << 50, 8 << 8 | 128 << 17 | 1 << 50, 4 << 8 | 1 << 50
 
 
 def _vllm(folder: str | None) -> Any:
@@ -143,17 +144,22 @@ def _rows_of_words(work: GpuWork) -> Tensor:
     return words.to(torch.int32)
 
 
-def _of_vllm(work: GpuWork) -> int:
-    """Checks what Marlin and Machete have in common; the id of their number type."""
+def _of_vllm(work: GpuWork, *, points: bool = False) -> int:
+    """Checks what Marlin and Machete have in common, but for points of 4 bits; the id of their number type."""
     fmt = work.format
-    work.needs(fmt.zero == "none" and fmt.block != "tensor", "symmetric weights with scales for blocks or channels")
+    if points and fmt.zero == "point" and fmt.bits == 4:
+        kind = _UINT4
+    else:
+        work.needs(fmt.zero == "none", "symmetric weights")
+        kind = _UINT4B8 if fmt.bits == 4 else _UINT8B128
+    work.needs(fmt.block != "tensor", "scales for blocks or channels")
     work.needs(work.dtype != torch.float32, "activations of 16 bits")
     work.needs(work.compute == "float", "float compute")
-    return _UINT4B8 if fmt.bits == 4 else _UINT8B128
+    return kind
 
 
 def marlin(work: GpuWork, folder: str | None) -> Bind:
-    kind, vllm, n, k = _of_vllm(work), _vllm(folder), work.n, work.k
+    kind, vllm, n, k = _of_vllm(work, points=True), _vllm(folder), work.n, work.k
     work.needs(n % 64 == 0 and k % 128 == 0 and work.group in (32, 64, 128, k), "N % 64 = 0, K % 128 = 0, and blocks of 32, 64, 128 or K")
     none = torch.empty(0, dtype=torch.int32, device="cuda")
     w = vllm.gptq_marlin_repack(_rows_of_words(work), none, k, n, work.format.bits, False)
@@ -163,16 +169,22 @@ def marlin(work: GpuWork, folder: str | None) -> Bind:
         order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
     scale = scale.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
     locks = torch.zeros(4 * work.gpu.sms, dtype=torch.int32, device="cuda")
-    weights = work.rotate(w, scale)
+    tails: tuple[Tensor, ...] = (scale,)
+    if work.codes.zero is not None:  # points in the order of scales, eight by eight in a word's order of nibbles
+        u = work.codes.zero.T.to(torch.int64).reshape(-1, 64)[:, [i + 8 * j for i in range(8) for j in range(8)]]
+        u = u.reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1, n // 8, 8)
+        words = (u << torch.arange(0, 32, 4, device="cuda")).sum(-1)
+        tails += (torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32),)
+    weights = work.rotate(w, *tails)
 
     def bind(x: Tensor) -> Launches:
         m = x.shape[0]
 
-        def product(w: Tensor, s: Tensor) -> Tensor:
-            before = (x, None, w, None, s, None, None, None, None, None, locks, kind, m, n, k)
+        def product(w: Tensor, s: Tensor, zeros: Tensor | None = None) -> Tensor:
+            before = (x, None, w, None, s, None, None, zeros, None, None, locks, kind, m, n, k)
             return vllm.marlin_gemm(*before, True, False, True, False)  # type: ignore[no-any-return]
 
-        return [partial(product, w, s) for w, s in weights]
+        return [partial(product, *one) for one in weights]
 
     return bind
 

@@ -62,12 +62,14 @@ class GpuCeilings(NamedTuple):
     """bandwidth  bytes per second that a kernel reads from memory
     half, integer  operations per second of the matrix units, dense: float16 and bfloat16, int8
     start  seconds that the smallest kernel of a graph takes
+    clocks  a second, of all multiprocessors together
     """
 
     bandwidth: float
     half: float
     integer: float
     start: float
+    clocks: float
 
 
 # Operations a clock of a multiprocessor's matrix units: float16 with float32 sums, int8. From NVIDIA's and AMD's white papers.
@@ -94,7 +96,7 @@ def gpu_ceilings(gpu: Gpu) -> GpuCeilings:
     half, integer = _OPERATIONS[like.arch]
     cycles = gpu.sms * (gpu.clock or like.clock or 1e9)
     bandwidth = gpu.bandwidth or like.bandwidth or 1e12
-    return GpuCeilings(_OF_BANDWIDTH * bandwidth, _OF_HALF * half * cycles, _OF_INTEGER * integer * cycles, _START)
+    return GpuCeilings(_OF_BANDWIDTH * bandwidth, _OF_HALF * half * cycles, _OF_INTEGER * integer * cycles, _START, cycles)
 
 
 class Skill(NamedTuple):
@@ -116,10 +118,10 @@ class Skill(NamedTuple):
     floats: bool = True
 
 
-# Fitted to times on an H100. How long skinny_hopper takes depends on how its tiles share out: it is taken where that was measured.
+# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, on an H200.
 SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
-    "skinny_hopper": Skill(0.90, 1.00, 6e-6, norm=1),
+    "skinny_hopper": Skill(0.90, 3.10, 2.4e-6, norm=1),
     "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
     "dequantized": Skill(0.93, 0.97, 4e-6, norm=2, unpacks=True),
     "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1, scaling=(0.80, 1.30), floats=False),
@@ -133,6 +135,9 @@ _OF_SCALED_BYTES = 0.4
 # Seconds that skinny takes besides for 8-bit weights and more than eight rows: the median of what eleven times of an H200, 15 to 115 us,
 # were above the prediction without.
 _MANY_ROWS_OF_BYTES = 7e-6
+# Bytes of the weight that a multiprocessor makes floats of in a clock by `skinny`, at the most: with more bandwidth for each than an H100
+# has, reading is not what it waits for (H200).
+_UNPACKED = 12.0
 _CACHE = 2.5  # times the memory's bandwidth
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
@@ -147,7 +152,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     count = row_tiles * column_tiles * tiles.split
     # A multiprocessor runs several small tiles at once, so that less than a wave of them leaves some idle, and more than a few none.
     waves = -(-count // gpu.sms) * gpu.sms / count if count > gpu.sms and not tiles.even else 1.0
-    idle = max(1.0, gpu.sms / count)
+    idle = 1.0 if tiles.even else max(1.0, gpu.sms / count)
     operations = 2 * row_tiles * tiles.rows * column_tiles * tiles.columns * k
     partial_sums = 4 * m * n * tiles.split if tiles.split > 1 else 0  # written and read, much of it in the cache
     # What does not stay in the cache is read again.
@@ -171,6 +176,8 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
             seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
     arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
     memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
+    if candidate == "skinny":
+        memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
     if skill.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
     return float(seconds + (arithmetic**skill.norm + memory**skill.norm) ** (1 / skill.norm))

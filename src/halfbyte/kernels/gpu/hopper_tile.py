@@ -35,8 +35,8 @@ def _plane_text(shift: int, mask: str, magic: str) -> str:
 
 _TWOS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 # Two bytes of a register and a constant -> two numbers, as decode.py makes them of four.
-_TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
-_TWO_BF16 = gl.constexpr(
+TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
+TWO_BF16 = gl.constexpr(
     "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140;"
     "and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 $0, s, n, m;}"
 )
@@ -211,7 +211,7 @@ def fma(a, b, c):
 
 
 @gluon.jit
-def _negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
+def negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
     """What `fma` adds to take point and magic constant off."""
     if DTYPE == gl.bfloat16:
         return (point | 0x4300 | -0x8000).to(DTYPE, bitcast=True)
@@ -233,7 +233,7 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
     factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
     if S.zero == "point":
         point = gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1)
-        zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else _negative(point, ODD, DTYPE)
+        zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else negative(point, ODD, DTYPE)
     else:
         BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
         POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
@@ -268,7 +268,7 @@ def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S
 def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
     if S.bits == 8:
-        TWO: gl.constexpr = _TWO_F16 if DTYPE == gl.float16 else _TWO_BF16
+        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_BF16
         both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)

@@ -89,6 +89,7 @@ def recording(*, dry: bool = False) -> Iterator[list[Call]]:
 _LEAST_BYTES = 1 << 16
 _MOST_KEPT = 1 << 26
 _LEAST_LOCKS = 1 << 12
+_LEAST_OF_GRAPH = 1 << 8  # tuning captures a graph for each config
 _ARENA = 1 << 21  # locks, for the graphs of one device
 
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
@@ -138,7 +139,7 @@ def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
 def _locks_of_graph(device: torch.device, n: int, key: tuple[int, int, int]) -> Tensor:
     found = _graph_locks.get(key)
     if found is None or found.numel() < n:
-        size, left = max(_LEAST_LOCKS, _power_of_two(n)), _arenas.get(key[0])
+        size, left = max(_LEAST_OF_GRAPH, _power_of_two(n)), _arenas.get(key[0])
         if left is None or left.numel() < size:  # setting them to 0 becomes a step of the graph, each time
             return torch.zeros(n, dtype=torch.int32, device=device)
         found, _arenas[key[0]] = left[:size], left[size:]

@@ -1,6 +1,6 @@
 """y [M, N] = x [M, K] · Wᵀ with few rows M on Hopper: TMA, a persistent grid, weights through registers into mma.
 
-Weight: the words or bytes of `layouts/gpu_tiles.py`, codes without zeros. Yᵀ = W · Xᵀ, as `skinny.py` has it.
+Weight: the words or bytes of `layouts/gpu_tiles.py`, with zero points or without. Yᵀ = W · Xᵀ, as `skinny.py` has it.
 
 One warp keeps `stages` stages of both operands and of the scales on their way to shared memory, so that as much is on its way while
 weights become floats. Four partitions of four warps take the stages from there: each multiplies one of the tile's panels, 64 rows, and
@@ -10,11 +10,7 @@ that one's waits lie under the others' work.
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
 cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order.
 
-4 bits: nibble planes as `hopper_tile.py` makes them; the sums of each block are float32 and multiplied by its scale ("sums" of
-`skinny_tile.py`). 8 bits: a lane multiplies the 32 bytes of a row that follow each other, in any order of k that x has too. Scales
-of blocks of 32 and 64 are multiplied with the weight in x's type: all weights of a lane have the same one.
-
-Integers (`skinny_int8_hopper.py`): int8 rows of x, one block each, times the codes; sums are exact.
+What a partition does with a stage, and its arithmetic: `skinny_hopper_tile.py`.
 """
 
 from __future__ import annotations
@@ -25,25 +21,21 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.gemm_int8 import HALVES
-from halfbyte.kernels.gpu.hopper_tile import PLANES_BF16, PLANES_F16, fma
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES
+from halfbyte.kernels.gpu.skinny_hopper_tile import ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 _PARTITIONS = gl.constexpr(4)
-_MOST_M = 32
+_MOST_M = 64
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
-_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of blocks that follow each other
 
 
 @dataclass(frozen=True)
@@ -57,42 +49,6 @@ class Config:
     programs: int
 
 
-@dataclass(frozen=True)
-class Static:
-    """What the kernel is compiled for."""
-
-    columns: int
-    panels: int
-    each: int
-    stages: int
-    bits: int
-    groups: int  # blocks in a record
-    wide: int  # records in a block
-    whole: bool  # one block along K
-    scale_bytes: int
-    integers: bool
-    clamp: bool
-
-    @property
-    def parts(self) -> int:
-        """Parts of K of a stage."""
-        return 4 // self.panels
-
-    @property
-    def depth(self) -> int:
-        """Records of a stage."""
-        return self.parts * self.each
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.panels
-
-    @property
-    def stage_bytes(self) -> int:
-        scales = 0 if self.whole else self.groups * self.depth * self.rows * self.scale_bytes
-        return 4096 * self.bits * self.each + (128 if self.integers else 256) * self.columns * self.depth + scales
-
-
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "linear" or problem.compute != "float":
@@ -100,7 +56,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if reason := refused(problem, gpu, _MOST_M):
         return reason
-    scaled = geo.format.bits == 8 and geo.padded < gpu_tiles.RECORD  # in x's type
+    scaled = compiled_for(problem, Config(_columns(problem.m), 1, 1, 1, 1), clamp=False).scaled
     if problem.dtype == torch.float32 or (scaled and problem.dtype == torch.float16 != problem.format.scale):
         return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
     if not geo.contiguous or problem.k % 8:
@@ -112,8 +68,8 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
     """What integers are refused for, too."""
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    if problem.format.zero != "none":
-        return f"it reads codes and scales, and {problem.format} has zeros"
+    if problem.format.zero == "offset":
+        return f"it takes points off codes, and {problem.format} has offsets"
     if problem.m > most:
         return f"a tile has {most} rows of x at most, and there are {problem.m}"
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -123,18 +79,31 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first. From measurements on an H100: programs that share no tile, or each tile among as many, save 2 us. More
-    bytes are read as fast as by all multiprocessors only."""
-    even, shared = ((1, 1), (1, 2), (2, 1), (4, 1), (4, 2)), ((1, 1), (1, 2), (2, 1), (4, 1))
-    found = [_config(problem, gpu, panels, each, even=True) for panels, each in even]
-    others = [_config(problem, gpu, panels, each, even=False) for panels, each in shared]
-    found = [found[0], *others[:3], *found[2:]] if problem.format.bits == 8 else [*found, others[3]]
-    return tuple(dict.fromkeys(config for config in found if config.stages > 1))[:6]
+    """The best guess first. From measurements on an H200: programs that share no tile, or each tile among as many, save 2 us; where that
+    leaves many multiprocessors without work, all of them take equal shares."""
+    words = problem.format.bits == 4
+    if problem.m <= 16:
+        tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
+    elif problem.m <= 32:
+        tiles = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)] if words else [(2, 1), (1, 1), (4, 1), (4, 2)]
+    else:
+        tiles = [(2, 1), (4, 1), (4, 2), (1, 1)]
+    many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
+    if many:
+        tiles.sort(key=lambda tile: tile[0] != 4)
+    found = []
+    for panels, each in tiles:
+        even = _config(problem, gpu, panels, each, even=True)
+        if even.programs < 0.95 * gpu.sms:
+            found += [_config(problem, gpu, panels, each, even=alike) for alike in (not many, many)]
+        else:
+            found.append(even)
+    return tuple(dict.fromkeys(config for config in found if config.stages > 1))
 
 
 def _config(problem: Problem, gpu: Gpu, panels: int, each: int, *, even: bool) -> Config:
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    columns = next((size for size in (8, 16, 32) if problem.m <= size), 64)
+    columns = _columns(problem.m)
     static = compiled_for(problem, Config(columns, panels, each, 1, 1), clamp=False)
     stages = min(12, (gpu.shared - _BESIDE - (4 - panels) * 256 * columns) // static.stage_bytes)
     tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
@@ -145,19 +114,29 @@ def _config(problem: Problem, gpu: Gpu, panels: int, each: int, *, even: bool) -
     return Config(columns, panels, each, stages, programs)
 
 
+def _columns(m: int) -> int:
+    return next((size for size in (8, 16, 32) if m <= size), 64)
+
+
 def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
     """Of floats, or of integers: as the problem computes."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    groups = max(1, gpu_tiles.RECORD // geo.padded)
+    together = problem.compute == "float" and config.columns >= (16 if groups == 1 else 32)
+    fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
     return Static(
         columns=config.columns,
         panels=config.panels,
         each=config.each,
         stages=config.stages,
         bits=geo.format.bits,
-        groups=max(1, gpu_tiles.RECORD // geo.padded),
-        wide=max(1, geo.padded // gpu_tiles.RECORD),
+        groups=groups,
+        wide=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
         whole=geo.block_rows == 1,
+        point=geo.format.zero == "point",
         scale_bytes=geo.format.scale.itemsize,
+        together=together,
+        scaled=problem.compute == "float" and geo.block_rows > 1 and fewer,
         integers=problem.compute == "int8",
         clamp=clamp,
     )
@@ -170,46 +149,50 @@ def launch(
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
     static = compiled_for(problem, config, clamp=epilogue.clamps)
-    memory = launcher.workspace(out.device, beside(static, config))
-    multiply(problem, config, static, x, None, codes, scale, out, epilogue, memory)
+    memory = launcher.workspace(out.device, beside(problem, config))
+    multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
 
 
-def beside(static: Static, config: Config) -> int:
-    """Bytes of memory where the sums of programs that share tiles meet."""
-    return 8 * config.programs * static.rows * config.columns
+def beside(problem: Problem, config: Config) -> int:
+    """Bytes of memory where the sums of programs that share tiles meet; 0 where none do."""
+    shared = -(-problem.n // (64 * config.panels)) % config.programs != 0
+    return 8 * config.programs * 64 * config.panels * config.columns if shared else 0
 
 
 def multiply(
     problem: Problem,
     config: Config,
     static: Static,
-    x: Tensor,
-    x_scale: Tensor | None,
-    codes: Tensor,
-    scale: Tensor,
+    x: tuple[Tensor, Tensor | None],
+    weight: tuple[Tensor, Tensor, Tensor | None],
     out: Tensor,
     epilogue: Epilogue,
     memory: Tensor,
 ) -> None:
-    """The same with `beside(static, config)` bytes of memory; integers have scales of the rows of x."""
+    """The same with `beside(problem, config)` bytes of memory; integers have scales of the rows of x besides."""
+    (rows, row_scale), (codes, scale, zero) = x, weight
+    scratch = None
+    if beside(problem, config):
+        sums = memory.view(torch.int32 if static.integers else torch.float32)
+        scratch = sums, launcher.locks(out.device, -(-problem.n // static.rows) * static.panels)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * static.scale_bytes, rank=2)
     if static.bits == 4:
-        weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], words)
+        read = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], words)
     else:
-        weight = TensorDescriptor.from_tensor(codes, [static.rows, 128], bytes_)
+        read = TensorDescriptor.from_tensor(codes, [static.rows, 128], bytes_)
     launcher.run(
         _skinny,
         (config.programs,),
-        TensorDescriptor.from_tensor(x, [static.columns, 128], bytes_ if static.integers else words),
-        weight,
-        None if static.whole else TensorDescriptor.from_tensor(scale, [1, static.rows], flat),
-        (scale, x_scale),
+        TensorDescriptor.from_tensor(rows, [static.columns, 128], bytes_ if static.integers else words),
+        read,
+        None if static.whole else _tails(scale, static),
+        None if zero is None else _tails(zero, static),
+        (scale, row_scale),
         out,
         (epilogue.bias, epilogue.residual),
-        (memory.view(torch.int32 if static.integers else torch.float32), launcher.locks(out.device, geo.panels + 3)),
+        scratch,
         problem.m,
         problem.n,
         geo.n_padded,
@@ -219,6 +202,12 @@ def multiply(
         num_warps=4,
         launch_pdl=True,
     )
+
+
+def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
+    """Scales or points, those of a stage at once."""
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(of_blocks, [static.blocks, static.rows], flat)
 
 
 # The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a row, steps of a tile).
@@ -246,13 +235,12 @@ def _after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load_weight(wd, sd, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
-    """The weight's half of a stage and its scales, and how many bytes are to come in all. Beyond the last record of a row there is the next
-    one's, or nothing: x has zeros there."""
-    GROUPS: gl.constexpr = S.groups
+def _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
+    """The weight's half of a stage, its scales and points, and how many bytes are to come in all. Beyond the last record of a row there is
+    the next one's, or nothing: x has zeros there."""
     PANELS: gl.constexpr = S.panels
     DEPTH: gl.constexpr = S.depth
-    ws, ss = buffers[1], buffers[2]
+    ws = buffers[1]
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
     if S.bits == 4:
@@ -262,11 +250,11 @@ def _load_weight(wd, sd, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
     else:
         for j in gl.static_range(DEPTH):
             tma.async_copy_global_to_shared(wd, [pn * S.rows, (t * DEPTH + j) * 128], bar, ws.index(stage * DEPTH + j))
-    if not S.whole:
-        for j in gl.static_range(DEPTH):
-            for g in gl.static_range(GROUPS):
-                at = [(t * DEPTH + j) // S.wide * GROUPS + g, pn * S.rows]
-                tma.async_copy_global_to_shared(sd, at, bar, ss.index((stage * DEPTH + j) * GROUPS + g))
+    for i in gl.static_range(2):
+        if tails[i] is not None:
+            to = buffers[2 + i].index(stage * S.blocks)
+            to = to._reinterpret(to.dtype, [S.blocks, S.rows], to.layout)
+            tma.async_copy_global_to_shared(tails[i], [0 if S.whole else t * DEPTH // S.wide * S.groups, pn * S.rows], bar, to)
 
 
 @gluon.jit
@@ -278,7 +266,7 @@ def _load_x(xd, buffers, full, t, stage, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, sd, buffers, full, empty, sizes, S: gl.constexpr):
+def _produce(xd, wd, tails, buffers, full, empty, sizes, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     start, end = _share(sizes, S)
     first = gl.minimum(end - start, STAGES)
@@ -286,7 +274,7 @@ def _produce(xd, wd, sd, buffers, full, empty, sizes, S: gl.constexpr):
     t = start - pn * sizes[4]
     of_x = t
     for i in range(first):  # the weight, before the kernel before has ended
-        _load_weight(wd, sd, buffers, full, pn, t, i, sizes, S)
+        _load_weight(wd, tails, buffers, full, pn, t, i, sizes, S)
         pn, t = _following(pn, t, sizes)
     gdc_wait()
     for i in range(first):
@@ -296,143 +284,26 @@ def _produce(xd, wd, sd, buffers, full, empty, sizes, S: gl.constexpr):
     phase = 0
     for _ in range(first, end - start):
         mbarrier.wait(empty.index(stage), phase)
-        _load_weight(wd, sd, buffers, full, pn, t, stage, sizes, S)
+        _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S)
         _load_x(xd, buffers, full, t, stage, S)
         pn, t = _following(pn, t, sizes)
         stage, phase = _after(stage, phase, STAGES)
 
 
-@gluon.constexpr_function
-def _of_weight(groups):
-    """Where the bytes of [64 rows, groups, rest of a record] are: 32 that follow each other in a lane."""
-    further = [[0, 0, 32 << i] if i < 3 - groups.bit_length() else [0, 1 << i - 3 + groups.bit_length(), 0] for i in range(2)]
-    lane = [[0, 0, 1 << i] for i in range(5)]
-    return gl.DistributedLinearLayout(
-        [*lane, [8, 0, 0]], [*further, [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, groups, 128 // groups]
-    )
-
-
-@gluon.constexpr_function
-def _flat_of_weight():
-    lane = [[0, 1 << i] for i in range(5)]
-    return gl.DistributedLinearLayout([*lane, [8, 0]], [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 128])
-
-
-@gluon.constexpr_function
-def _of_x(columns):
-    """Where the elements of [columns, record] are that these are multiplied with, the same in all warps."""
-    registers = [[0, 1 << i] for i in range(5)] + [[8 << i, 0] for i in range((columns // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [], [columns, 128])
-
-
 @gluon.jit
-def _plane(words, PLANE: gl.constexpr, DTYPE: gl.constexpr):
-    """Plane PLANE of words as u - 8 in DTYPE."""
-    LAYOUT: gl.constexpr = words.type.layout
-    if DTYPE == gl.float16:
-        ODD: gl.constexpr = PLANE % 2 == 1
-        u = gl.inline_asm_elementwise(PLANES_F16[PLANE], "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
-        factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
-        return fma(u, factor, gl.full([ROWS, 32], -72.0 if ODD else -1032.0, DTYPE, layout=LAYOUT))
-    else:
-        u = gl.inline_asm_elementwise(PLANES_BF16[PLANE], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-        return fma(u, gl.full([ROWS, 32], 1.0, DTYPE, layout=LAYOUT), gl.full([ROWS, 32], -136.0, DTYPE, layout=LAYOUT))
-
-
-@gluon.jit
-def _add_words(acc, xs, ws, ss, stage, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
-    """acc + the products of record PART of the stage, 4 bits."""
-    MMA: gl.constexpr = acc.type.layout
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    GROUPS: gl.constexpr = S.groups
-    EACH: gl.constexpr = 4 // GROUPS  # planes of a block
-    words = ws.index(stage).slice((PANEL * S.depth + PART) * 32, 32, dim=0).load(LANES)
-    words = words.reshape([2, 4, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 32])  # kt, nt, row, k4, khalf, rowhalf, k
-    words = gl.convert_layout(words, OPERAND, assert_trivial=True)
-    for g in gl.static_range(GROUPS):
-        part = acc
-        if not S.whole:
-            part = gl.zeros_like(acc)
-        for p in gl.static_range(EACH):
-            w = _plane(words, g * EACH + p, xs.dtype)
-            x = xs.slice((g * EACH + p) * 32, 32, dim=1).permute([1, 0]).load(gl.DotOperandLayout(1, MMA, 2))
-            part = mma_v2(w, x, part)
-        if S.whole:
-            acc = part
-        else:
-            acc += part * _scale(ss.index((stage * S.depth + PART) * GROUPS + g), PANEL, MMA)
-    return acc
-
-
-@gluon.jit
-def _scale(s, PANEL: gl.constexpr, MMA: gl.constexpr):
-    return s.slice(PANEL * ROWS, ROWS, dim=1).permute([1, 0]).load(MMA).to(gl.float32)
-
-
-@gluon.jit
-def _add_bytes(acc, xs, ws, ss, stage, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
-    """The same for 8 bits."""
-    MMA: gl.constexpr = acc.type.layout
-    COLUMNS: gl.constexpr = S.columns
-    GROUPS: gl.constexpr = S.groups
-    DTYPE: gl.constexpr = xs.dtype
-    q = ws.index(stage * S.depth + PART).slice(PANEL * ROWS, ROWS, dim=0).load(_flat_of_weight())
-    if DTYPE == gl.float16:
-        w = gl.inline_asm_elementwise(BYTES_F16, "=r,=r,r", [q], dtype=gl.float16, is_pure=True, pack=4)
-        one = gl.full([ROWS, 128], 1.0, DTYPE, layout=w.type.layout)
-        w = fma(w, one, gl.full([ROWS, 128], -1152.0, DTYPE, layout=w.type.layout))
-    else:
-        w = gl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [q], dtype=gl.bfloat16, is_pure=True, pack=4)
-    if GROUPS > 1:
-        BLOCKS: gl.constexpr = _of_weight(GROUPS)
-        w = gl.convert_layout(w.reshape([ROWS, GROUPS, 128 // GROUPS]), BLOCKS, assert_trivial=True)
-        s = ss.index((stage * S.depth + PART) * GROUPS)._reinterpret(ss.dtype, [GROUPS, S.rows], _SCALES)
-        s = s.slice(PANEL * ROWS, ROWS, dim=1).permute([1, 0]).load(gl.SliceLayout(2, BLOCKS)).to(DTYPE)
-        w = fma(w, gl.expand_dims(s, 2), gl.full([ROWS, GROUPS, 128 // GROUPS], -0.0, DTYPE, layout=BLOCKS))
-    # An instruction's k in a lane are two pairs: lane (k4), 16 bytes, four of them, pair, element -> instruction, pair, k4, element.
-    w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 2, 3, 4, 1, 5]).reshape([ROWS, 128])
-    w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-    x = xs.load(_of_x(COLUMNS)).reshape([COLUMNS, 4, 2, 4, 2, 2]).permute([2, 3, 4, 1, 5, 0]).reshape([128, COLUMNS])
-    x = gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-    if S.whole or GROUPS > 1:
-        return mma_v2(w, x, acc)
-    else:
-        return acc + mma_v2(w, x, gl.zeros_like(acc)) * _scale(ss.index(stage * S.depth + PART), PANEL, MMA)
-
-
-@gluon.jit
-def _add_integers(acc, xs, ws, stage, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
-    """acc + the integers of record PART of the stage; of 4 bits 16 times as much."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
-    X: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 4)
-    if S.bits == 4:
-        LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        b = ws.index(stage).slice((PANEL * S.depth + PART) * 32, 32, dim=0)._reinterpret(gl.int8, [32, 128], BYTES).load(LANES)
-        b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 64])
-        b = gl.convert_layout(b, OPERAND, assert_trivial=True)
-        w = gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-        for i in gl.static_range(2):
-            acc = mma_v2(w[i], xs.slice(i * 64, 64, dim=1).permute([1, 0]).load(X), acc)
-    else:
-        q = ws.index(stage * S.depth + PART).slice(PANEL * ROWS, ROWS, dim=0)
-        for i in gl.static_range(2):
-            acc = mma_v2(q.slice(i * 64, 64, dim=1).load(OPERAND), xs.slice(i * 64, 64, dim=1).permute([1, 0]).load(X), acc)
-    return acc
-
-
-@gluon.jit
-def _consume(buffers, full, empty, met, scales, out, added, scratch, sizes, bounds, NUMBER: gl.constexpr, S: gl.constexpr):
+def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, NUMBER: gl.constexpr, S: gl.constexpr):
     """Partition NUMBER."""
-    xs, ws, ss, sums = buffers
     PANELS: gl.constexpr = S.panels
     PANEL: gl.constexpr = NUMBER % PANELS
     EACH: gl.constexpr = S.each
     FIRST: gl.constexpr = NUMBER // PANELS * EACH  # record of the stage
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    MMA: gl.constexpr = S.sums
+    HIGH: gl.constexpr = 0x64646464 if out.dtype.element_ty == gl.float16 else 0x43434343
+    high = HIGH
+    if S.bits == 8 and S.together:
+        high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     at, end = _share(sizes, S)
     stage = 0
     phase = 0
@@ -442,16 +313,10 @@ def _consume(buffers, full, empty, met, scales, out, added, scratch, sizes, boun
         pn = at // sizes[4]
         count = gl.minimum((pn + 1) * sizes[4], end) - at
         acc = gl.zeros([ROWS, COLUMNS], gl.int32 if S.integers else gl.float32, layout=MMA)
-        for _ in range(count):
+        for i in range(count):
             mbarrier.wait(full.index(stage), phase)
-            for i in gl.static_range(EACH):
-                x = xs.index(stage * S.depth + (FIRST + i))
-                if S.integers:
-                    acc = _add_integers(acc, x, ws, stage, PANEL, FIRST + i, S)
-                elif S.bits == 4:
-                    acc = _add_words(acc, x, ws, ss, stage, PANEL, FIRST + i, S)
-                else:
-                    acc = _add_bytes(acc, x, ws, ss, stage, PANEL, FIRST + i, S)
+            for j in gl.static_range(EACH):
+                acc = add_record(acc, buffers, stage, at - pn * sizes[4] + i, high, PANEL, FIRST + j, S)
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _after(stage, phase, STAGES)
         if FIRST > 0:
@@ -464,8 +329,9 @@ def _consume(buffers, full, empty, met, scales, out, added, scratch, sizes, boun
                 acc = _with_parts(acc, sums, PANEL, S)
                 mbarrier.arrive(met.index(PANELS + PANEL), count=1)
             ready = count == sizes[4]
-            if count < sizes[4]:
-                acc, ready = _meet(acc, pn, scratch, sizes, PANEL, S)
+            if scratch is not None:
+                if count < sizes[4]:
+                    acc, ready = _meet(acc, pn, scratch, sizes, PANEL, S)
             if ready:
                 _write(acc, scales, out, added, (pn * PANELS + PANEL) * ROWS, sizes, bounds, S)
         at += count
@@ -553,7 +419,7 @@ def _write(total, scales, out, added, first, sizes, bounds, S: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "records"])
-def _skinny(xd, wd, sd, scales, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     DEPTH: gl.constexpr = S.depth
     PANELS: gl.constexpr = S.panels
@@ -564,10 +430,14 @@ def _skinny(xd, wd, sd, scales, out, added, scratch, M, N, n_padded, records, bo
         ws = gl.allocate_shared_memory(wd.dtype, [STAGES, 128 * S.each, 64], wd.layout)
     else:
         ws = gl.allocate_shared_memory(wd.dtype, [STAGES * DEPTH, S.rows, 128], wd.layout)
-    ss = xs  # what is not there is not read
+    buffers = (xs, ws)
+    tails = (sd, zd)
+    for i in gl.static_range(2):
+        of_blocks = xs  # what is not there is not read
+        if tails[i] is not None:
+            of_blocks = gl.allocate_shared_memory(tails[i].dtype, [STAGES * S.blocks, 1, S.rows], tails[i].layout)
+        buffers += (of_blocks,)  # type: ignore[assignment]
     sums = xs
-    if not S.whole:
-        ss = gl.allocate_shared_memory(sd.dtype, [STAGES * DEPTH * S.groups, 1, S.rows], sd.layout)
     if S.parts > 1:
         sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [_PARTITIONS - PANELS, S.columns // 8, 512], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -581,15 +451,14 @@ def _skinny(xd, wd, sd, scales, out, added, scratch, M, N, n_padded, records, bo
         mbarrier.init(met.index(PANELS + i), count=1)
     fence_async_shared()
     sizes = (M, N, n_padded, records, gl.cdiv(records, DEPTH))
-    buffers = (xs, ws, ss, sums)
     gl.warp_specialize(
         [
-            (_consume, (buffers, full, empty, met, scales, out, added, scratch, sizes, bounds, 0, S)),
-            (_consume, (buffers, full, empty, met, scales, out, added, scratch, sizes, bounds, 1, S)),
-            (_consume, (buffers, full, empty, met, scales, out, added, scratch, sizes, bounds, 2, S)),
-            (_consume, (buffers, full, empty, met, scales, out, added, scratch, sizes, bounds, 3, S)),
-            (_produce, (xd, wd, sd, buffers, full, empty, sizes, S)),
+            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 0, S)),
+            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 1, S)),
+            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 2, S)),
+            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 3, S)),
+            (_produce, (xd, wd, tails, buffers, full, empty, sizes, S)),
         ],
         [4, 4, 4, 1],
-        [112, 112, 112, 40],
+        [112, 112, 112, 32],
     )

@@ -23,7 +23,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if reason := gemm_int8.supports(problem, gpu) or skinny_hopper.refused(problem, gpu, _MOST_M):
         return reason
     plan = activations.plan(problem)
-    if not plan.whole or plan.with_offset:
+    if not plan.whole or plan.with_offset or problem.format.zero != "none":
         return "it multiplies rows and channels that have one scale each and no offset"
     return None
 
@@ -38,7 +38,7 @@ def launch(
 ) -> None:
     """x [M, K] times the weight whose sections are codes and scale -> out [M, N], contiguous."""
     plan, static = activations.plan(problem), skinny_hopper.compiled_for(problem, config, clamp=epilogue.clamps)
-    memory = launcher.workspace(out.device, plan.nbytes + skinny_hopper.beside(static, config))
+    memory = launcher.workspace(out.device, plan.nbytes + skinny_hopper.beside(problem, config))
     quantized = activations.quantize_activation(x, plan, memory, early=not triton.knobs.runtime.interpret)
     rest = memory[plan.nbytes :]
-    skinny_hopper.multiply(problem, config, static, quantized.q, quantized.scale, codes, scale, out, epilogue, rest)
+    skinny_hopper.multiply(problem, config, static, (quantized.q, quantized.scale), (codes, scale, None), out, epilogue, rest)
