@@ -1,1 +1,1 @@
-"""Speed: halfbyte and its peers, each in a process of its own, beside what the machine can do."""
+"""Benchmarks: halfbyte and its peers, each in its own process, compared with the machine's ceilings."""

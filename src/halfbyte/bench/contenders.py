@@ -1,4 +1,4 @@
-"""Who takes part: halfbyte in the formats asked for, and the peers."""
+"""The contenders of the CPU benchmark: halfbyte in the requested formats, and the peers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Peak = Literal["dot_peak", "fma_peak"]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a contender computes in.
+    """The arithmetic of a contender.
 
-    error   x [M, K] -> the most that ‖y - reference‖ / ‖reference‖ can reach
+    error   x [M, K] -> the bound of ‖y - reference‖ / ‖reference‖
     peak    the ceiling of its multiplications; None where none is probed
     """
 
@@ -50,7 +50,7 @@ _FLOAT = Arithmetic(_BFLOAT16.error, "fma_peak")
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the table: `build` puts its weights in place; `weights` says how they are stored."""
+    """One row of the table: `build` prepares its weights; `weights` describes how they are stored."""
 
     name: str
     label: str
@@ -106,7 +106,7 @@ def contender(name: str) -> Contender:
 
 
 def select(formats: Sequence[str], peers: Sequence[str]) -> list[str]:
-    """Names of the contenders, halfbyte's first. Raises ArgumentError or FormatError for a name that means nothing."""
+    """Names of the contenders, halfbyte's first. Raises ArgumentError or FormatError for an unknown name."""
     ways = ("", ":float", ":bf16") if current().bf16_dot and current().bf16_pays else ("", ":float")
     own_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
     return [contender(name).name for name in (*own_names, *peers)]

@@ -1,9 +1,9 @@
-"""The CPU benchmark: halfbyte and its peers on linear layers, in turn, between probes of what the machine can do.
+"""The CPU benchmark: halfbyte and its peers on linear layers, in turn, between measurements of the machine's ceilings.
 
-Each contender lives in a process of its own, since the thread pools of several runtimes in one process spin against
-each other, and sleeps while another one runs. A round visits every M and, for each, every contender. All ceilings are
-probed before each M, the dot-product rate also between visits: on a shared host two cores give, for seconds at a time, what
-one gives, and visits in such a time are left out of the medians.
+Each contender has its own process, since the thread pools of several runtimes in one process spin against each other, and
+sleeps while another one runs. A round visits every M and, for each, every contender. All ceilings are measured before each M,
+the dot-product rate also between visits: on a shared host two cores may for seconds be only as fast as one, and visits in such
+a time are excluded from the medians.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from halfbyte.machine import machine
 
 _PACKAGES = ("torch", "onnxruntime", "openvino", "llvmlite", "numpy")
 _MEMORY_CAP = 4 << 30
-# Where the machine does not tell its own.
+# Assumed where the machine does not report its own.
 _USUAL_MEMORY, _USUAL_CACHE = 16 << 30, 32 << 20
 
-Advance = Callable[[str, float], None]  # what is going on, and the part of the whole that is done
+Advance = Callable[[str, float], None]  # (current activity, fraction done)
 
 
 def _usual_memory() -> int:
@@ -47,7 +47,7 @@ def _cache() -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The measurements to make.
 
     shapes        (N, K) of the weights
     min_time      seconds that one visit measures for, at least
@@ -99,7 +99,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
     report.measurements = rank(report.measurements)
     for one in report.measurements:
         if one.copies * one.copy_bytes <= plan.cache_bytes:
-            report.note(f"{one.label} at N={one.n}, K={one.k}: its weights fit into the cache, and may have been read from there")
+            report.note(f"{one.label} at N={one.n}, K={one.k}: its weights fit into the cache, and may have been read from it")
         if not all(sample.idle for sample in one.samples):
             report.note(f"{one.label}: its threads went on spinning after its turn, in others' time")
     visits = sum(len(one.samples) for one in report.measurements)
@@ -110,7 +110,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
 
 @dataclass
 class _Ready:
-    """A contender whose weights are in place and whose results are right."""
+    """A contender whose weights are prepared and whose results have been checked."""
 
     contender: Contender
     worker: Worker
@@ -120,7 +120,7 @@ class _Ready:
 
 
 class _Probe:
-    """Asks what the machine can do at this moment, until that fails once, which it notes."""
+    """Measures the machine's current ceilings, until that fails once, which it notes in the report."""
 
     def __init__(self, worker: Worker, threads: int, report: Report) -> None:
         self._worker: Worker | None = worker
@@ -145,7 +145,7 @@ class _Probe:
 
 
 def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: Report, advance: Advance) -> list[_Ready]:
-    """Puts every contender's weights in place and checks its results; who fails is reported absent."""
+    """Prepares every contender's weights and checks its results; contenders that fail are reported absent."""
     ready = []
     for at, (name, worker) in enumerate(workers.items()):
         one = contender(name)
@@ -166,7 +166,7 @@ def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: 
 
 
 def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, report: Report, advance: Advance) -> list[Measurement]:
-    """Visits every contender in each round, every other round backwards; who fails is reported absent."""
+    """Visits every contender in each round, every other round in reverse; contenders that fail are reported absent."""
     for turn in range(plan.rounds):
         for at, m in enumerate(plan.ms):
             ceilings = probe.ceilings()
@@ -235,7 +235,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of benchmarks/cpu.py: 0, 2 for a request that makes no sense, 130 for Ctrl-C."""
+    """The command line of benchmarks/cpu.py: 0, 2 for an invalid request, 130 for Ctrl-C."""
     usual = Plan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lists: list[tuple[str, Callable[[str], object], object, str]] = [

@@ -1,4 +1,4 @@
-"""Convolutional networks of well-known shapes, with weights of no meaning: to time whole models.
+"""Convolutional networks of well-known architectures with random weights, to time whole models.
 
 ResNet (He et al., Deep residual learning for image recognition, CVPR 2016), with its strides in the 3 x 3 convolutions, and MobileNetV2
 (Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, CVPR 2018).

@@ -1,4 +1,4 @@
-"""A worker seen from outside: a process on chosen cores that answers requests or is given up with a reason."""
+"""The parent's side of a worker: a process on given cores that answers requests, or fails with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: as data for JSON, and as tables for people and for Markdown."""
+"""The results of a benchmark: as data for JSON, and as tables for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfbyte.plot import line_plot
 
 SCHEMA = 1
 _CEILINGS = (("read_bandwidth", "reads", "GB/s"), ("dot_peak", "int8 dot", "GOP/s"), ("fma_peak", "float32 FMA", "GFLOP/s"))
-# A host that gives less than this part of its best dot-product rate is busy with something else.
+# A host below this fraction of its best dot-product rate is busy with something else.
 _STEADY = 0.8
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine gave at one moment: bytes per second read from memory, int8 and float32 operations per second."""
+    """The machine's rates at one moment: bytes per second read from memory, int8 and float32 operations per second."""
 
     read_bandwidth: float
     dot_peak: float
@@ -27,11 +27,11 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of one contender: seconds a product (median, shortest and longest pass), and what the machine gave then.
+    """One round of one contender: seconds per product (median, shortest and longest pass), and the machine's rates then.
 
     idle       the contender's threads slept soon after
     ceilings   at the start of the round's visits to this M
-    host_rate  the lower of `dot_peak` right before and right after: what the host left to us
+    host_rate  the lower of `dot_peak` right before and right after
     """
 
     median: float
@@ -111,7 +111,7 @@ class Report:
 def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
     """seconds, steady, rates and fraction of one contender's samples: fields of Measurement.
 
-    best_rate   the highest `host_rate` of the run, which says what a steady host gives; 0 where it was not probed
+    best_rate   the highest `host_rate` of the run, that of a steady host; 0 where it was not measured
     peak        the field of Ceilings that bounds the operations; None where none is probed
     """
     steady = [s for s in samples if (s.host_rate or 0) >= _STEADY * best_rate] or list(samples)
@@ -128,7 +128,7 @@ def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nby
 
 
 def _least_seconds(ceilings: Ceilings | None, peak: str | None, nbytes: int, operations: int) -> float | None:
-    """What the ceilings allow; None where they are not known."""
+    """The least seconds that the ceilings allow; None where they are not known."""
     if ceilings is None:
         return None
     reading = nbytes / ceilings.read_bandwidth

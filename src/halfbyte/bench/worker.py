@@ -11,7 +11,7 @@ It runs on the CPUs of those numbers (anywhere, if none is named) and takes its 
     {"do": "infer", "name": …, "network": {…}, …}   -> seconds a batch of images, as `measure`; error, allowed
 
 Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
-when the runtime's threads have stopped spinning, so that nobody else's time is taken.
+when the runtime's threads have stopped spinning, so that they do not disturb other contenders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from halfbyte.kernels.cpu import probe
 
 
 class Bench:
-    """The contender of this process, and what it can be asked."""
+    """The contender of this process, and the requests that it answers."""
 
     contender: Contender
     work: Workload
@@ -48,7 +48,7 @@ class Bench:
 
     def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
         if hasattr(self, "built"):
-            del self.built  # the last shape's memory goes before the next one's comes
+            del self.built  # frees the memory of the last shape before the next is allocated
         self.contender, self.work = contender(name), Workload(**workload)
         self.built = self.contender.build(self.work)
         return {"copy_bytes": self.built.copy_bytes, "copies": self.built.copies}
@@ -123,7 +123,7 @@ def _answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    # Libraries print as they like: what they write goes to stderr, and the answers keep the pipe to themselves.
+    # Libraries may print to stdout: it is redirected to stderr, so that the pipe carries only answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Only now, so that many workers can import at once on all cores; threads that start later inherit it.

@@ -1,4 +1,4 @@
-"""What every contender multiplies: weights [N, K] that all hold the same numbers, and activations [M, K].
+"""The operands of all contenders: weights [N, K] with the same numbers for all, and activations [M, K].
 
 A slab of Gaussian rows is made and quantized once. A copy of the weight takes the slab's rows in turn from a starting
 row of its own, so copies are cheap to make, all differ (ONNX Runtime merges equal initializers), and any row of any
@@ -80,15 +80,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Built:
-    """A contender with its weights in place.
+    """A contender with prepared weights.
 
     weight      float64 [rows of the slab, K]: the weight in the contender's own numbers
     copy_bytes  of one weight as the contender stores it: codes, scales, zeros
     copies      that a pass goes over
     bind        float32 x [M, K] -> a function; each call of it is one pass, and yields x · copyᵀ [M, N] for each copy
     dtype       that `bind` rounds x to
-    value       what outputs stand for
-    kernel      what the contender says it runs, after a pass; empty if it does not tell
+    value       converts outputs to the numbers that they represent
+    kernel      the kernel that the contender reports after a pass; empty if it does not report one
     """
 
     weight: Tensor

@@ -1,9 +1,9 @@
-"""Convolution by its definition: patches of the input times the weight as a matrix, in float64 and slowly.
+"""Convolution by its definition: patches of the input times the weight as a matrix, in float64, without regard to speed.
 
     y[b, co, oy, ox] = sum over kh, kw, ci of  w[co, ci, kh, kw] * x[b, ci, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
 
-and what lies outside of x is 0. A patch holds its taps row by row, with the channels of a tap together and padded with zeros to
-whole blocks (`layouts/convolution.py`), so that everything `reference.py` says of a linear layer holds of each group.
+where x is padded with 0. A patch holds its taps row by row, with the channels of a tap together and padded with zeros to whole
+blocks (`layouts/convolution.py`), so that `reference.py`'s definitions for linear layers apply to each group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halfbyte.layouts.convolution import Filter, channels_first, filter_of, grou
 
 
 def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor:
-    """x [B, C, H, W] -> [groups, B, Ho, Wo, K] in x's dtype; `fill` stands for what lies outside of x."""
+    """x [B, C, H, W] -> [groups, B, Ho, Wo, K] in x's dtype, padded with `fill`."""
     top, bottom, left, right = window.padding
     ho, wo = window.out_size((x.shape[2], x.shape[3]), sizes.kernel)
     x = torch.nn.functional.pad(x, (left, right, top, bottom), value=fill)
@@ -73,7 +73,7 @@ def error_bound(
     compute: Compute = "float",
     activation: Activation = "block",
 ) -> Tensor:
-    """How far a kernel's float32 sums may be from `conv2d`: `reference.error_bound` of each patch."""
+    """The bound of the error of a kernel's float32 sums: `reference.error_bound` of each patch."""
     sizes = filter_of(codes, kernel, groups)
     return _each_group(
         codes,
@@ -96,7 +96,7 @@ def qconv2d(
     groups: int = 1,
     clamp: tuple[int, int] = (-128, 127),
 ) -> reference.Requantized:
-    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] as `reference.qlinear` of each patch. Outside of x lies `in_zero`, which means 0."""
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] as `reference.qlinear` of each patch. x is padded with `in_zero`, the code of 0."""
     sizes = filter_of(codes, kernel, groups)
     rows = patches(xq, sizes, window, in_zero)
 
@@ -111,7 +111,7 @@ def qconv2d(
 
 
 def quantized_images(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `activation="image"` makes of images [B, C, H, W]: int8 codes, and the scale of each image, float32 [B].
+    """Quantizes images [B, C, H, W] as `activation="image"` does: int8 codes, and the scale of each image, float32 [B].
 
     With fl the rounding to float32 and rne to the nearest integer, ties to even:
 

@@ -1,4 +1,4 @@
-"""What a kernel is asked to do: one `Problem`, which fixes all that the choice of a kernel depends on."""
+"""The description of an operation: a `Problem` holds everything that the choice of a kernel depends on."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How the kernel of a convolution moves over an image.
+    """The stride, padding and dilation of a convolution.
 
-    stride, dilation   (down, right)
-    padding            (top, bottom, left, right); what lies outside of the image is 0
+    stride, dilation   (vertical, horizontal)
+    padding            (top, bottom, left, right), with zeros
     """
 
     stride: Pair = (1, 1)

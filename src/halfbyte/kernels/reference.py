@@ -1,4 +1,4 @@
-"""The ground truth: every operation by its definition, in float64 and slowly, and how far a kernel may be from it.
+"""The reference: every operation by its definition, in float64, without regard to speed, and bounds of the error of a kernel.
 
 Shapes: x [..., K], weight codes of shape [N, K], bias [N], result [..., N], float64. Of a weight's block along K
 
@@ -25,14 +25,14 @@ from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.layouts.experts import matrix_of
 
 _U = 2.0**-24  # unit roundoff of float32
-_LEAST = 2.0**-126  # more than a float32 operation loses by underflow, also where subnormal numbers are taken as 0
+_LEAST = 2.0**-126  # exceeds the underflow error of a float32 operation, even with subnormal numbers flushed to 0
 
 
 # Activations
 
 
 def spans(k: int, block: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of each activation block: the weight's blocks of `block`, or the pieces that `piece` cuts."""
+    """(first, one past the last) element of each activation block: the weight's blocks of `block`, or their pieces (`piece`)."""
     size = piece(block, k)
     return [(start, min(start + size, k)) for start in range(0, k, size)]
 
@@ -54,9 +54,9 @@ class QuantizedActivation:
 
 
 def quantize_activation(x: Tensor, block: int, activation: Activation) -> QuantizedActivation:
-    """Quantizes activations [M, K] (float32, float16 or bfloat16) as the int8 computes do on the fly.
+    """Quantizes activations [M, K] (float32, float16 or bfloat16) as int8 compute does on the fly.
 
-    block  elements of a block of the weight along K; blocks are cut as `spans` says, and the last may be short
+    block  elements of a block of the weight along K; see `spans`; the last may be short
 
     With fl the rounding to float32 and rne to the nearest integer, ties to even, of a block (or row) x:
 
@@ -119,7 +119,7 @@ def linear(
     """y = clamp(x W^T + bias + residual), float64 [..., N]; the clamp's ends are rounded to float32 first. residual is [..., N].
 
     float  x times the dequantized weight.
-    int8   x as `quantize_activation` makes it, the weight as stored: over each block i of K_i elements, with the
+    int8   x quantized by `quantize_activation`, the weight as stored: over each block i of K_i elements, with the
            integers C = sum(qA * qB), sumA = sum(qA), sumB = sum(qB),
 
                y = sum over i of  sA*sB*C + sA*oB*sumA + oA*sB*sumB + K_i*oA*oB
@@ -144,7 +144,7 @@ def linear(
 
 
 def linear_gradient(dy: Tensor, codes: Codes) -> Tensor:
-    """dX = dY W with the dequantized W, whatever the forward computed in: dy [..., N] -> float64 [..., K]."""
+    """dX = dY W with the dequantized W, whatever the compute of the forward: dy [..., N] -> float64 [..., K]."""
     return dy.double() @ codes.dequantize(torch.float64)
 
 
@@ -156,7 +156,7 @@ def grouped_linear(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | N
 
 
 def grouped_error_bound(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
-    """How far a kernel may be from `grouped_linear`: as far as from `linear` with each expert."""
+    """The error bound of a kernel for `grouped_linear`: that of `linear` with each expert."""
     return _by_expert(error_bound, x, codes, expert_ids, bias, settings)
 
 
@@ -184,7 +184,7 @@ class _Affine(NamedTuple):
 
 
 def _affine(codes: Codes, stored: bool = False) -> _Affine:
-    """`stored`: q as its bits are stored, which for signed 4-bit codes is q + 8, so that o is 8 scales less."""
+    """`stored`: q in its stored representation, q + 8 for signed 4-bit codes, so that o is 8 scales less."""
     q, scale = codes.values().double(), codes.scale.double()
     if codes.zero is None:
         o = torch.zeros_like(scale)
@@ -199,7 +199,7 @@ def _rows(x: Tensor, codes: Codes) -> Tensor:
 
 
 def _int8_terms(rows: Tensor, codes: Codes, weight: _Affine, activation: Activation) -> Iterator[Tensor]:
-    """Of each activation block, the four terms of the int8 compute, float64 [4, M, N]."""
+    """For each activation block, the four terms of int8 compute, float64 [4, M, N]."""
     n, k = codes.shape
     block = codes.format.block_size(k)
     xq = quantize_activation(rows, block, activation)
@@ -213,7 +213,7 @@ def _int8_terms(rows: Tensor, codes: Codes, weight: _Affine, activation: Activat
         yield torch.stack((s_a * s * (part_a @ part_b.T), s_a * sum_a * o, o_a * (s * part_b.sum(dim=-1)), o_a * (end - start) * o))
 
 
-# How far a kernel may be
+# Error bounds
 
 
 def error_bound(
@@ -224,13 +224,13 @@ def error_bound(
     activation: Activation = "block",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """How far a kernel's float32 sums may be from `linear`, element by element, float64 [..., N]; `agrees` adds the rounding to the
-    result's dtype.
+    """The bound of the error of a kernel's float32 sums, element by element, float64 [..., N]; `agrees` adds the rounding to the result's
+    dtype.
 
     Where every term of a sum goes through at most n roundings, by products and additions in any order, with or without fused
     ones, the sum is off by at most gamma(n) * sum|terms|, gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of
     Numerical Algorithms, 2nd ed., sections 3.1 and 3.4). The terms here are those of the codes as they are stored, from which a
-    kernel may start: signed 4-bit codes as q + 8 with o = -8 * scale. Those of a kernel that takes the 8 off first are no larger.
+    kernel may start: signed 4-bit codes as q + 8 with o = -8 * scale. Those of a kernel that subtracts the 8 first are no larger.
 
     float  A kernel may multiply by weights made in registers, sum((scale * q + o) * x), or take sums first, block by block,
            scale * sum(q * x) + o * sum(x). In both the terms are scale*q*x and o*x. Roundings of one: o, 1; products, 2; additions,
@@ -238,8 +238,8 @@ def error_bound(
     int8   Integer sums are exact. The terms are the four of each block. Roundings of one: an integer as float32, 1; o, 1; products,
            up to 3; additions, 4 for each block; bias and residual, 2. n = 4 * blocks + 7.
 
-    An operation that underflows loses less than 2^-126, times all that its result is multiplied by after. Infinite where a float32
-    sum of the terms might overflow.
+    An operation that underflows loses less than 2^-126, times all factors applied afterwards. Infinite where a float32 sum of the terms
+    might overflow.
     """
     rows = _rows(x, codes).double()
     n, k = codes.shape
@@ -271,7 +271,7 @@ def error_bound(
 
 
 def agrees(y: Tensor, reference: Tensor, error: Tensor) -> Tensor:
-    """Where a kernel's y (float32, float16 or bfloat16) is the reference within `error` and one rounding to y's dtype: bool.
+    """Whether a kernel's y (float32, float16 or bfloat16) equals the reference within `error` and one rounding to y's dtype: bool [..., N].
 
     A NaN must be NaN, and an infinity (of float compute) not finite. A result that may be beyond the dtype may be infinite.
     """
@@ -288,7 +288,7 @@ def agrees(y: Tensor, reference: Tensor, error: Tensor) -> Tensor:
 
 
 class Requantized(NamedTuple):
-    """q int8 [..., N]; real, its value before it was rounded and clamped, float64; error, how far off a kernel's may be."""
+    """q int8 [..., N]; real, its value before rounding and clamping, float64; error, the bound of a kernel's error of that value."""
 
     q: Tensor
     real: Tensor
@@ -311,7 +311,7 @@ def qlinear(
     out_zero: int,
     clamp: tuple[int, int] = (-128, 127),
 ) -> Requantized:
-    """int8 [..., K] -> int8 [..., N] with symmetric codes of one scale sW a channel or a tensor:
+    """int8 [..., K] -> int8 [..., N] with symmetric codes of one scale sW per channel or tensor:
 
         O = clamp(rne(M * (acc + fused_bias)))       acc = sum(xq * Wq),  M = sI * sW / sO
         fused_bias = -zI * sum(Wq) + bias / (sI * sW) + zO / M
