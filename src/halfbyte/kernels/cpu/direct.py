@@ -343,7 +343,7 @@ PARAMETERS = ["ptr"] * 8 + ["i64"] * 2
 def build_tile(spec: TileSpec, isa: ISA) -> Module:
     """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
 
-    ahead   bytes from weights to those that are asked for; 0: none
+    ahead   bytes from weights to those that are asked for; 0: those that are there, which is faster than not to ask where that depends
     """
     module = Module(isa.attributes)
     f = module.function(name_of(spec), PARAMETERS)
@@ -393,9 +393,8 @@ class _DirectTile(Tile):
                 for _ in f.loop(steps):
                     here = [row + at.value for row in rows]
                     new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
-                    with f.when(self.ahead.equals(0).equals(0)):
-                        for byte in range(0, self.unit_bytes, 64):
-                            f.prefetch(w.value + self.ahead + byte, 2)
+                    for byte in range(0, self.unit_bytes, 64):
+                        f.prefetch(w.value + self.ahead + byte, 2)
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes

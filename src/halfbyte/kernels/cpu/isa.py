@@ -227,7 +227,7 @@ class ISA:
         raise NotImplementedError
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
-        """Four vectors of floats in -128 … 127 as bytes, rounded to the nearest, ties to even."""
+        """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; less than -128 becomes that."""
         raise NotImplementedError
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:

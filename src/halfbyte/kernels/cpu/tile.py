@@ -564,17 +564,18 @@ class RequantizingTile(Tile):
 
     def _write(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        some = f.umin((self.columns - first).max_or(0), f.value("i64", spec.vectors * isa.lanes))
-        whole = some.equals(spec.vectors * isa.lanes)
-        with f.when(whole):
-            self._write_codes(self.out + first, LINEAR.load(self.args, "out_stride"), first)
-        with f.when(whole.equals(0)):
+        width, stride = spec.vectors * isa.lanes, LINEAR.load(self.args, "out_stride")
+        some = f.umin((self.columns - first).max_or(0), f.value("i64", width))
+        with f.when(some.equals(width)):
+            self._write_codes(self.out + first, stride, first)
+        with f.when(some < width):
             codes = f.alloca("i8", self.count * isa.lanes, 64)
-            self._write_codes(codes, f.value("i64", spec.vectors * isa.lanes), first)
-            for i in range(spec.rows):
-                to = self.out + LINEAR.load(self.args, "out_stride") * i + first
-                for c in f.loop(some):
-                    (to + c).store(codes.load("i8", c + i * spec.vectors * isa.lanes))
+            self._write_codes(codes, f.value("i64", width), first)
+            for size in (1 << n for n in reversed(range((width - 1).bit_length()))):
+                with f.when((some & size).equals(size)):
+                    at = some & -2 * size  # what larger pieces have taken
+                    for i in range(spec.rows):
+                        (self.out + first + stride * i + at).store(codes.load(vector("i8", size), at + i * width, 1))
 
     def _write_codes(self, to: Value, stride: Value, first: Value) -> None:
         """All codes of the tile; rows lie `stride` bytes apart."""
@@ -584,17 +585,16 @@ class RequantizingTile(Tile):
 
         def real(i: int, v: int) -> Value:
             offset, multiplier = columns[v]
-            total = self._total(i * spec.vectors + v).bits(isa.ints).to("float")
-            return f.fma(total, multiplier, offset).max_or(low).min_or(high)
+            return f.fma(self._total(i * spec.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_or(high)
 
         if not isa.narrows or 4 % spec.vectors:
             for v, i in itertools.product(range(spec.vectors), range(spec.rows)):
-                (to + stride * i).store((real(i, v) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+                (to + stride * i).store((real(i, v).max_or(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
             return
-        together, width = 4 // spec.vectors, spec.vectors * isa.lanes  # rows, and their outputs
+        least, together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // spec.vectors, spec.vectors * isa.lanes
         for start in range(0, spec.rows, together):
             some = [min(start + i, spec.rows - 1) for i in range(together)]
-            codes = isa.narrowed(f, [real(i, v) for i in some for v in range(spec.vectors)])
+            codes = isa.narrowed(f, [real(i, v) for i in some for v in range(spec.vectors)]).max_or(least)
             for at, i in enumerate(some):
                 (to + stride * i).store(codes.shuffle(range(at * width, (at + 1) * width)))
             f.fence()
