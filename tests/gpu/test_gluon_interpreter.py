@@ -93,29 +93,29 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("name", "activation", "config"),
+    ("name", "activation", "config"),  # of gemm_int8_hopper the number of programs
     [
-        ("int4_channel", "row", None),
-        ("int8_channel", "row", None),
-        ("int4_g128", "row", None),
-        ("q8_0", "block", None),
+        ("int4_channel", "row", 1),
+        ("int8_channel", "row", 2),
+        ("int4_g128", "row", 2),
+        ("q8_0", "block", 1),
         ("int4_channel", "row", skinny_hopper.Config(64, 1, 1, 3, 2)),
         ("int8_channel", "row", skinny_hopper.Config(64, 2, 1, 2, 3)),
     ],
 )
-def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | None) -> None:
-    """With few rows (`config`) skinny_int8_hopper."""
-    m = 70 if config is None else 60
+def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | int) -> None:
+    """A tile or two for a program; with few rows skinny_int8_hopper."""
+    m = 70 if isinstance(config, int) else 60
     codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(m, 450).to(torch.bfloat16), torch.randn(140)
     problem = Problem("linear", m, 140, 450, codes.format, x.dtype, "int8", activation)
     views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
-    module = gemm_int8_hopper if config is None else skinny_int8_hopper
+    module = gemm_int8_hopper if isinstance(config, int) else skinny_int8_hopper
     assert module.supports(problem, GPU) is None
     out = torch.full((m, 140), torch.nan, dtype=x.dtype)
     with interpreted(gemm_int8_hopper, skinny_hopper):
-        module.launch(
-            problem, config or replace(module.configs(problem, GPU)[0], programs=2), x, *views, out, Epilogue(bias, None, -1.0, 6.0)
-        )
+        if isinstance(config, int):
+            config = replace(module.configs(problem, GPU)[0], programs=config)
+        module.launch(problem, config, x, *views, out, Epilogue(bias, None, -1.0, 6.0))
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
 

@@ -3,8 +3,9 @@
 The products, their arithmetic and the order of the operands are those of `gemm_int8.py`; an x with an offset is left to it.
 
 A program computes tiles of 64 * PANELS rows of the weight by BM rows of x, one after the other. One warp keeps STAGES records
-(128 k) of both operands, and the scales of their blocks, on their way to shared memory; each of PANELS warpgroups multiplies 64 rows
-of the weight by all rows of x. Eight nibbles go from shared memory through three instructions into the registers that `wgmma` reads.
+(128 k) of both operands, and the scales of their blocks, on their way to shared memory, the weight's first before the kernel that
+quantizes x has ended; each of PANELS warpgroups multiplies 64 rows of the weight by all rows of x. Eight nibbles go from shared memory
+through three instructions into the registers that `wgmma` reads.
 
 Where blocks are scaled, the integers of one half of the rows of x become floats while the wgmma of the other half run (and those of
 other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
@@ -31,10 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
-from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, in_groups
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC, MAGIC_BITS, in_groups
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
 from halfbyte.kernels.gpu.launch import run
@@ -42,6 +44,15 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
+# Microseconds of a record of a tile (rows of x, panels) on an H200, by bits; of scaled blocks (0) as they relate.
+_RECORD_US = {
+    4: {(256, 2): 0.684, (128, 2): 0.387, (64, 2): 0.254},
+    8: {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228},
+    0: {(128, 2): 0.580, (64, 2): 0.380},
+}
+# Up to so many rows, of one tile, the weight is on its way while x is quantized. With more of them programs that start at once gain more:
+# they ask for the same bytes at the same time.
+_FEW = 64
 _LEAST_M = 17  # fewer rows do not fill a tile: gemm_int8.py reads the weight as fast, with more programs
 _FROM_BITS, _START, _UP = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**38)  # 2^(149 - 38), 2^(19 - 38)
 
@@ -75,26 +86,20 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    if problem.m <= 64:  # one tile of rows: narrow ones, so that all multiprocessors read
-        return (_config(problem, gpu, 32 if problem.m <= 32 else 64, 1),)
-    choices = [(128, 2), (64, 2), (256, 2)] if activations.plan(problem).whole else [(128, 2), (64, 2)]
-    best = choices[0]
-    choices.sort(key=lambda choice: _cost(problem, gpu, *choice) * (1 if choice == best else 1.05))
-    return tuple(_config(problem, gpu, *choice) for choice in choices)
-
-
-def _config(problem: Problem, gpu: Gpu, block_m: int, panels: int) -> Config:
-    tiles = -(-problem.m // block_m) * -(-problem.n // (64 * panels))
-    stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
+    """The best guess first: the least time of all waves of tiles."""
+    plan, fmt, found = activations.plan(problem), problem.format, []
+    record_us = _RECORD_US[fmt.bits if plan.whole else 0]
+    if problem.m <= _FEW:
+        block_m = 32 if problem.m <= 32 else 64
+        record_us = {(block_m, 1): 1.0, (block_m, 2): 1.3}  # as they relate
     # Two records of a tile and all that scales them fit the registers here; 8 bits were faster without.
-    unroll = 2 if problem.format.bits == 4 and problem.format.zero == "none" and activations.plan(problem).whole_row else 1
-    return Config(block_m, stages, 8, min(gpu.sms, tiles), panels, unroll)
-
-
-def _cost(problem: Problem, gpu: Gpu, block_m: int, panels: int) -> float:
-    """Time of all waves: a tile takes as long as its rows, and a little more, the more weight it reads."""
-    tiles = -(-problem.m // block_m) * -(-problem.n // (64 * panels))
-    return -(-tiles // gpu.sms) * panels * (block_m + 1024 * problem.format.bits / 700)
+    unroll = 2 if fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
+    for (block_m, panels), us in record_us.items():
+        tiles = -(-problem.m // block_m) * -(-problem.n // (64 * panels))
+        waves = -(-tiles // gpu.sms)
+        stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
+        found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll)))
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
 def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
@@ -108,13 +113,7 @@ def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
 
 
 def multiply(
-    problem: Problem,
-    config: Config,
-    x: Quantized,
-    weight: gpu_tiles.Views,
-    out: Tensor,
-    epilogue: Epilogue,
-    memory: Tensor,
+    problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
     """The product alone."""
     plan, geo, fmt = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k)), problem.format
@@ -154,6 +153,7 @@ def multiply(
         UNROLL=config.unroll,
         CLAMP=epilogue.clamps,
         num_warps=4,
+        **({"launch_pdl": True} if problem.m <= _FEW else {}),
     )
 
 
@@ -165,7 +165,7 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, lambda problem, config: 0)
+launch = activations.first(multiply, lambda problem, config: 0, early=lambda problem: problem.m <= _FEW and not INTERPRETED)
 
 
 @gluon.jit
@@ -176,39 +176,60 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _load_weight(wd, ws, full, pn, r, stage, R, BITS: gl.constexpr, PANELS: gl.constexpr, STAGE_BYTES: gl.constexpr):
+    """Record r of a tile of the weight, and how many bytes are to come with it in all."""
+    bar = full.index(stage)
+    mbarrier.expect(bar, STAGE_BYTES)
+    for p in gl.static_range(PANELS):
+        panel = pn * PANELS + p
+        if BITS == 4:
+            tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+        else:
+            tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
+
+
+@gluon.jit
+def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, PANELS: gl.constexpr, PIECES: gl.constexpr):
+    """Of record r the rows of x from first_m on, and what scales both."""
+    xs, _, a, m, s, _ = buffers
+    bar = full.index(stage)
+    tma.async_copy_global_to_shared(xd, [first_m, r * 128], bar, xs.index(stage))
+    for j in gl.static_range(PIECES):
+        row = r * PIECES + j
+        if ad is not None:
+            tma.async_copy_global_to_shared(ad, [row, first_m], bar, a.index(stage * PIECES + j))
+        if md is not None:
+            tma.async_copy_global_to_shared(md, [row, first_m], bar, m.index(stage * PIECES + j))
+        for p in gl.static_range(PANELS):
+            if sd is not None:
+                at = (stage * PANELS + p) * PIECES + j
+                tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
+
+
+@gluon.jit
 def _produce(
     xd, wd, ad, md, sd, buffers, full, empty, M, N, R,
     BITS: gl.constexpr, BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
     GROUP: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    xs, ws, a, m, s, _ = buffers
-    tiles = gl.cdiv(N, 64 * PANELS) * gl.cdiv(M, BM)
-    stage = 0
-    phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
-        for r in range(R):
+    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS)
+    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, GROUP)
+    ahead = gl.minimum(R, STAGES)
+    for r in range(ahead):  # the weight, before the kernel before has ended
+        _load_weight(wd, buffers[1], full, pn, r, r, R, BITS, PANELS, STAGE_BYTES)
+    gdc_wait()
+    for r in range(ahead):
+        _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, r, PANELS, PIECES)
+    stage = gl.where(ahead == STAGES, 0, ahead)
+    phase = gl.where(ahead == STAGES, 0, 1)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = in_groups(tile, tiles_m, tiles_n, GROUP)
+        for r in range(ahead, R):
             mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, STAGE_BYTES)
-            tma.async_copy_global_to_shared(xd, [pm * BM, r * 128], bar, xs.index(stage))
-            for p in gl.static_range(PANELS):
-                panel = pn * PANELS + p
-                if BITS == 4:
-                    tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
-                else:
-                    tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
-            for j in gl.static_range(PIECES):
-                row = r * PIECES + j
-                if ad is not None:
-                    tma.async_copy_global_to_shared(ad, [row, pm * BM], bar, a.index(stage * PIECES + j))
-                if md is not None:
-                    tma.async_copy_global_to_shared(md, [row, pm * BM], bar, m.index(stage * PIECES + j))
-                for p in gl.static_range(PANELS):
-                    if sd is not None:
-                        at = (stage * PANELS + p) * PIECES + j
-                        tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
+            _load_weight(wd, buffers[1], full, pn, r, stage, R, BITS, PANELS, STAGE_BYTES)
+            _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, stage, PANELS, PIECES)
             stage, phase = _next(stage, phase, STAGES)
+        ahead -= ahead
 
 
 @gluon.jit
@@ -446,6 +467,7 @@ def _consume(
     first = gl.full([64, COUNT], 0 if WHOLE else MAGIC_BITS, gl.int32, layout=MMA)
     stage = 0
     phase = 0
+    gdc_wait()
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
         n = (pn * PANELS + W) * 64
@@ -528,6 +550,7 @@ def _gemm(
     BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
     UNROLL: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()
     PIECES: gl.constexpr = 128 // G
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, 8 * BITS, 128], wd.layout)

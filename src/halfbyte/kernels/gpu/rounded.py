@@ -14,10 +14,11 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_hopper
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, round_product, scale_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -62,13 +63,27 @@ def round_activations(x: Tensor, out: Tensor, block: int) -> None:
     """x [M, K] (unit stride along K) quantized with a scale for each block (a power of two) along K, as floats -> out [M, K]."""
     m, k = x.shape
     held = min(_HELD // block, triton.next_power_of_2(-(-k // block)))
+    early = not INTERPRETED  # the product's first weights are on their way meanwhile
     launcher.run(
-        _round, (m, -(-k // (held * block))), x, out, k, x.stride(0), BLOCK=block, HELD=held, num_warps=max(1, held * block // 512)
+        _round,
+        (m, -(-k // (held * block))),
+        x,
+        out,
+        k,
+        x.stride(0),
+        BLOCK=block,
+        HELD=held,
+        EARLY=early,
+        num_warps=max(1, held * block // 512),
+        **({"launch_pdl": True} if early else {}),
     )
 
 
 @triton.jit
-def _round(x, out, k, stride, BLOCK: tl.constexpr, HELD: tl.constexpr):
+def _round(x, out, k, stride, BLOCK: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = ((tl.program_id(1) * HELD + tl.arange(0, HELD)) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     v = tl.load(x + row * stride + at, mask=at < k, other=0.0).to(tl.float32)
