@@ -53,7 +53,7 @@ _RECORD_US = {
 # Up to so many rows, of one tile, the weight is on its way while x is quantized. With more of them programs that start at once gain more:
 # they ask for the same bytes at the same time.
 _FEW = 64
-_LEAST_M = 17  # fewer rows do not fill a tile: gemm_int8.py reads the weight as fast, with more programs
+_LEAST_M = 17  # where blocks are scaled; fewer rows do not fill a tile, and gemm_int8.py has more programs
 _FROM_BITS, _START, _UP = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**38)  # 2^(149 - 38), 2^(19 - 38)
 
 
@@ -75,9 +75,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    if problem.m < _LEAST_M:
-        return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
     plan = activations.plan(problem)
+    if problem.m < _LEAST_M and not plan.whole:
+        return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
     if plan.with_offset:
         return "an x with an offset takes the sums of the weight's codes, which it does not read"
     if not plan.whole and plan.padded > gpu_tiles.RECORD:
