@@ -93,7 +93,7 @@ class _Phase:
         counter, big, count = self.args + CONV.offset("counter"), get("tile_rows"), get("tiles")
         panels = (get("n") + (PANEL - 1)) // PANEL
         gathered = f.variable(f.value("i64", -1))
-        for item in f.draw_items(counter, get("items")):
+        for item in f.draw(lambda: f.fetch_add(counter), get("items")):
             part, place = item % parts, item // parts
             chunk, g = place % chunks, place // chunks
             first = chunk * get("chunk_tiles")
