@@ -7,7 +7,7 @@ A block of threads computes one tile, or its share of K, as `skinny_tile.py` has
 sums meet in a workspace, and the last to arrive adds them in a fixed order, so that results are the same bits from run to run.
 
 It wins up to about 64 rows, where reading the weight is most of the work; it takes any number. (On Hopper `skinny_hopper.py` is ahead
-of it on some shapes.) With blocks of 128, one row of x takes 1.02 to 1.2 times as long as a bare read of the weight (H100, 8 to 117 MB), 8
+of it on most shapes.) With blocks of 128, one row of x takes 1.02 to 1.2 times as long as a bare read of the weight (H100, 8 to 117 MB), 8
 rows 1.0 to 1.3 times as long as one.
 """
 
