@@ -199,11 +199,9 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = 
     return out
 
 
-def first(
-    multiply: Callable[..., None], beside: Callable[..., int], *, early: Callable[[Problem], bool] = lambda problem: False
-) -> Callable[..., None]:
+def first(multiply: Callable[..., None], beside: Callable[..., int]) -> Callable[..., None]:
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
-    `beside(problem, config)` bytes of memory of its own; `early` as in `quantize_activation`."""
+    `beside(problem, config)` bytes of memory of its own."""
 
     def launch_both(
         problem: Problem,
@@ -218,7 +216,7 @@ def first(
         """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
         own = plan(problem)
         memory = launch.workspace(out.device, own.nbytes + beside(problem, config))
-        quantized = quantize_activation(x, own, memory, early=early(problem))
+        quantized = quantize_activation(x, own, memory)
         multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
 
     return launch_both

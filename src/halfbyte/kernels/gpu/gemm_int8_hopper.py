@@ -3,9 +3,8 @@
 The products, their arithmetic and the order of the operands are those of `gemm_int8.py`; an x with an offset is left to it.
 
 A program computes tiles of 64 * PANELS rows of the weight by BM rows of x, one after the other. One warp keeps STAGES records
-(128 k) of both operands, and the scales of their blocks, on their way to shared memory, the weight's first before the kernel that
-quantizes x has ended; each of PANELS warpgroups multiplies 64 rows of the weight by all rows of x. Eight nibbles go from shared memory
-through three instructions into the registers that `wgmma` reads.
+(128 k) of both operands, and the scales of their blocks, on their way to shared memory; each of PANELS warpgroups multiplies 64 rows
+of the weight by all rows of x. Eight nibbles go from shared memory through three instructions into the registers that `wgmma` reads.
 
 Where blocks are scaled, the integers of one half of the rows of x become floats while the wgmma of the other half run (and those of
 other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
@@ -32,11 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
-from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC, MAGIC_BITS, in_groups
+from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, in_groups
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
 from halfbyte.kernels.gpu.launch import run
@@ -50,10 +48,7 @@ _RECORD_US = {
     8: {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228},
     0: {(128, 2): 0.580, (64, 2): 0.380},
 }
-# Up to so many rows, of one tile, the weight is on its way while x is quantized. With more of them programs that start at once gain more:
-# they ask for the same bytes at the same time.
-_FEW = 64
-_LEAST_M = 17  # where blocks are scaled; fewer rows do not fill a tile, and gemm_int8.py has more programs
+_LEAST_M = 17  # fewer rows do not fill a tile: gemm_int8.py reads the weight as fast, with more programs
 _FROM_BITS, _START, _UP = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**38)  # 2^(149 - 38), 2^(19 - 38)
 
 
@@ -75,9 +70,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    plan = activations.plan(problem)
-    if problem.m < _LEAST_M and not plan.whole:
+    if problem.m < _LEAST_M:
         return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
+    plan = activations.plan(problem)
     if plan.with_offset:
         return "an x with an offset takes the sums of the weight's codes, which it does not read"
     if not plan.whole and plan.padded > gpu_tiles.RECORD:
@@ -89,16 +84,15 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all waves of tiles."""
     plan, fmt, found = activations.plan(problem), problem.format, []
     record_us = _RECORD_US[fmt.bits if plan.whole else 0]
-    if problem.m <= _FEW:
+    if problem.m <= 64:  # one tile of rows
         block_m = 32 if problem.m <= 32 else 64
         record_us = {(block_m, 1): 1.0, (block_m, 2): 1.3}  # as they relate
     # Two records of a tile and all that scales them fit the registers here; 8 bits were faster without.
     unroll = 2 if fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
     for (block_m, panels), us in record_us.items():
         tiles = -(-problem.m // block_m) * -(-problem.n // (64 * panels))
-        waves = -(-tiles // gpu.sms)
         stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
-        found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll)))
+        found.append((-(-tiles // gpu.sms) * us, Config(block_m, stages, 8, min(gpu.sms, tiles), panels, unroll)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -113,7 +107,13 @@ def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
 
 
 def multiply(
-    problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
+    problem: Problem,
+    config: Config,
+    x: Quantized,
+    weight: gpu_tiles.Views,
+    out: Tensor,
+    epilogue: Epilogue,
+    memory: Tensor,
 ) -> None:
     """The product alone."""
     plan, geo, fmt = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k)), problem.format
@@ -153,7 +153,6 @@ def multiply(
         UNROLL=config.unroll,
         CLAMP=epilogue.clamps,
         num_warps=4,
-        **({"launch_pdl": True} if problem.m <= _FEW else {}),
     )
 
 
@@ -165,7 +164,7 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, lambda problem, config: 0, early=lambda problem: problem.m <= _FEW and not INTERPRETED)
+launch = activations.first(multiply, lambda problem, config: 0)
 
 
 @gluon.jit
@@ -176,60 +175,39 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load_weight(wd, ws, full, pn, r, stage, R, BITS: gl.constexpr, PANELS: gl.constexpr, STAGE_BYTES: gl.constexpr):
-    """Record r of a tile of the weight, and how many bytes are to come with it in all."""
-    bar = full.index(stage)
-    mbarrier.expect(bar, STAGE_BYTES)
-    for p in gl.static_range(PANELS):
-        panel = pn * PANELS + p
-        if BITS == 4:
-            tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
-        else:
-            tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
-
-
-@gluon.jit
-def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, PANELS: gl.constexpr, PIECES: gl.constexpr):
-    """Of record r the rows of x from first_m on, and what scales both."""
-    xs, _, a, m, s, _ = buffers
-    bar = full.index(stage)
-    tma.async_copy_global_to_shared(xd, [first_m, r * 128], bar, xs.index(stage))
-    for j in gl.static_range(PIECES):
-        row = r * PIECES + j
-        if ad is not None:
-            tma.async_copy_global_to_shared(ad, [row, first_m], bar, a.index(stage * PIECES + j))
-        if md is not None:
-            tma.async_copy_global_to_shared(md, [row, first_m], bar, m.index(stage * PIECES + j))
-        for p in gl.static_range(PANELS):
-            if sd is not None:
-                at = (stage * PANELS + p) * PIECES + j
-                tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
-
-
-@gluon.jit
 def _produce(
     xd, wd, ad, md, sd, buffers, full, empty, M, N, R,
     BITS: gl.constexpr, BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
     GROUP: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS)
-    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, GROUP)
-    ahead = gl.minimum(R, STAGES)
-    for r in range(ahead):  # the weight, before the kernel before has ended
-        _load_weight(wd, buffers[1], full, pn, r, r, R, BITS, PANELS, STAGE_BYTES)
-    gdc_wait()
-    for r in range(ahead):
-        _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, r, PANELS, PIECES)
-    stage = gl.where(ahead == STAGES, 0, ahead)
-    phase = gl.where(ahead == STAGES, 0, 1)
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = in_groups(tile, tiles_m, tiles_n, GROUP)
-        for r in range(ahead, R):
+    xs, ws, a, m, s, _ = buffers
+    tiles = gl.cdiv(N, 64 * PANELS) * gl.cdiv(M, BM)
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
+        for r in range(R):
             mbarrier.wait(empty.index(stage), phase)
-            _load_weight(wd, buffers[1], full, pn, r, stage, R, BITS, PANELS, STAGE_BYTES)
-            _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, stage, PANELS, PIECES)
+            bar = full.index(stage)
+            mbarrier.expect(bar, STAGE_BYTES)
+            tma.async_copy_global_to_shared(xd, [pm * BM, r * 128], bar, xs.index(stage))
+            for p in gl.static_range(PANELS):
+                panel = pn * PANELS + p
+                if BITS == 4:
+                    tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+                else:
+                    tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
+            for j in gl.static_range(PIECES):
+                row = r * PIECES + j
+                if ad is not None:
+                    tma.async_copy_global_to_shared(ad, [row, pm * BM], bar, a.index(stage * PIECES + j))
+                if md is not None:
+                    tma.async_copy_global_to_shared(md, [row, pm * BM], bar, m.index(stage * PIECES + j))
+                for p in gl.static_range(PANELS):
+                    if sd is not None:
+                        at = (stage * PANELS + p) * PIECES + j
+                        tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
             stage, phase = _next(stage, phase, STAGES)
-        ahead -= ahead
 
 
 @gluon.jit
@@ -467,7 +445,6 @@ def _consume(
     first = gl.full([64, COUNT], 0 if WHOLE else MAGIC_BITS, gl.int32, layout=MMA)
     stage = 0
     phase = 0
-    gdc_wait()
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
         n = (pn * PANELS + W) * 64
@@ -550,7 +527,6 @@ def _gemm(
     BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
     UNROLL: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()
     PIECES: gl.constexpr = 128 // G
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, 8 * BITS, 128], wd.layout)
