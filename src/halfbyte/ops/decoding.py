@@ -203,8 +203,9 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
-    # The time of a separate kernel for the norm or the gates: its start, and for gates one more read and write.
-    longest = choice.taken.seconds + _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
+    # The time of separate kernels for what `skinny` includes, the norm of one row and the gates: starts, and for gates another read and write.
+    separate = 2 if gated and rows == 1 else 1
+    longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
