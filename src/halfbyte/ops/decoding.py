@@ -203,7 +203,7 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     choice = choose_gpu_linear(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
-    # The time of separate kernels for what `skinny` includes, the norm of one row and the gates: starts, and for gates another read and write.
+    # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
     separate = 2 if gated and rows == 1 else 1
     longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
