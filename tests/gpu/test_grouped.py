@@ -56,15 +56,17 @@ def run(
     known = (ids >= 0) & (ids < count)
     assert found[0][~known].isnan().all()
     rounded = (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
-    for row in known.nonzero().flatten().tolist():
-        matrix, inputs = experts.matrix_of(codes, int(ids[row])), x[row // share : row // share + 1]
-        one = None if biases is None else biases[ids[row]]
+    for expert in ids[known].unique().tolist():
+        rows = (ids == expert).nonzero().flatten()
+        matrix, inputs = experts.matrix_of(codes, expert), x[rows // share]
+        one = None if biases is None else biases[expert]
         expected, error = reference.linear(inputs, matrix, one), 2 * reference.error_bound(inputs, matrix, one)
         size = inputs.double().abs() @ matrix.dequantize(torch.float64).abs().T
         error = error + (2 * UNIT[dtype] * size if rounded else 0)
         if interpreted and dtype == B:  # cuts float32 to bfloat16, where a GPU rounds
             error = error + UNIT[dtype] * (expected.abs() + error) + (4 * UNIT[dtype] * size if rounded else 0)
-        assert reference.agrees(found[0][row : row + 1], expected, error).all(), f"row {row} of expert {int(ids[row])}"
+        agree = reference.agrees(found[0][rows], expected, error).all(1)
+        assert agree.all(), f"rows {rows[~agree].tolist()} of expert {expert}"
 
 
 def random_ids(pairs: int, count: int) -> torch.Tensor:
