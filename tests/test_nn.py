@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.convert import Config, quantize_, relative_error, report
+from halfbyte.nn.convert import NOT_A_KIND, Config, quantize_, relative_error, report
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
 
 FORMATS = ("q4_0", "q8_0", "int4_g24_zp", "int8_channel_offset", "int4_tensor")
@@ -57,6 +57,28 @@ def test_embedding_looks_up_the_dequantized_rows(fmt: str) -> None:
     module = QuantEmbedding(ops.pack(ops.quantize(torch.randn(20, 33), fmt)), padding_idx=3, dtype=torch.bfloat16)
     ids = torch.tensor([[0, 19], [3, 3]])
     assert torch.equal(module(ids), module.codes().dequantize(torch.bfloat16)[ids])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embedding_bags_reduce_the_dequantized_rows(mode: str, padding: int | None) -> None:
+    bags, ended = nn.EmbeddingBag(9, 40, mode=mode, padding_idx=padding), nn.EmbeddingBag(9, 40, mode=mode, include_last_offset=True)
+    bags, ended = model = quantize_(nn.ModuleList([bags, ended]), "q4_0")
+    ids, offsets = torch.tensor([3, 1, 8, 3, 3, 0, 1]), torch.tensor([0, 3, 3, 5])
+    weights = torch.randn(7) if mode == "sum" else None
+
+    def expected(module: Any, ids: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        return nn.functional.embedding_bag(ids, module.weight.clone(), *args, mode=mode, **settings)
+
+    got = bags(ids, offsets, weights)
+    assert torch.equal(got, expected(bags, ids, offsets, per_sample_weights=weights, padding_idx=padding))
+    assert torch.equal(bags(ids[:6].view(2, 3)), expected(bags, ids[:6].view(2, 3), padding_idx=padding))
+    assert torch.equal(ended(ids, offsets.int()), expected(ended, ids, offsets, include_last_offset=True))
+    assert torch.equal(torch.compile(bags, backend="eager", fullgraph=True)(ids, offsets, weights), got)
+    with pytest.raises(ArgumentError, match="… 9"):
+        bags(torch.tensor([[9]]))
+    assert [row.kind for row in report(model).quantized] == ["EmbeddingBag", "EmbeddingBag"]
+    assert "and 1 more: the rows of all bags are dequantized" in str(report(model))
 
 
 def test_gradients_flow_to_the_activations_and_nowhere_else() -> None:
@@ -293,23 +315,22 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     result = report(quantize_(model, "q8_0"))
     assert [row.name for row in result.quantized] == ["plain"]
     reasons = {row.name: row.reason for row in result.kept}
-    not_a_kind = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
     assert reasons == {
         "own": "Own has a forward of its own",
         "parametrized": "its weight is parametrized",
-        "parametrized.parametrizations.weight": not_a_kind,
+        "parametrized.parametrizations.weight": "what a parametrized weight is made of",
         "hooked": "it has forward hooks, which would be lost",
         "renorm": "max_norm rescales its weight as it runs",
         "wide": "its weight is torch.float64: kernels take torch.float32, torch.bfloat16, torch.float16",
         "meta": "its weight has no data (meta device)",
         "empty": "its weight is empty",
-        "attention": not_a_kind,
+        "attention": NOT_A_KIND,
         "attention.out_proj": "MultiheadAttention reads its weight without calling it",
         "elsewhere": "its weight is also holder.0, which is not a module that can be quantized",
-        "holder": not_a_kind,
-        "norm": not_a_kind,
-        "batch": not_a_kind,
-        "volume": not_a_kind,
+        "holder": NOT_A_KIND,
+        "norm": NOT_A_KIND,
+        "batch": NOT_A_KIND,
+        "volume": NOT_A_KIND,
         "mirrored": "its padding is not with zeros",
         "experts": "it has stacked weights, and is not a module of experts as transformers builds them",
         "lazy": "its weight is a UninitializedParameter",
@@ -350,7 +371,7 @@ def test_a_lone_layer_has_no_place_to_be_replaced_in() -> None:
 def test_report_counts_bytes_and_bits() -> None:
     model = nn.Sequential(nn.Linear(64, 10), nn.LayerNorm(10))
     before = report(model)
-    assert [row.reason for row in before.rows] == ["not quantized yet", "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"]
+    assert [row.reason for row in before.rows] == ["not quantized yet", NOT_A_KIND]
     assert before.bytes_before == before.bytes_after == 4 * (64 * 10 + 10 + 20)
     after = report(quantize_(model, "q4_0"))
     assert after.bytes_before == before.bytes_before

@@ -195,6 +195,16 @@ def test_a_model_within_another_is_saved_too(tmp_path: Path) -> None:
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(whole[0].eval()))
 
 
+def test_a_config_that_other_models_have_too_is_not_changed() -> None:
+    config = LlamaConfig(**SMALL)
+    model, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
+    quantize_(model, "q8_0")
+    assert not hasattr(other.config, "quantization_config")
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config
+    model.set_attn_implementation("eager")  # reaches the layers by the config that they share
+    assert model.model.layers[0].self_attn.config is model.model.config is model.config
+
+
 def test_with_calibration(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"gptq needs calibration.*calibration=calibration_tokens"):
         HalfbyteConfig("int4_g32", method="gptq")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -340,7 +341,7 @@ class HalfbyteQuantizer(HfQuantizer):
         for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
         model.hf_quantizer = self
-        model.config.quantization_config = self.quantization_config
+        _own_config(model).quantization_config = self.quantization_config
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -393,6 +394,16 @@ class _Quantize(ConversionOps):
             if missing_keys is not None:
                 missing_keys.discard(target)
         return left
+
+
+def _own_config(model: Any) -> Any:
+    """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
+    shared = model.config
+    own = copy(shared)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if value is shared]:
+            setattr(module, name, own)
+    return own
 
 
 def _experts(model: Any, name: str) -> StackedExperts:

@@ -34,7 +34,7 @@ from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
-NOT_A_KIND = "only Linear, Embedding, Conv1d, Conv2d and experts are quantized"
+NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 _ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing
@@ -56,7 +56,7 @@ class Config:
 
     format      of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel
                 where this one has blocks
-    embedding   of every Embedding; None: the same as `format`
+    embedding   of every Embedding and EmbeddingBag; None: the same as `format`
     method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
@@ -148,7 +148,7 @@ class Config:
         """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
         if narrow and isinstance(as_format(self.format).block, int):
             return as_format("int8_channel")
-        return as_format(self.embedding if kind == "Embedding" and self.embedding is not None else self.format)
+        return as_format(self.embedding if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,9 @@ def quantize_(
     calibration: Calibration | Tensor | Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its quantized form,
-    in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own (`nn/attention.py`), except in models
-    of transformers.
+    """Replaces every nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its
+    quantized form, in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own (`nn/attention.py`),
+    except in models of transformers.
 
     calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
                  errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as
@@ -353,13 +353,19 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
-            convolution = isinstance(module, nn.modules.conv._ConvNd)
-            stacked = not convolution and any(not is_lazy(t) and t.dim() == 3 for _, t in own_tensors(module))
-            reason = why_not_experts(module) if stacks(module) else STACKED if stacked else NOT_A_KIND
+            reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
             if isinstance(module, MixtureOfExperts):
                 reason = "the biases of experts"
+            elif isinstance(module, parametrize.ParametrizationList):
+                reason = "what a parametrized weight is made of"
             found.append(Candidate(name, type(module).__name__, id(module), reason))
     return found
+
+
+def _stacked(module: nn.Module) -> bool:
+    """Whether it may be a mixture of experts with weights [experts, N, K]. Positions and class tokens are [1, tokens, K]."""
+    shapes = [t.shape for _, t in own_tensors(module) if not is_lazy(t)]
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and shape[0] > 1 for shape in shapes)
 
 
 def _quantized(model: nn.Module) -> list[Candidate]:
@@ -499,7 +505,7 @@ def _override(name: str, config: Config) -> Format | None:
     return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)
 
 
-def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
+def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
@@ -511,7 +517,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | StackedE
         f"{name} has a forward of its own": (type(module).forward is not base.forward or "forward" in vars(module)) and not _known(module),
         "it has forward hooks, which would be lost": has_hooks(module),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
-        "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding) and module.max_norm is not None,
+        "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
         "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,

@@ -15,13 +15,13 @@ from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, pack_like
 from halfbyte.nn.scaled import factor_of
 from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
-FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, StackedExperts)
-KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Experts")
+FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)
+KINDS = ("Linear", "Embedding", "EmbeddingBag", "Conv1d", "Conv2d", "Experts")
 CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel
 
 
@@ -75,6 +75,8 @@ def quantized_form(
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         factor = factor_of(module) if isinstance(module, nn.Embedding) else module.embed_scale
         made = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)
+    elif isinstance(module, nn.EmbeddingBag | QuantEmbeddingBag):
+        made = QuantEmbeddingBag(packed, module, dtype=dtype, error=error)
     elif isinstance(module, StackedExperts | QuantExperts):
         made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:

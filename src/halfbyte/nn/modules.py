@@ -1,4 +1,4 @@
-"""Modules whose weight is packed: QuantLinear in place of nn.Linear, QuantEmbedding in place of nn.Embedding.
+"""Modules whose weight is packed: QuantLinear in place of nn.Linear, QuantEmbedding and QuantEmbeddingBag in place of torch's.
 
 The weight is frozen. Gradients flow to the activations. In a state_dict it appears in canonical order, as `weight.data`,
 `weight.scale` and, where the format has one, `weight.zero` (see `Codes`), so that it means the same on every machine.
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -219,7 +220,7 @@ class QuantModule(nn.Module):
 
 
 class QuantMatrix(QuantModule):
-    """Base of QuantLinear and QuantEmbedding: a weight [N, K]."""
+    """Base of QuantLinear, QuantEmbedding and QuantEmbeddingBag: a weight [N, K]."""
 
     @property
     def packed(self) -> Packed:
@@ -299,6 +300,46 @@ class QuantEmbedding(QuantMatrix):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.format}"
+
+
+class QuantEmbeddingBag(QuantMatrix):
+    """Sums, means or maxima of rows of a quantized weight, as nn.EmbeddingBag.
+
+    like   the module whose settings it takes
+    """
+
+    kind = "EmbeddingBag"
+    mode: str
+    padding_idx: int | None
+    include_last_offset: bool
+    halfbyte_remark = "the rows of all bags are dequantized before torch reduces them: smaller than in float32, and slower"
+
+    def __init__(
+        self, packed: Packed, like: nn.EmbeddingBag | QuantEmbeddingBag, *, dtype: torch.dtype = torch.float32, error: float | None = None
+    ) -> None:
+        super().__init__(packed, dtype, error)
+        self.num_embeddings, self.embedding_dim = packed.shape
+        self.mode, self.padding_idx, self.include_last_offset = like.mode, like.padding_idx, like.include_last_offset
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """ids [bags, ids of each], or [ids] and where each bag starts in them -> [bags, embedding_dim] of the module's dtype."""
+        flat = ids.flatten()
+        places = torch.arange(len(flat), device=ids.device)
+        if self.padding_idx is not None:  # its row comes first
+            places = torch.where(flat == self.padding_idx, 0, places + 1)
+            flat = torch.cat([flat.new_full((1,), self.padding_idx), flat])
+        return functional.embedding_bag(
+            places.view(ids.shape),
+            ops.embedding(flat, self.packed, self.dtype),
+            None if offsets is None else offsets.long(),
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=None if self.padding_idx is None else 0,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, format={self._packed.format}"
 
 
 def check_compute(compute: str, activation: str) -> None:

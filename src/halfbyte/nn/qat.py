@@ -42,8 +42,8 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     scales   "dynamic": computed from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, initialized by
              the method and trained with the weights (LSQ); zeros are not trained
 
-    Fold batch norms before (`fold_batch_norms_`). Experts stay in floating point, which `report(model)` notes. Raises ArgumentError
-    or FormatError as `quantize_` does; then nothing has changed.
+    Fold batch norms before (`fold_batch_norms_`). Experts and EmbeddingBags stay in floating point, which `report(model)` notes. Raises
+    ArgumentError or FormatError as `quantize_` does; then nothing has changed.
     """
     config = as_config(config)
     _check(model, config, scales)
@@ -52,7 +52,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
         check_patterns(config, [candidate.name for candidate in found])
         formats = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
         others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
-    trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats]
+    trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and name not in others]
     grids: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
     if scales == "learned":
         for name, module, fmt in trained:
