@@ -1,16 +1,16 @@
 """Calls of the attention of new tokens to a cache, on this CPU or an emulated one, and how they are checked against float64."""
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from support import pairwise
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec, build
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 
 KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 CASES = pairwise((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5))
@@ -20,8 +20,7 @@ Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, i
 
 def native(isa: ISA, threads: int) -> Launch:
     def launch(spec: AttendSpec, fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
-        phase = jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]
-        block = ATTEND.buffer(fields | {"first_phase": phase, "openmp": runtime.openmp_address()})
+        block = arguments(ATTEND, compiled(build, spec, isa), fields)
         runtime.runner()(ctypes.addressof(block), threads)
 
     return launch

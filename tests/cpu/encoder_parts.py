@@ -11,6 +11,7 @@ from halfbyte.kernels.cpu import chain, runtime
 from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.exponential import BOUND
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 
 EPS = 2.0**-24
 
@@ -80,7 +81,7 @@ Launch = Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]
 
 def native(isa: ISA, threads: int) -> Launch:
     def launch(fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
-        block = NORM.buffer(fields | {"first_phase": chain._phase(Step("norm", centred=True), isa), "openmp": runtime.openmp_address()})
+        block = arguments(NORM, compiled(chain.build, Step("norm", centred=True), isa), fields)
         runtime.runner()(ctypes.addressof(block), threads)
 
     return launch

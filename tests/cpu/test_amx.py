@@ -18,6 +18,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXInt8, AMXTiles
 from halfbyte.kernels.cpu.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.isas import ISAS
+from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Activation
@@ -89,7 +90,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
         monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
         monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
         again = kernel_of(fmt, n, k, torch.float32, way)
-        linear._tile_function.cache_clear()
+        compiled.cache_clear()
         assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
 
 

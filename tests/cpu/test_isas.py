@@ -25,6 +25,7 @@ from halfbyte.kernels.cpu import activations as activations_module
 from halfbyte.kernels.cpu import attend, attend_whole, chain, depthwise, dequantize, driver, isa_arm, jit, quantize, tile
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu.activations import RowSpec
+from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.attend_whole import WholeSpec
 from halfbyte.kernels.cpu.chain import Step
@@ -242,7 +243,7 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
     kernel, packed = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "float", "block"), pack(random_codes(fmt, (n, k)))
     run_linear(kernel, torch.randn(1, k), packed)
     run = emulator.run
-    for place in (-1, -65, 300):  # behind the last piece of memory, at its end, and in the activations
+    for place in (-1, -65, LINEAR.struct().size + 140):  # behind the last piece of memory, at its end, and in the activations
 
         def damaged(image: bytes, places: list[int], place: int = place) -> bytes:
             after = bytearray(run(image, places))

@@ -25,6 +25,7 @@ from halfbyte.kernels.cpu import isas as isas_module
 from halfbyte.kernels.cpu import jit, runtime, tile
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isas import ISAS, current
+from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.machine import machine
 
 
@@ -208,6 +209,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[..., Module],
         return load(name, build, isa)
 
     monkeypatch.setattr(jit, "load", noted)
+    compiled.cache_clear()
     return calls
 
 

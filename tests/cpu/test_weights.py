@@ -1,7 +1,5 @@
 """Kernels on weights alone: dequantize, embedding rows, and quantize, bit for bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +27,7 @@ isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 
 
 @pytest.fixture(autouse=True)
-def _shared_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _shared_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads share even the smallest weight, and new memory is full of NaN (or of 0x25)."""
     empty = torch.empty
 
@@ -41,15 +39,10 @@ def _shared_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runtime, "threads", lambda: 2)
     monkeypatch.setattr(dequantize_module, "_ELEMENTS_A_THREAD", 1)
     monkeypatch.setattr(quantize_module, "_ELEMENTS_A_THREAD", 1)
-    yield
-    dequantize_module._phase.cache_clear()
-    quantize_module._phase.cache_clear()
 
 
 def use(isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-    dequantize_module._phase.cache_clear()
-    quantize_module._phase.cache_clear()
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:

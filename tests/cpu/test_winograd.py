@@ -15,7 +15,7 @@ from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu import jit, runtime, winograd
 from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS, current
-from halfbyte.kernels.cpu.winograd import WinogradKernel, outputs, pixels, transformed
+from halfbyte.kernels.cpu.winograd import WinogradKernel, WinogradSpec, outputs, pixels, transformed
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops import conv as ops
@@ -160,7 +160,7 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
 def test_products_are_made_in_registers(isa) -> None:
     """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
     group = isa.direct_tile[0]
-    loops = jit.compile_assembly(winograd.build(group, isa), isa).split("\n.L")
+    loops = jit.compile_assembly(winograd.build(WinogradSpec(group), isa), isa).split("\n.L")
     product = "vpdpwssd" if isa.sums_shorts else "vpmaddwd"
     (loop,) = (part.splitlines() for part in loops if product in part)
     products = group * 2 * isa.lanes  # pairs of channels times tiles times vectors

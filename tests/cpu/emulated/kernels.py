@@ -1,7 +1,6 @@
 """halfbyte's own calls, planned as ever, with an `Emulator` in the place of the CPU."""
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from halfbyte.kernels.cpu.chain import build as build_step
 from halfbyte.kernels.cpu.conv import ConvKernel
 from halfbyte.kernels.cpu.depthwise import DEPTHWISE, DepthwiseKernel
 from halfbyte.kernels.cpu.direct import DIRECT
+from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.patches import CONV
 from halfbyte.kernels.cpu.tile import Inner
@@ -30,7 +30,6 @@ from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _FUNCTIONS = ("first_phase", "second_phase", "row_function", "tile_function", "lesser_tile_function")
-_CACHED = (dequantize._phase, quantize._phase, depthwise._phase)
 _MARGIN = b"\xff" * 64  # NaN in every dtype
 
 
@@ -39,15 +38,11 @@ def _in_place_of_the_cpu(emulator: Emulator, run: Callable[[bytes, int], bytes] 
     with pytest.MonkeyPatch.context() as patch:
         for module in (linear, dequantize, quantize, conv, depthwise):
             patch.setattr(module, "current", lambda: emulator.isa)
-        for cached in _CACHED:
-            cached.cache_clear()
         patch.setattr(jit, "load", emulator.load)
         patch.setattr(runtime, "threads", lambda: 1)
         patch.setattr(runtime, "runner", lambda: None)
         patch.setattr(runtime, "run", run)
         yield
-    for cached in _CACHED:
-        cached.cache_clear()
 
 
 def _call(emulator: Emulator, table: Block, block: bytes, sizes: dict[str, int], written: set[str]) -> bytes:
@@ -157,14 +152,15 @@ def dequantized(emulator: Emulator, weights: Tensor, geo: Geometry, dtype: torch
 
 def attend(emulator: Emulator, spec: AttendSpec, fields: dict[str, int | tuple[float, float]], sizes: dict[str, int]) -> None:
     """Attention of new tokens to a cache; `sizes` of the memory that arguments mean."""
-    phase = emulator.load(spec.name, functools.partial(build_attend, spec), emulator.isa)[spec.name]
+    with _in_place_of_the_cpu(emulator):
+        phase = compiled(build_attend, spec, emulator.isa)
     _call(emulator, ATTEND, bytes(ATTEND.buffer(fields | {"first_phase": phase})), sizes, {"keys", "values", "out"})
 
 
 def norm(emulator: Emulator, fields: dict[str, int | tuple[float, float]], sizes: dict[str, int]) -> None:
     """Layer norms of rows; `sizes` of the memory that arguments mean."""
-    step = Step("norm", centred=True)
-    phase = emulator.load("norm_centred", functools.partial(build_step, step), emulator.isa)["norm"]
+    with _in_place_of_the_cpu(emulator):
+        phase = compiled(build_step, Step("norm", centred=True), emulator.isa)
     _call(emulator, NORM, bytes(NORM.buffer(fields | {"first_phase": phase})), sizes, {"out"})
 
 
@@ -181,14 +177,10 @@ def attend_whole(emulator: Emulator, q: Tensor, k: Tensor, v: Tensor, mask: Tens
         sizes |= {"mask": call["padded"] * batch, "out": 4 * batch * heads * tokens * dim, "scratch": call["thread_bytes"]}
         _call(emulator, whole.WHOLE, block, sizes, {"out", "scratch"})
 
-    with _in_place_of_the_cpu(emulator):
-        whole.phase.cache_clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole, "current", lambda: emulator.isa)
-            patch.setattr(runtime, "runner", lambda: run)
-            y = whole.attend(q, k, v, mask, scale)
-        whole.phase.cache_clear()
-    return y
+    with _in_place_of_the_cpu(emulator), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "current", lambda: emulator.isa)
+        patch.setattr(runtime, "runner", lambda: run)
+        return whole.attend(q, k, v, mask, scale)
 
 
 def quantized(emulator: Emulator, weight: Tensor, fmt: Format) -> Codes | str | None:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, vector
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
 
 _TOGETHER = 16  # blocks whose scales are found at once
@@ -50,34 +51,21 @@ class RowSpec:
     folded: bool = False
     biased: bool = False
 
-    @property
-    def name(self) -> str:
-        scheme = (
-            ("_paired" if self.paired else "")
-            + ("_row" if self.by_row else "")
-            + ("_shifted" if self.shifted else "")
-            + ("_zeroed" if self.zeroed else "")
-            + ("_folded" if self.folded else "")
-            + ("_biased" if self.biased else "")
-        )
-        sign = "m" if self.correction < 0 else ""
-        unit = f"u{self.unit}{'s' if self.single else ''}"
-        return f"rows_{self.inner}{scheme}_{self.source}_w{self.bits}_{unit}_c{sign}{abs(self.correction)}_{self.sums}"
 
-
-def build(spec: RowSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name(arguments, x, tile, rows of the tile, which of them)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 3 + ["i64"] * 2)
+@function(*["ptr"] * 3, *["i64"] * 2)
+def build(spec: RowSpec, isa: ISA, f: Function) -> None:
+    """A function of (arguments, x, tile, rows of the tile, which of them)."""
     row = _CopiedRow if spec.source == "i8" else _Int8Row if spec.inner == "int8" else _FloatRow
     row(spec, isa, f).emit()
-    return module
 
 
-class _Row:
+class _Row(Emitter):
+    block = LINEAR
+    spec: RowSpec
+
     def __init__(self, spec: RowSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.x, self.tile, self.rows, self.row = f.parameters
+        super().__init__(spec, isa, f)
+        _, self.x, self.tile, self.rows, self.row = f.parameters
         self.element = {"f32": "float", "i8": "i8"}.get(spec.source, "i16")
         self.raw_type = vector(self.element, spec.unit)
         self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
@@ -89,8 +77,7 @@ class _Row:
         """For each block, or `count` from `first` on: its x, its real elements, its units, and where this row's data and the record's
         fields lie."""
         f, spec = self.f, self.spec
-        blocks, units, last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-        block, last = (LINEAR.load(self.args, field) for field in ("block", "last"))
+        blocks, units, last_units, block, last = map(self.get, ("blocks", "units", "last_units", "block", "last"))
         first, stop = (f.value("i64", 0), blocks) if first is None or count is None else (first, first + count)
         record_bytes = self.rows * (units * self.unit_bytes + 4 * FIELDS)
         x, record = f.variable(self.x + first * block * self.element_bytes), f.variable(self.tile + first * record_bytes)
@@ -163,14 +150,14 @@ class _Int8Row(_Row):
         if spec.by_row or spec.shifted:
             whole = None
             if spec.by_row:
-                k = LINEAR.load(self.args, "k")
+                k = self.get("k")
                 whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
             for block in self.blocks():
                 self._block(*block, *(whole if whole is not None else self._range(*block[:3])))
             return
         # The scales of several blocks at once: one block's are a long chain of operations, and one division takes as long as many.
         extents, scales, inverses = (f.alloca(vector(kind, _TOGETHER), 1, 64) for kind in ("i32", "float", "float"))
-        blocks = LINEAR.load(self.args, "blocks")
+        blocks = self.get("blocks")
         for first in f.loop(blocks, step=_TOGETHER):
             count = f.umin(blocks - first, f.value("i64", _TOGETHER))
             at = f.variable(f.value("i64", 0))

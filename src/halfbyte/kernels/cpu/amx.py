@@ -10,24 +10,23 @@ from __future__ import annotations
 import functools
 
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
+from halfbyte.kernels.cpu.ir import Function, Value, Variable
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND_BITS, RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 
 
-def build(spec: TileSpec, isa: AMXTiles) -> Module:
+@function(*["ptr"] * 5, *["i64"] * 4)
+def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
     """As `tile.build`."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 4)
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
     tile.configure()
     for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
         tile.emit(part * (isa.lanes * spec.vectors))
     isa.release(f)
-    return module
 
 
 class MatrixTile(Tile):

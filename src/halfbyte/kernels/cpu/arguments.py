@@ -44,6 +44,15 @@ class Block:
     def load(self, args: Value, field: str, type_: str = "i64") -> Value:
         return args.load(type_, self.offset(field), 8)
 
+    def load_floats(self, args: Value, field: str) -> tuple[Value, Value]:
+        """The two halves of a field."""
+        first, second = ((args + self.offset(field)).load("float", at, 4) for at in (0, 4))
+        return first, second
+
+    def known(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Those that the block has fields for."""
+        return {field: value for field, value in values.items() if field in self.fields}
+
 
 LINEAR = Block(
     (

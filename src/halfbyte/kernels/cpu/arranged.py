@@ -24,9 +24,9 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import arrange, direct_call
 from halfbyte.kernels.cpu.arrange import LANE
-from halfbyte.kernels.cpu.direct import DIRECT, PARAMETERS, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile, tile_function
 from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
-from halfbyte.kernels.cpu.ir import Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
@@ -57,16 +57,10 @@ class _Chunk(NamedTuple):
         return cls(weights, weights + vector, weights + 2 * vector, weights + 3 * vector)
 
 
-def build_tile(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
-    module = Module(isa.attributes)
-    f = module.function(name_of(spec), PARAMETERS)
+@tile_function
+def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
+    """As `direct.build_tile`. It does not read sums and scale."""
     _ArrangedTile(spec, isa, f).emit(f.value("i64", 0))
-    return module
-
-
-def name_of(spec: TileSpec) -> str:
-    return f"arranged_{spec.rows}x{spec.vectors}"
 
 
 class _ArrangedTile(RequantizingDirectTile):
@@ -154,7 +148,7 @@ class ArrangedConvKernel(OwnWeightsKernel):
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
     def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(name_of, build_tile, panel_bytes, group(self.isa))
+        return OwnTiles(build_tile, panel_bytes, group(self.isa))
 
 
 def _lanes(runs: Tensor) -> Tensor:

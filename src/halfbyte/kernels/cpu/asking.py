@@ -49,6 +49,6 @@ class Asking:
         for distance, locality in ((asked.value, locality) for asked, locality in ways):
             if self.side is not None:
                 distance = self.side.equals(0).select(distance, 0)
-            with self.f.when(distance.equals(0).equals(0)):
+            with self.f.when(distance.differs(0)):
                 for line in range(0, size, 64):
                     self.f.prefetch(weights + distance + line, locality)

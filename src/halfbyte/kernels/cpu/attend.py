@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.exponential import exp
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import Emitter, phase
 
 ATTEND = Block(
     (
@@ -54,10 +55,6 @@ class AttendSpec:
     normed: bool
     masked: bool
 
-    @property
-    def name(self) -> str:
-        return f"attend_{self.group}x{self.dim}_{self.kind}{'_normed' if self.normed else ''}{'_masked' if self.masked else ''}"
-
 
 def supports(heads: int, kv_heads: int, dim: int) -> str | None:
     """Why these heads are not computed here; None where they are."""
@@ -68,18 +65,17 @@ def supports(heads: int, kv_heads: int, dim: int) -> str | None:
     return None
 
 
-def build(spec: AttendSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: AttendSpec, isa: ISA, f: Function) -> None:
     _Attend(spec, isa, f).emit()
-    return module
 
 
-class _Attend:
+class _Attend(Emitter):
+    block = ATTEND
+    spec: AttendSpec
+
     def __init__(self, spec: AttendSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args = f.parameters[0]
+        super().__init__(spec, isa, f)
         self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
         self.element, self.element_bytes = ("float", 4) if spec.kind == "f32" else ("i16", 2)
@@ -87,39 +83,33 @@ class _Attend:
         self.queries, self.totals, self.scores = (f.alloca("float", spec.group * n, 64) for n in (spec.dim, spec.dim, _CHUNK))
         self.largest, self.sums = (f.alloca(self.floats, spec.group, self.bytes) for _ in range(2))
 
-    def number(self, field: str) -> Value:
-        return ATTEND.load(self.args, field)
-
-    def pointer(self, field: str) -> Value:
-        return ATTEND.load(self.args, field, "ptr")
-
     def emit(self) -> None:
         f, spec = self.f, self.spec
         _, thread, threads = f.parameters
-        tokens, kv_heads, length = (self.number(name) for name in ("tokens", "kv_heads", "length"))
-        items, head_bytes = self.number("batch") * kv_heads, 4 * spec.dim
+        tokens, kv_heads, length = (self.get(name) for name in ("tokens", "kv_heads", "length"))
+        items, head_bytes = self.get("batch") * kv_heads, 4 * spec.dim
         for item in f.loop((thread + 1) * items // threads, thread * items // threads):
             b, h = item // kv_heads, item % kv_heads
-            keys = self.pointer("keys") + b * self.number("key_batch") + h * self.number("key_head")
-            values = self.pointer("values") + b * self.number("value_batch") + h * self.number("value_head")
+            keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
+            values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
             for j in f.loop(tokens):
-                row = self.pointer("qkv") + (b * tokens + j) * self.number("qkv_stride")
+                row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 for at, x in enumerate(self._turned(key, "k_norm", b, j)):
-                    self._keep(keys + (length + j) * self.number("key_token"), at, x)
+                    self._keep(keys + (length + j) * self.get("key_token"), at, x)
                 value = key + kv_heads * head_bytes
                 for at in range(self.vectors):
-                    self._keep(values + (length + j) * self.number("value_token"), at, value.load(self.floats, at * self.bytes, 4))
+                    self._keep(values + (length + j) * self.get("value_token"), at, value.load(self.floats, at * self.bytes, 4))
             for j in f.loop(tokens):
                 row = b * tokens + j
-                queries = self.pointer("qkv") + row * self.number("qkv_stride") + h * (spec.group * head_bytes)
-                scale = (self.args + ATTEND.offset("scale_eps")).load("float", 0, 4).splat(self.lanes)
+                queries = self.pointer("qkv") + row * self.get("qkv_stride") + h * (spec.group * head_bytes)
+                scale = ATTEND.load_floats(self.args, "scale_eps")[0].splat(self.lanes)
                 for g in range(spec.group):
                     for at, x in enumerate(self._turned(queries + g * head_bytes, "q_norm", b, j)):
                         self.queries.store(x * scale, (g * self.vectors + at) * self.bytes, self.bytes)
-                mask = self.pointer("mask") + b * self.number("mask_batch") + j * self.number("mask_token") if spec.masked else None
+                mask = self.pointer("mask") + b * self.get("mask_batch") + j * self.get("mask_token") if spec.masked else None
                 self._attend(keys, values, length + j + 1, mask)
-                self._write(self.pointer("out") + row * self.number("out_stride") + h * (spec.group * head_bytes))
+                self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
 
     def _turned(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
         """A head with its norm and its position."""
@@ -129,11 +119,11 @@ class _Attend:
             total = f.value(self.floats, 0.0)
             for part in parts:
                 total = f.fma(part, part, total)
-            eps = (self.args + ATTEND.offset("scale_eps")).load("float", 4, 4)
+            eps = ATTEND.load_floats(self.args, "scale_eps")[1]
             root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
             weight = self.pointer(norm)
             parts = [part * root * weight.load(self.floats, at * self.bytes, 4) for at, part in enumerate(parts)]
-        turn = b * self.number("rotary_batch") + j * self.number("rotary_token")
+        turn = b * self.get("rotary_batch") + j * self.get("rotary_token")
         cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
         out = []
         for at, part in enumerate(parts):
@@ -163,7 +153,7 @@ class _Attend:
             for g in range(spec.group):
                 self._weigh(g, count)
             for g in range(spec.group):
-                self._add(g, values + start * self.number("value_token"), count)
+                self._add(g, values + start * self.get("value_token"), count)
 
     def _score(self, keys: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
         """Scores of a chunk, some tokens at a time; behind `count` they are those of the last token."""
@@ -172,7 +162,7 @@ class _Attend:
         for i in f.loop(count, step=together):
             for p in range(together):
                 token = f.umin(start + i + p, last)
-                row, sums = keys + token * self.number("key_token"), [f.value(self.floats, 0.0)] * spec.group
+                row, sums = keys + token * self.get("key_token"), [f.value(self.floats, 0.0)] * spec.group
                 for at in range(self.vectors):
                     key = self._kept(row, at)
                     for g in range(spec.group):
@@ -218,7 +208,7 @@ class _Attend:
             totals = [f.variable(self.totals.load(self.floats, place, self.bytes)) for place in places]
             for i in f.loop(count):
                 weight = self.scores.load("float", i * 4 + 4 * _CHUNK * g, 4).splat(self.lanes)
-                row = values + i * self.number("value_token")
+                row = values + i * self.get("value_token")
                 for at, total in zip(some, totals, strict=True):
                     total.value = f.fma(weight, self._kept(row, at), total.value)
             for place, total in zip(places, totals, strict=True):

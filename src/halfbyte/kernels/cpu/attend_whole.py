@@ -16,18 +16,18 @@ It wins where torch's kernel, which is made for long sequences, spends its time 
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.exponential import exp
-from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
+from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.linear import thread as thread_memory
 
 WHOLE = Block(
@@ -59,50 +59,40 @@ class WholeSpec:
     masked: bool
     biased: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"attend_whole_{self.dim}{'_masked' if self.masked else ''}{'_biased' if self.biased else ''}"
 
-
-def build(spec: WholeSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: WholeSpec, isa: ISA, f: Function) -> None:
     _Whole(spec, isa, f).emit()
-    return module
 
 
-class _Whole:
+class _Whole(Emitter):
+    block = WHOLE
+    spec: WholeSpec
+
     def __init__(self, spec: WholeSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, thread, self.threads = f.parameters
-        self.thread = thread
+        super().__init__(spec, isa, f)
+        _, self.thread, self.threads = f.parameters
         self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
-        self.tokens, self.padded = self.number("tokens"), self.number("padded")
-        self.keys = WHOLE.load(self.args, "scratch", "ptr") + thread * self.number("thread_bytes")
+        self.tokens, self.padded = self.get("tokens"), self.get("padded")
+        self.keys = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.values = self.keys + self.padded * (4 * spec.dim)
         self.scores = self.values + self.padded * (4 * spec.dim)
 
-    def number(self, field: str) -> Value:
-        return WHOLE.load(self.args, field)
-
     def emit(self) -> None:
-        f, heads = self.f, self.number("heads")
-        items = self.number("batch") * heads
+        f, heads = self.f, self.get("heads")
+        items = self.get("batch") * heads
         for item in f.loop((self.thread + 1) * items // self.threads, self.thread * items // self.threads):
             b, h = item // heads, item % heads
-            q, k, v = (
-                WHOLE.load(self.args, x, "ptr") + b * self.number(f"{x}_batch") + h * self.number(f"{x}_head") for x in ("q", "k", "v")
-            )
+            q, k, v = (self.pointer(x) + b * self.get(f"{x}_batch") + h * self.get(f"{x}_head") for x in "qkv")
             self._transpose(k)
             for j in f.loop(self.tokens):
                 for at in range(0, 4 * self.spec.dim, self.bytes):
-                    self.values.store((v + j * self.number("v_token")).load(self.floats, at, 4), j * (4 * self.spec.dim) + at, self.bytes)
+                    self.values.store((v + j * self.get("v_token")).load(self.floats, at, 4), j * (4 * self.spec.dim) + at, self.bytes)
             for tile in f.loop((self.tokens + (_ROWS - 1)) // _ROWS):
                 # Behind the last token it comes again: the same is computed and written more than once.
                 tokens = [f.umin(tile * _ROWS + i, self.tokens - 1) for i in range(_ROWS)]
-                self._score([q + token * self.number("q_token") for token in tokens])
+                self._score([q + token * self.get("q_token") for token in tokens])
                 sums = [self._exponentiate(i, b, h, token) for i, token in enumerate(tokens)]
                 self._write([((b * self.tokens + token) * heads + h) * (4 * self.spec.dim) for token in tokens], sums)
 
@@ -110,7 +100,7 @@ class _Whole:
         """The keys, `lanes` of them and of their elements at a time; behind the last token it comes again."""
         f, n = self.f, self.lanes
         for block in f.loop(self.padded // n):
-            rows = [k + f.umin(block * n + i, self.tokens - 1) * self.number("k_token") for i in range(n)]
+            rows = [k + f.umin(block * n + i, self.tokens - 1) * self.get("k_token") for i in range(n)]
             for d in range(0, self.spec.dim, n):
                 square = [row.load(self.floats, 4 * d, 4) for row in rows]
                 half = n // 2
@@ -150,12 +140,12 @@ class _Whole:
     def _exponentiate(self, i: int, b: Value, h: Value, token: Value) -> Value:
         """Scores to exponentials; their sum."""
         f, n = self.f, self.lanes
-        scale = (self.args + WHOLE.offset("scale")).load("float", 0, 4).splat(n)
+        scale = WHOLE.load_floats(self.args, "scale")[0].splat(n)
         row, ints = self.scores + self.padded * (4 * i), vector("i32", n)
         largest = f.variable(f.value(self.floats, _LEAST))
-        mask = WHOLE.load(self.args, "mask", "ptr") + b * self.number("mask_batch") + token * self.number("mask_token")
-        bias = WHOLE.load(self.args, "bias", "ptr") + b * self.number("bias_batch") + h * self.number("bias_head")
-        bias = bias + token * self.number("bias_token")
+        mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token")
+        bias = self.pointer("bias") + b * self.get("bias_batch") + h * self.get("bias_head")
+        bias = bias + token * self.get("bias_token")
         for j in f.loop(self.padded // n):
             at = row + j * self.bytes
             here = (j * n).to("i32").splat(n) + f.constant(ints, range(n))
@@ -177,7 +167,7 @@ class _Whole:
         return total.value.fold(lambda x, y: x + y)
 
     def _write(self, places: list[Value], sums: list[Value]) -> None:
-        f, out, vectors = self.f, WHOLE.load(self.args, "out", "ptr"), self.spec.dim // self.lanes
+        f, out, vectors = self.f, self.pointer("out"), self.spec.dim // self.lanes
         inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s in sums]
         for first in range(0, vectors, _VECTORS):
             some = min(_VECTORS, vectors - first)
@@ -243,17 +233,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))
     mask, bias = (None if scores is None else readable(scores, padded) for scores in (mask, bias))
     strides = [n for x in (query, key, value) for n in (x.data_ptr(), *(4 * s for s in x.stride()[:3]))]
-    _memory, address = thread_memory.memory(threads * thread_bytes)
-    numbers = batch, heads, tokens, padded, address, thread_bytes
-    function = phase(WholeSpec(dim, mask is not None, bias is not None), isa)
+    _memory, scratch = thread_memory.memory(threads * thread_bytes)
+    numbers = batch, heads, tokens, padded, scratch, thread_bytes
+    function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
     block = _pack(function, 0, runtime.openmp_address(), 0, *strides, *scores, out.data_ptr(), *numbers, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out
-
-
-@functools.cache
-def phase(spec: WholeSpec, isa: ISA) -> int:
-    """Its address."""
-    return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]

@@ -18,16 +18,15 @@ nobody waits long for the last.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from halfbyte.kernels.cpu import driver, jit, runtime
+from halfbyte.kernels.cpu import driver, kernel, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import inverse_root
 from halfbyte.kernels.cpu.exponential import silu
-from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -54,50 +53,48 @@ PRODUCT = Block(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """name: "chain", "lanes", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    """kind: "chain", "lanes", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); centred: norms are layer norms."""
 
-    name: str
+    kind: str
     gated: bool = False
     centred: bool = False
 
 
-def build(step: Step, isa: ISA) -> Module:
-    """A module with one phase: step.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(step.name, ["ptr", "i64", "i64"])
-    if step.name == "chain":
+@kernel.phase
+def build(step: Step, isa: ISA, f: Function) -> None:
+    if step.kind == "chain":
         _chain(f)
-        return module
-    args, thread, threads = f.parameters
-    if step.name == "lanes":
-        for i in f.loop((LANES.load(args, "count") - thread + (threads - 1)) // threads):
-            chain = (LANES.load(args, "chains", "ptr") + (thread + i * threads) * 8).load("ptr", 0, 8)
-            f.call_pointer(chain.load("ptr", 0, 8), chain, f.value("i64", 0), f.value("i64", 1))
-        return module
-    if step.name == "norm":
+    elif step.kind == "lanes":
+        _lanes(f)
+    elif step.kind == "norm":
         _norms(f, isa, centred=step.centred)
-        return module
-    linear = PRODUCT.load(args, "linear", "ptr")
-    m = LINEAR.load(linear, "m")
-    if step.name == "rows":
-        _prepare(f, isa, step, linear, (thread * m // threads, (thread + 1) * m // threads))
     else:
-        if step.name == "product":
-            _prepare(f, isa, step, linear, (f.value("i64", 0), m))
-        _multiply(f, isa, linear, step.gated)
-    return module
+        _product(f, isa, step)
 
 
 def phase(step: Step) -> int:
     """Its address."""
-    return _phase(step, current())
+    return kernel.compiled(build, step, current())
 
 
-@functools.cache
-def _phase(step: Step, isa: ISA) -> int:
-    name = f"{step.name}{'_gated' if step.gated else ''}{'_centred' if step.centred else ''}"
-    return jit.load(name, functools.partial(build, step), isa)[step.name]
+def _product(f: Function, isa: ISA, step: Step) -> None:
+    args, thread, threads = f.parameters
+    linear = PRODUCT.load(args, "linear", "ptr")
+    m = LINEAR.load(linear, "m")
+    if step.kind == "rows":
+        _prepare(f, isa, step, linear, (thread * m // threads, (thread + 1) * m // threads))
+        return
+    if step.kind == "product":
+        _prepare(f, isa, step, linear, (f.value("i64", 0), m))
+    _multiply(f, isa, linear, step.gated)
+
+
+def _lanes(f: Function) -> None:
+    args, thread, threads = f.parameters
+    for i in f.loop((LANES.load(args, "count") - thread + (threads - 1)) // threads):
+        chain = (LANES.load(args, "chains", "ptr") + (thread + i * threads) * 8).load("ptr", 0, 8)
+        f.call_pointer(chain.load("ptr", 0, 8), chain, f.value("i64", 0), f.value("i64", 1))
 
 
 def _chain(f: Function) -> None:
@@ -125,12 +122,12 @@ def _prepare(f: Function, isa: ISA, step: Step, linear: Value, rows: tuple[Value
     norm = RowNorm(
         f, isa, k, (PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")), args + PRODUCT.offset("eps"), step.centred
     )
-    plain = f.emit("i1", f"icmp eq ptr {norm.weight.name}, null")
+    plain = norm.weight.is_null()
     for r in f.loop(rows[1], rows[0]):
         row, to = x + r * stride, normed + r * PRODUCT.load(args, "normed_row")
         with f.when(plain.equals(0)):
             norm.emit(row, to)
-        first_kind = f.emit("i1", f"icmp ult i64 {r.name}, {split.name}")
+        first_kind = r.below(split)
         in_tile = first_kind.select(big, big - 1)
         inside = first_kind.select(r, r - split) % in_tile
         f.call_pointer(function, linear, plain.select(row, to), scratch + (r - inside) * row_bytes, in_tile, inside)
@@ -257,9 +254,8 @@ class Chain:
     def __init__(self, blocks: Sequence[ctypes.Array[ctypes.c_char]], threads: int) -> None:
         self._blocks, self._threads = blocks, threads
         self._steps = (ctypes.c_int64 * len(blocks))(*map(ctypes.addressof, blocks))
-        fields = {"first_phase": phase(Step("chain")), "openmp": runtime.openmp_address()}
-        fields |= {"steps": ctypes.addressof(self._steps), "count": len(blocks)}
-        self._buffer = CHAIN.buffer(fields)
+        fields = {"steps": ctypes.addressof(self._steps), "count": len(blocks)}
+        self._buffer = kernel.arguments(CHAIN, phase(Step("chain")), fields)
         self._address = ctypes.addressof(self._buffer)
         self._run = runtime.runner()
 
@@ -281,6 +277,5 @@ class Chain:
 def run_lanes(chains: Sequence[Chain]) -> None:
     """Chains that know nothing of each other, each made for one thread, side by side."""
     addresses = (ctypes.c_int64 * len(chains))(*(chain.ready() for chain in chains))
-    fields = {"first_phase": phase(Step("lanes")), "openmp": runtime.openmp_address()}
-    block = LANES.buffer(fields | {"chains": ctypes.addressof(addresses), "count": len(chains)})
+    block = kernel.arguments(LANES, phase(Step("lanes")), {"chains": ctypes.addressof(addresses), "count": len(chains)})
     runtime.runner()(ctypes.addressof(block), len(chains))

@@ -10,18 +10,18 @@ The image and the output have their channels together (channels_last). No im2col
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import struct
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import direct_call, elementwise, jit, patches, runtime
+from halfbyte.kernels.cpu import direct_call, elementwise, patches, runtime
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.tile import Inner
@@ -131,45 +131,31 @@ class ConvKernel:
         thread_bytes = tile_bytes + (sizes.k * element + 191 & ~63)  # a unit is at most 128 bytes
         edge = torch.full((sizes.channels,), outside, dtype=self.dtype)
         out_bytes = linear.out_dtype.itemsize
-        buffer = CONV.buffer(
-            fields
-            | {
-                "first_phase": jit.load(spec.name, functools.partial(patches.build, spec), self.isa)[spec.name],
-                "out_stride": sizes.out * out_bytes,
-                "group": group,
-                "thread_bytes": thread_bytes,
-                "row_at": tile_bytes,
-                "items": items,
-                "parts": parts,
-                "chunks": chunks,
-                "chunk_tiles": chunk,
-                "group_bytes": tap,
-                "group_weights": geo.nbytes,
-                "group_bias": 3 * fields["table_stride"] if linear.out_dtype == torch.int8 else 4 * geo.n,
-                "group_out": geo.n * out_bytes,
-                "height": height,
-                "width": width,
-                "out_height": ho,
-                "out_width": wo,
-                "stride_h": window.stride[0],
-                "stride_w": window.stride[1],
-                "top": window.padding[0],
-                "left": window.padding[2],
-                "dilation_h": window.dilation[0],
-                "dilation_w": window.dilation[1],
-                "kernel_h": sizes.kernel[0],
-                "kernel_w": sizes.kernel[1],
-                "image_bytes": height * width * pixel,
-                "line_bytes": width * pixel,
-                "pixel_bytes": pixel,
-                "tap_bytes": tap,
-                "tap_stride": stride,
-                "outside": edge.data_ptr(),
-                "pieces": pieces,
-                "piece_bytes": piece,
-                "piece_stride": piece if whole_lines else stride,
-            }
-        )
+        fields |= window.sizes((height, width), (ho, wo), sizes.kernel)
+        fields |= {
+            "out_stride": sizes.out * out_bytes,
+            "group": group,
+            "thread_bytes": thread_bytes,
+            "row_at": tile_bytes,
+            "items": items,
+            "parts": parts,
+            "chunks": chunks,
+            "chunk_tiles": chunk,
+            "group_bytes": tap,
+            "group_weights": geo.nbytes,
+            "group_bias": 3 * fields["table_stride"] if linear.out_dtype == torch.int8 else 4 * geo.n,
+            "group_out": geo.n * out_bytes,
+            "image_bytes": height * width * pixel,
+            "line_bytes": width * pixel,
+            "pixel_bytes": pixel,
+            "tap_bytes": tap,
+            "tap_stride": stride,
+            "outside": edge.data_ptr(),
+            "pieces": pieces,
+            "piece_bytes": piece,
+            "piece_stride": piece if whole_lines else stride,
+        }
+        buffer = arguments(CONV, compiled(patches.build, spec, self.isa), fields)
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
 
 

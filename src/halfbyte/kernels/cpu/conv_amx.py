@@ -21,7 +21,6 @@ Arithmetic: that of `direct.py`.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -29,13 +28,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call, thread
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -79,19 +79,14 @@ class MatrixSpec:
     out: str
     residual: bool
 
-    @property
-    def name(self) -> str:
-        return f"conv_amx_{self.copied}_{self.woven}_{self.rows}_{self.out}{'_residual' if self.residual else ''}"
 
-
-def build(spec: MatrixSpec, isa: AMXTiles) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    _Matrix(spec, isa, module.function(spec.name, ["ptr", "i64", "i64"])).emit()
-    return module
+@phase
+def build(spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
+    _Matrix(spec, isa, f).emit()
 
 
 class _Matrix(Lines):
+    block = MATRIX
     isa: AMXTiles
 
     def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
@@ -104,13 +99,7 @@ class _Matrix(Lines):
         # What the tile before was: rows, outputs, their places, the table, the scales of weights and image, columns
         self.before = [f.variable(f.value("i64", 0)), *(f.variable(self.args) for _ in range(5)), f.variable(f.value("i64", PANEL))]
         self.some = f.alloca("i8", PANEL * self.out_bytes, 64)  # columns of an incomplete panel
-        self.low, self.high = ((self.args + MATRIX.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
-
-    def get(self, name: str) -> Value:
-        return MATRIX.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return MATRIX.load(self.args, name, "ptr")
+        self.low, self.high = (bound.splat(isa.lanes) for bound in MATRIX.load_floats(self.args, "clamp"))
 
     def emit(self) -> None:
         shapes = [Register(COLUMN_BYTES, ROWS)] * 8
@@ -425,11 +414,11 @@ class MatrixConvKernel:
         waiting = min(_WAITING, len(unit_places) // 3)
         edge = torch.full((UNIT,), outside, dtype=torch.int8)
         near_bytes = len(near_from) * line + SLACK + 63 & ~63
-        buffer = MATRIX.buffer(
+        buffer = arguments(
+            MATRIX,
+            compiled(build, spec, self.isa),
             {
                 **strips.fields(),
-                "first_phase": jit.load(spec.name, functools.partial(build, spec), self.isa)[spec.name],
-                "openmp": runtime.openmp_address(),
                 "n": self.n,
                 "panel_bytes": panel_bytes,
                 "out_stride": sizes.out * out_bytes,
@@ -461,7 +450,7 @@ class MatrixConvKernel:
                 "near_from": near_from.data_ptr(),
                 "rows_a_unit": -(-rows // (len(unit_places) - waiting)),
                 "waiting_units": waiting,
-            }
+            },
         )
         kept = edge, places, near_from, all_places
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import attend, jit, runtime
+from halfbyte.kernels.cpu import attend, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, phase, shares
-from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
 from halfbyte.layouts.cpu_tiles import PANEL
 
@@ -113,7 +113,6 @@ class _Plan:
             self._tables.append((ctypes.c_int64 * len(cut))(*cut))
             fields: dict[str, int | tuple[float, float]] = {
                 **common,
-                "openmp": runtime.openmp_address(),
                 "linear": ctypes.addressof(buffer),
                 "norm": (layer.norms[0], 0, layer.norms[1], 0)[i],
                 "eps": (layer.eps[i // 2], 0.0),
@@ -122,7 +121,7 @@ class _Plan:
                 "gate": panels if gated else 0,
             }
             steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
-            blocks.extend(PRODUCT.buffer(fields | {"first_phase": phase(step)}) for step in steps)
+            blocks.extend(arguments(PRODUCT, phase(step), fields) for step in steps)
             if product is layer.qkv:
                 blocks.append(self._attend)
         self.blocks = tuple(blocks)
@@ -139,22 +138,19 @@ class _Plan:
 
 def _attention(layer: Layer, memory: _Memory, size: _Size) -> ctypes.Array[ctypes.c_char]:
     spec = AttendSpec(layer.dim, layer.heads // layer.kv_heads, size.kind, layer.head_norms != (0, 0), size.masked)
-    return ATTEND.buffer(
-        {
-            "first_phase": _attend_phase(spec, current()),
-            "openmp": runtime.openmp_address(),
-            "qkv": memory.qkv,
-            "qkv_stride": 4 * layer.qkv.n,
-            "out": memory.attended,
-            "out_stride": 4 * layer.o.k,
-            "batch": size.batch,
-            "tokens": size.tokens,
-            "kv_heads": layer.kv_heads,
-            "q_norm": layer.head_norms[0],
-            "k_norm": layer.head_norms[1],
-            "scale_eps": (layer.scale, layer.eps[2]),
-        }
-    )
+    fields: dict[str, int | tuple[float, float]] = {
+        "qkv": memory.qkv,
+        "qkv_stride": 4 * layer.qkv.n,
+        "out": memory.attended,
+        "out_stride": 4 * layer.o.k,
+        "batch": size.batch,
+        "tokens": size.tokens,
+        "kv_heads": layer.kv_heads,
+        "q_norm": layer.head_norms[0],
+        "k_norm": layer.head_norms[1],
+        "scale_eps": (layer.scale, layer.eps[2]),
+    }
+    return arguments(ATTEND, compiled(attend.build, spec, current()), fields)
 
 
 _memories: Kept[_Memory] = Kept()
@@ -169,11 +165,6 @@ def _allocated(sizes: tuple[int, ...]) -> _Memory:
     block = torch.empty(ends[-1] + 64, dtype=torch.uint8)
     start = block.data_ptr() + 63 & ~63
     return _Memory(block, *(start + end for end in ends[:-1]))
-
-
-@functools.cache
-def _attend_phase(spec: AttendSpec, isa: ISA) -> int:
-    return jit.load(spec.name, functools.partial(attend.build, spec), isa)[spec.name]
 
 
 def supports(gates: int, heads: int, kv_heads: int, dim: int) -> str | None:

@@ -15,7 +15,6 @@ an instruction does so, else as float32, which holds them up to MOST_TAPS; then
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +24,13 @@ from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
+from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -73,34 +73,23 @@ class DepthwiseSpec:
     stride: int
     started: bool
 
-    @property
-    def name(self) -> str:
-        return f"depthwise_{self.kind}_{self.lanes}x{self.together}_w{self.width}_s{self.stride}{'_started' if self.started else ''}"
 
-
-def build(spec: DepthwiseSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: DepthwiseSpec, isa: ISA, f: Function) -> None:
     _Lines(spec, isa, f).emit()
-    return module
 
 
-class _Lines:
+class _Lines(Emitter):
+    block = DEPTHWISE
+    spec: DepthwiseSpec
+
     def __init__(self, spec: DepthwiseSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args = f.parameters[0]
+        super().__init__(spec, isa, f)
         self.integer = spec.kind == "i8"
         self.element = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}[spec.kind]
         self.floats, self.ints = vector("float", spec.lanes), vector("i32", spec.lanes)
         self.whole = self.integer and isa.sums_shorts and spec.lanes == isa.lanes
         self.sums = self.ints if self.whole else self.floats
-
-    def get(self, name: str) -> Value:
-        return DEPTHWISE.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return DEPTHWISE.load(self.args, name, "ptr")
 
     def emit(self) -> None:
         f, spec, counter = self.f, self.spec, self.args + DEPTHWISE.offset("counter")
@@ -134,7 +123,7 @@ class _Lines:
         weight = f.variable(self.pointer("weights") + c * 4)
         for kh in f.loop(self.get("kernel_h")):
             iy = top + kh * self.get("dilation_h")
-            there = _below(f, iy, self.get("height"))
+            there = iy.below(self.get("height"))
             # Above and below of the image each pixel is the same one.
             step = there.select(channels * self.element, 0)
             line = there.select(image + iy * self.get("width") * channels * self.element, self.pointer("outside")) + c * self.element
@@ -145,7 +134,7 @@ class _Lines:
                 source = start + step * x
                 if inside:
                     return source
-                return _below(f, left + x, self.get("width")).select(source, self.pointer("outside") + c * self.element)
+                return (left + x).below(self.get("width")).select(source, self.pointer("outside") + c * self.element)
 
             if spec.stride:
                 self._shared_taps(pixel, weight.value, sums)
@@ -189,7 +178,7 @@ class _Lines:
 
     def _write(self, total: Value, c: Value, at: Value) -> None:
         f, lanes = self.f, self.spec.lanes
-        low, high = ((self.args + DEPTHWISE.offset("clamp")).load("float", half, 4).splat(lanes) for half in (0, 4))
+        low, high = (bound.splat(lanes) for bound in DEPTHWISE.load_floats(self.args, "clamp"))
         out, bias = self.pointer("out") + at * self.element, self.pointer("bias") + c * 4
         if self.integer:
             row = self.get("channels") * 4
@@ -201,15 +190,10 @@ class _Lines:
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
         residual = self.get("residual")
-        with f.when(residual.equals(0).equals(0)):
+        with f.when(residual.differs(0)):
             result.value = result.value + self._load(out + residual)
         value = result.value.max_or(low).min_or(high)
         out.store(self.isa.from_float(value, self.spec.kind), 0, self.element)
-
-
-def _below(f: Function, a: Value, b: Value) -> Value:
-    """Unsigned, so that what is negative is not below."""
-    return f.emit("i1", f"icmp ult i64 {a.name}, {b.name}")
 
 
 def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
@@ -281,34 +265,9 @@ class DepthwiseKernel:
         first = -(-left // stride)
         stop = max(0, (width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1)
         edge = torch.full((channels,), outside, dtype=x.dtype)
-        buffer = DEPTHWISE.buffer(
-            {
-                "first_phase": _phase(spec, self.isa),
-                "openmp": runtime.openmp_address(),
-                "channels": channels,
-                "lines": batch * ho,
-                "height": height,
-                "width": width,
-                "out_height": ho,
-                "out_width": wo,
-                "stride_h": window.stride[0],
-                "stride_w": window.stride[1],
-                "top": window.padding[0],
-                "left": left,
-                "dilation_h": window.dilation[0],
-                "dilation_w": window.dilation[1],
-                "kernel_h": self.sizes.kernel[0],
-                "kernel_w": kw,
-                "outside": edge.data_ptr(),
-                "first_inside": first,
-                "stop_inside": stop,
-            }
-        )
+        fields = window.sizes((height, width), (ho, wo), self.sizes.kernel) | {"channels": channels, "lines": batch * ho}
+        fields |= {"outside": edge.data_ptr(), "first_inside": first, "stop_inside": stop}
+        buffer = arguments(DEPTHWISE, compiled(build, spec, self.isa), fields)
         work = batch * channels * ho * wo * self.sizes.taps
         threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), 0, threads, (edge,))
-
-
-@functools.cache
-def _phase(spec: DepthwiseSpec, isa: ISA) -> int:
-    return jit.load(spec.name, functools.partial(build, spec), isa)[spec.name]

@@ -17,7 +17,6 @@ Threads draw items: some lines of outputs times a block. Arithmetic: that of `de
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +25,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -62,35 +62,24 @@ class ColumnsSpec:
     stride: int
 
     @property
-    def name(self) -> str:
-        return f"depthwise_dot_{self.block}x{self.rows}_{self.high}x{self.wide}_s{self.stride}"
-
-    @property
     def block_bytes(self) -> int:
         """Of its weights."""
         return 4 * self.block * (1 + self.rows * self.wide)
 
 
-def build(spec: ColumnsSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: ColumnsSpec, isa: ISA, f: Function) -> None:
     _Columns(spec, isa, f).emit()
-    return module
 
 
-class _Columns:
+class _Columns(Emitter):
+    block = COLUMNS
+    spec: ColumnsSpec
+
     def __init__(self, spec: ColumnsSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args = f.parameters[0]
+        super().__init__(spec, isa, f)
         self.lanes = spec.block // 4
         self.bytes, self.ints, self.floats = vector("i8", spec.block), vector("i32", self.lanes), vector("float", self.lanes)
-
-    def get(self, name: str) -> Value:
-        return COLUMNS.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return COLUMNS.load(self.args, name, "ptr")
 
     def emit(self) -> None:
         f, spec, get = self.f, self.spec, self.get
@@ -114,7 +103,7 @@ class _Columns:
                 (rows + self.get("channels") * (4 * row)).load("<4 x i32>", 4 * (16 * part + 4 * v), 4) for part in range(self.lanes // 4)
             ]
             while len(parts) > 1:
-                parts = [a.shuffle(range(2 * _lanes(a)), b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+                parts = [a.shuffle(range(2 * lanes_of(a.type)), b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
             value = parts[0]
             if row == 2:
                 value = value + corrections.load(self.ints, v * size, 4)
@@ -129,12 +118,12 @@ class _Columns:
         start = self.pointer("x") + image * get("height") * line_bytes + c
         lines = []
         for r in range(spec.high + spec.rows - 1):
-            inside = _below(f, top + r, get("height"))
+            inside = (top + r).below(get("height"))
             lines.append((inside.select(start + (top + r) * line_bytes, outside), inside.select(channels, f.value("i64", 0))))
 
         def quads(x: Value) -> list[Value]:
             """Of the column x."""
-            there = _below(f, x, width)
+            there = x.below(width)
             pixels = [there.select(line + x * step, outside).load(self.bytes) ^ 0x80 for line, step in lines]
             pixels += [pixels[-1]] * (4 - len(pixels))  # their weights are 0
             return _quads(pixels)
@@ -143,8 +132,8 @@ class _Columns:
         new = min(spec.stride, spec.wide)
         kept = [[f.variable(q) for q in quads(f.value("i64", n) - left)] for n in range(spec.wide - new)]
         out = self.pointer("out") + (image * get("out_height") + y) * get("out_width") * channels + c
-        low = _splat_code(self, 0)
-        high = (self.args + COLUMNS.offset("clamp")).load("float", 4, 4).splat(self.lanes)
+        least, most = COLUMNS.load_floats(self.args, "clamp")
+        low, high = least.to("i8").splat(spec.block), most.splat(self.lanes)
         for x in f.loop(get("out_width")):
             at = x * spec.stride - left
             columns = [[q.value for q in column] for column in kept] + [quads(at + n) for n in range(spec.wide - new, spec.wide)]
@@ -166,19 +155,9 @@ class _Columns:
         return self.f.fma(total.to("float"), multiplier, offset)
 
 
-def _splat_code(columns: _Columns, half: int) -> Value:
-    """The clamp's bound as codes."""
-    bound = (columns.args + COLUMNS.offset("clamp")).load("float", 4 * half, 4)
-    return bound.to("i8").splat(columns.spec.block)
-
-
-def _lanes(value: Value) -> int:
-    return int(value.type[1:].split()[0])
-
-
 def _quads(lines: Sequence[Value]) -> list[Value]:
     """Four vectors of bytes -> four of quads with a byte of each, as the instructions for each 128 bits have them."""
-    size = _lanes(lines[0])
+    size = lanes_of(lines[0].type)
 
     def half(a: Value, b: Value, width: int, upper: int) -> Value:
         """The lower or upper halves of 128 bits of a and b, elements of `width` bytes in turn."""
@@ -197,7 +176,7 @@ def _quads(lines: Sequence[Value]) -> list[Value]:
 def _narrowed(f: Function, reals: Sequence[Value]) -> Value:
     """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. The
     vectors' groups of 128 bits come one after the other."""
-    lanes = _lanes(reals[0])
+    lanes = lanes_of(reals[0].type)
     ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
     if lanes == 16:
         every, current_rounding = f.value("i16", -1), f.value("i32", 4)
@@ -209,11 +188,6 @@ def _narrowed(f: Function, reals: Sequence[Value]) -> Value:
         whole = [f.call(ints, convert, real) for real in reals]
         to_shorts, to_bytes = (f"llvm.x86.{family}.pack{kind}{number if lanes == 4 else ''}" for kind in ("ssdw", "sswb"))
     return f.call(quads, to_bytes, *(f.call(shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)))
-
-
-def _below(f: Function, a: Value, b: Value) -> Value:
-    """Unsigned, so that what is negative is not below."""
-    return f.emit("i1", f"icmp ult i64 {a.name}, {b.name}")
 
 
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
@@ -278,25 +252,16 @@ class DepthwiseDotKernel:
         groups = -(-ho // lines)
         items = batch * groups * blocks
         edge = torch.full((spec.block,), outside, dtype=torch.int8)
-        buffer = COLUMNS.buffer(
-            {
-                "first_phase": jit.load(spec.name, functools.partial(build, spec), self.isa)[spec.name],
-                "openmp": runtime.openmp_address(),
-                "items": items,
-                "groups_of_image": groups,
-                "lines": lines,
-                "blocks": blocks,
-                "block_bytes": spec.block_bytes,
-                "channels": channels,
-                "height": height,
-                "width": width,
-                "out_height": ho,
-                "out_width": wo,
-                "stride_h": window.stride[0],
-                "top": window.padding[0],
-                "left": window.padding[2],
-                "outside": edge.data_ptr(),
-            }
-        )
+        fields = {
+            **COLUMNS.known(window.sizes((height, width), (ho, wo), self.sizes.kernel)),
+            "items": items,
+            "groups_of_image": groups,
+            "lines": lines,
+            "blocks": blocks,
+            "block_bytes": spec.block_bytes,
+            "channels": channels,
+            "outside": edge.data_ptr(),
+        }
+        buffer = arguments(COLUMNS, compiled(build, spec, self.isa), fields)
         threads = min(most, items)
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), 0, threads, (edge,))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
-from halfbyte.kernels.cpu.ir import Function, Module, Value
+from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -39,18 +40,12 @@ class DequantizeSpec:
     out: str
     pairs: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"dequantize_w{self.bits}_{self.scale}_{self.zero}_u{self.unit}_{self.out}{'_pairs' if self.pairs else ''}"
 
-
-def build(spec: DequantizeSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: DequantizeSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
     ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")
-    has_ids = f.emit("i1", f"icmp ne ptr {ids.name}, null")
+    has_ids = ids.is_null().equals(0)
     rows, stride = DEQUANTIZE.load(args, "rows"), DEQUANTIZE.load(args, "out_stride")
     chosen = f.variable(f.value("i64", 0))
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
@@ -58,7 +53,6 @@ def build(spec: DequantizeSpec, isa: ISA) -> Module:
         with f.when(has_ids):
             chosen.value = (ids + r * 8).load("i64", align=8)
         row(f, spec, isa, args, chosen.value, out + r * stride)
-    return module
 
 
 def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value, *, add: bool = False) -> None:
@@ -116,14 +110,15 @@ def _codes(f: Function, spec: DequantizeSpec, data: Value) -> Value:
     return u - (1 << (spec.bits - 1)) if spec.zero == "none" else u
 
 
+@functools.lru_cache(maxsize=1024)
 def spec_of(fmt: Format, unit: int, out: str) -> DequantizeSpec:
     return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out, cpu_tiles.has_pairs(fmt))
 
 
-@functools.lru_cache(maxsize=1024)
-def _phase(fmt: Format, unit: int, out: str) -> int:
-    spec = spec_of(fmt, unit, out)
-    return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
+def weight_fields(weights: int, geo: Geometry) -> dict[str, int]:
+    """The fields of DEQUANTIZE that describe a weight, by the address of its packed bytes."""
+    sizes = {"panel_bytes": geo.panel_bytes, "blocks": geo.blocks, "block": geo.block, "last": geo.last}
+    return {"weights": weights, **sizes, "units": geo.padded // geo.unit, "last_units": geo.last_padded // geo.unit}
 
 
 def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -133,22 +128,10 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     out = torch.empty(rows, geo.k, dtype=out_dtype)
     if out.numel() == 0:
         return out.to(dtype)
+    function = compiled(build, spec_of(geo.format, geo.unit, KINDS[out_dtype]), current())
     block = _pack(
-        _phase(geo.format, geo.unit, KINDS[out_dtype]),
-        0,
-        runtime.openmp_address(),
-        0,
-        weights.data_ptr(),
-        geo.panel_bytes,
-        geo.blocks,
-        geo.block,
-        geo.last,
-        geo.padded // geo.unit,
-        geo.last_padded // geo.unit,
-        0 if ids is None else ids.data_ptr(),
-        rows,
-        out.data_ptr(),
-        geo.k * out.element_size(),
+        *(function, 0, runtime.openmp_address(), 0, *weight_fields(weights.data_ptr(), geo).values()),
+        *(0 if ids is None else ids.data_ptr(), rows, out.data_ptr(), geo.k * out.element_size()),
     )
     runtime.run(block, out.numel() // _ELEMENTS_A_THREAD)
     return out.to(dtype)

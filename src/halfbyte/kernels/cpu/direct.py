@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import Emitter, function, phase
 from halfbyte.kernels.cpu.tile import RequantizingTile, Tile, TileSpec
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -127,40 +128,24 @@ class LinesSpec:
     columns: int = PANEL
     unsigned: bool = False
 
-    @property
-    def name(self) -> str:
-        copied = f"{self.copied}{'u' if self.unsigned else ''}"
-        starts = (
-            self.sums + ("_paired" if self.paired else "") + ("_masked" if self.masked else f"_{self.tail}")
-            if self.started
-            else "unstarted"
-        )
-        return f"lines_{copied}x{self.width}_{self.patches}x{self.lines}x{self.unit}_w{self.bits}_{starts}_{self.columns}"
 
-
-def build(spec: LinesSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: LinesSpec, isa: ISA, f: Function) -> None:
     Lines(spec, isa, f).emit()
-    return module
 
 
-class Lines:
+class Lines(Emitter):
     """The loops around the tiles: items are drawn, and their lines copied."""
 
+    block = DIRECT
+    spec: LinesSpec
+
     def __init__(self, spec: LinesSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.thread, _ = f.parameters
+        super().__init__(spec, isa, f)
+        _, self.thread, _ = f.parameters
         self.columns = spec.columns
         self.near = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.patches, self.pixel_sums, self.sums = (self.near + self.get(f"{part}_at") for part in ("patches", "pixel_sums", "sums"))
-
-    def get(self, name: str) -> Value:
-        return DIRECT.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return DIRECT.load(self.args, name, "ptr")
 
     def emit(self) -> None:
         f, get, spec = self.f, self.get, self.spec
@@ -175,14 +160,14 @@ class Lines:
             image = self.pointer("x") + b * get("image_bytes")
             top = y * get("stride_h") - get("top")
             if spec.copied:
-                new = copied.value.equals(strip).equals(0)
+                new = copied.value.differs(strip)
                 with f.when(new):
                     self._copy(image, top)
                     copied.value = strip
                 start = self.near + g * get("group_bytes")
             else:
                 start = image + top * get("line_bytes") + g * get("group_bytes")
-            new = gathered.value.equals(place).equals(0)
+            new = gathered.value.differs(place)
             walked = self.patches if spec.patches else start
             with f.when(new):
                 if spec.patches:
@@ -207,19 +192,8 @@ class Lines:
             for t in f.loop(tiles):
                 m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                 places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
-                f.call_pointer(
-                    tile,
-                    self.args,
-                    at[0],
-                    walked,
-                    places,
-                    sums,
-                    at[2] + m * get("out_stride"),
-                    at[1],
-                    scale,
-                    columns,
-                    t.equals(0).select(more, 0),
-                )
+                pointers = at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale
+                f.call_pointer(tile, self.args, *pointers, columns, t.equals(0).select(more, 0))
 
     def _near(self, line: Value) -> Value:
         """Which line of the image, from a strip's first on, is that one in the thread's memory."""
@@ -239,7 +213,7 @@ class Lines:
         outside = laid_out(self.pointer("outside").load(kind))
         for line in f.loop(get("near_lines")):
             to, y = self.near + line * line_bytes, top + self._near(line)
-            inside = f.emit("i1", f"icmp ult i64 {y.name}, {get('height').name}")
+            inside = y.below(get("height"))
             with f.when(inside):
                 for at in f.loop(left, step=spec.copied):  # stores may reach beyond: what comes after is written later
                     to.store(outside, at * width)
@@ -312,7 +286,7 @@ class Lines:
         for at in f.loop(whole, step=width):
             total.value = self._plus(total.value, codes.load(isa.quads, at))
         if self.spec.masked:
-            with f.when(whole.equals(size).equals(0)):
+            with f.when(whole.differs(size)):
                 mask = self.pointer("pixel_mask").load(isa.quads)
                 total.value = self._plus(total.value, codes.load(isa.quads, whole) & mask)
             return total.value
@@ -337,16 +311,15 @@ def _sum_of_each(vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-PARAMETERS = ["ptr"] * 8 + ["i64"] * 2
+tile_function = function(*["ptr"] * 8, *["i64"] * 2)
 
 
-def build_tile(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function: name_of(spec)(arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
+@tile_function
+def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
+    """A function of (arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
 
     ahead   bytes from weights to those that are asked for; 0: those that are there, which is faster than not to ask where that depends
     """
-    module = Module(isa.attributes)
-    f = module.function(name_of(spec), PARAMETERS)
     tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
     if passes == 1:
@@ -354,11 +327,6 @@ def build_tile(spec: TileSpec, isa: ISA) -> Module:
     else:
         for part in f.loop(passes):
             tile.emit(part * (isa.lanes * spec.vectors))
-    return module
-
-
-def name_of(spec: TileSpec) -> str:
-    return f"direct_{spec.name}"
 
 
 class _DirectTile(Tile):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import direct, jit, runtime
+from halfbyte.kernels.cpu import direct, runtime
 from halfbyte.kernels.cpu.arrange import LANE
 from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
@@ -35,13 +35,12 @@ _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 class OwnTiles(NamedTuple):
     """Tiles that read codes as they lie in an image, in lanes of 16 (of a run: the last one ends with it), and have weights of their own.
 
-    name_of, build   as those of `direct.py`; they need no sums
-    panel_bytes      of the weights of `columns` outputs
-    run, unit        of tiles that read unsigned codes, from lines that are copied, and not in lanes: codes of a run, with what pads
-                     it, and codes taken at a time; else 0
+    build        as `direct.build_tile`; they need no sums
+    panel_bytes  of the weights of `columns` outputs
+    run, unit    of tiles that read unsigned codes, from lines that are copied, and not in lanes: codes of a run, with what pads
+                 it, and codes taken at a time; else 0
     """
 
-    name_of: Callable[[TileSpec], str]
     build: Callable[[TileSpec, ISA], Module]
     panel_bytes: int
     columns: int
@@ -213,8 +212,6 @@ def plan(
     most_rows, vectors = isa.direct_tile
     rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
     tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=walk.step, single=False, out=KINDS[out_dtype])
-    name_of, build = (direct.name_of, direct.build_tile) if own is None else own[:2]
-    tile_name = name_of(tile_spec)
     left_pixels = min(left, walk.near_width)
     copied_codes = min(width, walk.near_width - left_pixels) * channels
     alone = own is not None or written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
@@ -233,8 +230,6 @@ def plan(
     fields = {
         **strips.fields(),
         **memory._asdict(),
-        "first_phase": jit.load(spec.name, functools.partial(direct.build, spec), isa)[spec.name],
-        "openmp": runtime.openmp_address(),
         "n": geo.n,
         "panel_bytes": panel_bytes,
         "asks": int(panels * panel_bytes >= _MANY_BYTES),
@@ -242,7 +237,7 @@ def plan(
         "out_stride": sizes.out * out_bytes,
         "out_bytes": out_bytes,
         "table_stride": 4 * PANEL * geo.panels,
-        "tile_function": jit.load(tile_name, functools.partial(build, tile_spec), isa)[tile_name],
+        "tile_function": compiled(direct.build_tile if own is None else own.build, tile_spec, isa),
         "tile_rows": rows,
         "row_codes": walk.row,
         "groups": sizes.groups,
@@ -286,7 +281,7 @@ def plan(
         "tap_step": dw,
         "tap_line_step": dh * line // pixel,
     }
-    buffer = DIRECT.buffer(fields)
+    buffer = arguments(DIRECT, compiled(direct.build, spec, isa), fields)
     kept = edge, places, walk_places, mask, lane_places
     return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
 

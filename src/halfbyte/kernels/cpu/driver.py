@@ -31,7 +31,7 @@ def _rows(f: Function) -> None:
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     split = big * count  # rows in the tiles of the larger size
     for r in f.loop((thread + 1) * m // threads, thread * m // threads):
-        first_kind = f.emit("i1", f"icmp ult i64 {r.name}, {split.name}")
+        first_kind = r.below(split)
         rows = first_kind.select(big, big - 1)
         inside = first_kind.select(r, r - split) % rows
         f.call_pointer(function, args, x + r * stride, scratch + (r - inside) * row_bytes, rows, inside)
@@ -80,7 +80,7 @@ def multiply(
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
     panel_bytes, zeros = LINEAR.load(args, "panel_bytes"), LINEAR.load(args, "zeros", "ptr")
-    has_bias = f.emit("i1", f"icmp ne ptr {bias.name}, null")
+    no_bias = bias.is_null()
     several = LINEAR.load(args, "at_once")
     at_once = several.equals(0).select(f.value("i64", 1), several)
     out_bytes, n = LINEAR.load(args, "out_bytes"), LINEAR.load(args, "n")
@@ -88,7 +88,7 @@ def multiply(
 
     def of_panel(p: Value, stop: Value) -> tuple[Value, Value, Value, Value]:
         """Its weights, offset among outputs, bias and columns, also those of the panels behind it up to `stop`."""
-        panel_bias = has_bias.select(bias + p * (4 * PANEL), zeros)
+        panel_bias = no_bias.select(zeros, bias + p * (4 * PANEL))
         return weights + p * panel_bytes, p * out_bytes * PANEL, panel_bias, f.umin(n, stop * PANEL) - p * PANEL
 
     plain = LINEAR.load(args, "panel_function").equals(0)
@@ -110,7 +110,7 @@ def multiply(
         behind = stop.equals(panels[1]).select(all_panels if following is None else following, stop)
         row = f.variable(f.value("i64", 0))
         for t in f.loop(tiles[1], tiles[0]):
-            first_kind = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
+            first_kind = t.below(count)
             tile = first_kind.select(function, lesser)
             for step in f.loop((stop - first + (at_once - 1)) // at_once):
                 p = first + step * at_once

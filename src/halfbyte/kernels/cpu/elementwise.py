@@ -6,19 +6,18 @@ With codes that stand for scale * (q - zero) this quantizes, dequantizes, change
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, bytes_of, lanes_of, vector
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kept import Call, Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile import ROUND
@@ -31,15 +30,7 @@ _TOGETHER = 4  # vectors in flight
 _ELEMENTS_A_THREAD = 1 << 16
 
 
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kind and size: the arguments, all but the tensors filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    threads: int
-
-
-_kept = Kept[_Call]()
+_kept = Kept[Call]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +41,9 @@ class ElementwiseSpec:
     b: str
     out: str
 
-    @property
-    def name(self) -> str:
-        return f"elementwise_{self.a}_{self.b or 'none'}_{self.out}"
 
-
-def build(spec: ElementwiseSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: ElementwiseSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
     n, step = ELEMENTWISE.load(args, "n"), isa.lanes * _TOGETHER
     start = thread * n // threads
@@ -73,20 +58,17 @@ def build(spec: ElementwiseSpec, isa: ISA) -> Module:
             _store(spec, isa, out, _sum(spec, isa, f, i + v * isa.lanes, isa.lanes), i + v * isa.lanes)
     for i in f.loop(stop, start=whole):
         _store(spec, isa, out, _sum(spec, isa, f, i, 1), i)
-    return module
 
 
 def _sum(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int) -> Value:
     """The clamped sums of so many elements from the i-th on."""
     args = f.parameters[0]
-
-    def number(field: str, half: int) -> Value:
-        return (args + ELEMENTWISE.offset(field)).load("float", 4 * half, 4).splat(lanes)
-
-    total = f.fma(_load(isa, ELEMENTWISE.load(args, "a", "ptr"), i, spec.a, lanes), number("scales", 0), number("offset", 0))
+    (scale_a, scale_b), (offset, _), (low, high) = (
+        [half.splat(lanes) for half in ELEMENTWISE.load_floats(args, field)] for field in ("scales", "offset", "clamp")
+    )
+    total = f.fma(_load(isa, ELEMENTWISE.load(args, "a", "ptr"), i, spec.a, lanes), scale_a, offset)
     if spec.b:
-        total = f.fma(_load(isa, ELEMENTWISE.load(args, "b", "ptr"), i, spec.b, lanes), number("scales", 1), total)
-    low, high = number("clamp", 0), number("clamp", 1)
+        total = f.fma(_load(isa, ELEMENTWISE.load(args, "b", "ptr"), i, spec.b, lanes), scale_b, total)
     if spec.out == "i8":
         return low.max_or(total).min_or(high)  # in this order a NaN becomes low
     return total.max_or(low).min_or(high)
@@ -131,16 +113,8 @@ def step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
     return Step(call.buffer, call.threads, a.numel() * how.dtype.itemsize, inputs, ELEMENTWISE.offset("out"))
 
 
-def _prepare(a: Tensor, b: Tensor | None, out: torch.dtype, how: Combination) -> _Call:
+def _prepare(a: Tensor, b: Tensor | None, out: torch.dtype, how: Combination) -> Call:
     spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out])
-    buffer = ELEMENTWISE.buffer(
-        {
-            "first_phase": jit.load(spec.name, functools.partial(build, spec), current())[spec.name],
-            "openmp": runtime.openmp_address(),
-            "n": a.numel(),
-            "scales": (how.scale_a, how.scale_b),
-            "offset": (how.offset, 0.0),
-            "clamp": (how.low, how.high),
-        }
-    )
-    return _Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))
+    numbers = {"scales": (how.scale_a, how.scale_b), "offset": (how.offset, 0.0), "clamp": (how.low, how.high)}
+    buffer = arguments(ELEMENTWISE, compiled(build, spec, current()), {"n": a.numel(), **numbers})
+    return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))

@@ -9,20 +9,20 @@ for bit; the norm is a layer norm as in `chain.py`. An id that its table does no
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import dequantize, jit, runtime
+from halfbyte.kernels.cpu import dequantize, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, Block
 from halfbyte.kernels.cpu.chain import RowNorm
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
-from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.ir import Function
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.layouts.cpu_tiles import Geometry
 
 MOST_TABLES = 3
@@ -44,15 +44,9 @@ _ELEMENTS_A_THREAD = 1 << 14
 class EmbedSpec:
     tables: tuple[DequantizeSpec, ...]
 
-    @property
-    def name(self) -> str:
-        return "_".join(("embed", *(table.name for table in self.tables)))
 
-
-def build(spec: EmbedSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
     out, weight, shift = (EMBED.load(args, name, "ptr") for name in ("out", "weight", "shift"))
     tokens, rows, k = (EMBED.load(args, name) for name in ("tokens", "rows", "k"))
@@ -62,13 +56,11 @@ def build(spec: EmbedSpec, isa: ISA) -> Module:
         for i, table in enumerate(spec.tables):
             number, block, ids = EMBED.load(args, f"n{i}"), EMBED.load(args, f"table{i}", "ptr"), EMBED.load(args, f"ids{i}", "ptr")
             row = (ids + b * EMBED.load(args, f"ids_batch{i}") + t * EMBED.load(args, f"ids_token{i}")).load("i64", 0, 8)
-            there = f.emit("i1", f"icmp ult i64 {row.name}, {number.name}")
+            there = row.below(number)
             with f.when(there.equals(0)):
-                # Several threads may raise the flag, all with the same value.
-                f.line(f"store atomic i64 1, ptr {(args + EMBED.offset('failed')).name} monotonic, align 8")
+                f.raise_flag(args + EMBED.offset("failed"))
             dequantize.row(f, table, isa, block, there.select(row, 0), to, add=i > 0)
         norm.emit(to, to)
-    return module
 
 
 class Tables:
@@ -77,10 +69,10 @@ class Tables:
 
     def __init__(self, tables: Sequence[tuple[Geometry, int]], norm: tuple[int, int, float]) -> None:
         self._norm, self.k = norm, tables[0][0].k
-        self._blocks = [_table(*table) for table in tables]
+        self._blocks = [DEQUANTIZE.buffer(dequantize.weight_fields(weights, geo)) for geo, weights in tables]
         self._fields = [(ctypes.addressof(block), geo.n) for block, (geo, _) in zip(self._blocks, tables, strict=True)]
         spec = EmbedSpec(tuple(dequantize.spec_of(geo.format, geo.unit, "f32") for geo, _ in tables))
-        self._phase = jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
+        self._phase = compiled(build, spec, current())
 
     def __call__(self, ids: Sequence[Tensor], batch: int, tokens: int) -> Tensor | None:
         """ids int64 [B or 1, T] for each table -> float32 [B, T, K]; None where a table does not have an id."""
@@ -90,22 +82,8 @@ class Tables:
             numbers += (*fields, which.data_ptr(), 8 * which.stride(0) * (len(which) > 1), 8 * which.stride(1))
         numbers += [0] * (5 * (MOST_TABLES - len(ids)))
         weight, shift, eps = self._norm
-        block = EMBED.buffer({"first_phase": self._phase, "openmp": runtime.openmp_address()})
+        block = arguments(EMBED, self._phase, {})
         _pack(block, EMBED.offset("tokens"), tokens, batch * tokens, out.data_ptr(), self.k, weight, shift, eps, 0.0, *numbers, 0)
         threads = max(1, min(runtime.threads(), out.numel() // _ELEMENTS_A_THREAD))
         runtime.runner()(ctypes.addressof(block), threads)
         return None if any(block[EMBED.offset("failed") :]) else out
-
-
-def _table(geo: Geometry, weights: int) -> ctypes.Array[ctypes.c_char]:
-    return DEQUANTIZE.buffer(
-        {
-            "weights": weights,
-            "panel_bytes": geo.panel_bytes,
-            "blocks": geo.blocks,
-            "block": geo.block,
-            "last": geo.last,
-            "units": geo.padded // geo.unit,
-            "last_units": geo.last_padded // geo.unit,
-        }
-    )

@@ -35,6 +35,7 @@ from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase, run_lanes
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
 
 _BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
@@ -188,15 +189,11 @@ class _Plan:
         linear, _ = product.kernel.arguments(self._m, self._threads)
         pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
         _pack_two(linear, 0, self._panels, 0)
-        fields: dict[str, int | tuple[float, float]] = {
-            "first_phase": phase(Step("rows", centred=True)),
-            "openmp": runtime.openmp_address(),
-            "linear": ctypes.addressof(linear),
-        }
+        fields: dict[str, int | tuple[float, float]] = {"linear": ctypes.addressof(linear)}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
             fields |= dict(zip(("normed", "normed_thread", "normed_row"), normed, strict=True))
-        rows = PRODUCT.buffer(fields)
+        rows = arguments(PRODUCT, phase(Step("rows", centred=True)), fields)
         self._blocks += [rows, linear]
         return rows, linear
 
@@ -211,8 +208,6 @@ class _Plan:
 
 def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
     fields: dict[str, int | tuple[float, float]] = {
-        "first_phase": phase(Step("norm", centred=True)),
-        "openmp": runtime.openmp_address(),
         "x": x,
         "x_stride": 4 * k,
         "out_stride": 4 * k,
@@ -222,7 +217,7 @@ def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
         "shift": norm.shift,
         "eps": (norm.eps, 0.0),
     }
-    return NORM.buffer(fields)
+    return arguments(NORM, phase(Step("norm", centred=True)), fields)
 
 
 def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> _Buffer:
@@ -230,8 +225,6 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
     fields: dict[str, int | tuple[float, float]] = {
-        "first_phase": attend_whole.phase(WholeSpec(layer.dim, size.masked, size.biased), current()),
-        "openmp": runtime.openmp_address(),
         "out": attended,
         "batch": size.batch,
         "heads": layer.heads,
@@ -243,7 +236,8 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
     }
     for i, name in enumerate(("q", "k", "v")):
         fields |= {name: qkv + i * layer.heads * head, f"{name}_batch": size.tokens * row, f"{name}_head": head, f"{name}_token": row}
-    return WHOLE.buffer(fields)
+    spec = WholeSpec(layer.dim, size.masked, size.biased)
+    return arguments(WHOLE, compiled(attend_whole.build, spec, current()), fields)
 
 
 def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
@@ -38,20 +39,13 @@ def packed_tail(scale: str, zero: str) -> int:
     return tail_bytes(size, {"none": 0, "point": 1, "offset": size}[zero], pairs=False)
 
 
-def build(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function:
-    name_of(spec)(arguments, weights, activations, out, bias, sums, asked, columns, blocks, units of the last, _FIRST and _LAST, lines).
+@function(*["ptr"] * 7, *["i64"] * 5)
+def build(spec: TileSpec, isa: ISA, f: Function) -> None:
+    """A function of (arguments, weights, activations, out, bias, sums, asked, columns, blocks, units of the last, _FIRST and _LAST, lines).
 
     With each unit so many lines of memory are asked for, the first of them as far behind `asked` as its packed codes are behind those
     of the first unit."""
-    module = Module(isa.attributes)
-    f = module.function(name_of(spec), ["ptr"] * 7 + ["i64"] * 5)
     ExpandedTile(spec, isa, f).emit(f.value("i64", 0))
-    return module
-
-
-def name_of(spec: TileSpec) -> str:
-    return f"expanded_{spec.name}"
 
 
 def takes_points_off(spec: TileSpec) -> bool:
@@ -131,41 +125,38 @@ class PanelSpec:
         return cls(spec.scale, spec.zero, spec.unit, spec.vectors, takes_points_off(spec))
 
     @property
-    def name(self) -> str:
-        return f"panel_{self.scale}_{self.zero}{'_off' if self.points_off else ''}_u{self.unit}x{self.vectors}"
-
-    @property
     def zeros(self) -> str:
         """What records have of them."""
         return "none" if self.points_off else self.zero
 
 
-def build_panel(spec: PanelSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, first tile, behind the last, following).
+@function(*["ptr"] * 5, *["i64"] * 3, "ptr")
+def build_panel(spec: PanelSpec, isa: ISA, f: Function) -> None:
+    """A function of (arguments, weights, activations, out, bias, columns, first tile, behind the last, following).
 
     `following`: the weights that are read after this panel's."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 3 + ["ptr"])
     _Panel(spec, isa, f).emit()
-    return module
 
 
-class _Panel:
+class _Panel(Emitter):
+    block = LINEAR
+    spec: PanelSpec
+
     def __init__(self, spec: PanelSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
+        super().__init__(spec, isa, f)
+        _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.scale_bytes = 4 if spec.scale == "f32" else 2
-        self.units, self.blocks = (LINEAR.load(self.args, field) for field in ("units", "blocks"))
+        self.units, self.blocks = self.get("units"), self.get("blocks")
         self.unit_bytes, self.tail_bytes = PANEL * spec.unit // 2, packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
         self.records = f.alloca("i8", max(isa.expanded_bytes, record_bytes(self.width, isa.expanded_longest, spec.zeros)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:
-        f, most = self.f, LINEAR.load(self.args, "expanded_blocks")
+        f, most = self.f, self.get("expanded_blocks")
         tiles = self.stop - self.first
-        at_once = f.value("i64", WAITING_ROWS) // LINEAR.load(self.args, "tile_rows")
+        at_once = f.value("i64", WAITING_ROWS) // self.get("tile_rows")
         parts = (tiles + at_once - 1) // at_once
         chunks = (self.blocks + (most - 1)) // most
         for part in f.loop(parts):
@@ -179,14 +170,13 @@ class _Panel:
         """Blocks start … stop - 1 of the outputs from `column` on."""
         spec, f = self.spec, self.f
         ends = stop.equals(self.blocks)
-        last_units = ends.select(LINEAR.load(self.args, "last_units"), self.units)
+        last_units = ends.select(self.get("last_units"), self.units)
         self._expand(column, start, stop - start, last_units)
         stage = ends.select(f.value("i64", _LAST), 0) + start.equals(0).select(f.value("i64", _FIRST), 0)
-        big, count = LINEAR.load(self.args, "tile_rows"), LINEAR.load(self.args, "tiles")
-        row_bytes, out_stride = LINEAR.load(self.args, "row_bytes"), LINEAR.load(self.args, "out_stride")
-        functions = [LINEAR.load(self.args, name, "ptr") for name in ("tile_function", "lesser_tile_function")]
+        big, count, row_bytes, out_stride = map(self.get, ("tile_rows", "tiles", "row_bytes", "out_stride"))
+        full, lesser = map(self.pointer, ("tile_function", "lesser_tile_function"))
         block_bytes = self.units * spec.unit + 4 * FIELDS  # of a row's activations
-        out, bias = self.out + column * LINEAR.load(self.args, "out_bytes"), self.bias + column * 4
+        out, bias = self.out + column * self.get("out_bytes"), self.bias + column * 4
 
         def rows_before(tile: Value) -> Value:
             return tile * big - (tile - f.umin(tile, count))
@@ -195,7 +185,7 @@ class _Panel:
         lines, shares = (self.unit_bytes + self.tail_bytes) // _LINE, tiles[1] - tiles[0]
         row, sums = f.variable(rows_before(tiles[0]) - rows_before(self.first)), f.variable(self.sums + column * (4 * WAITING_ROWS))
         for t in f.loop(tiles[1], tiles[0]):
-            larger = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}")
+            larger = t.below(count)
             rows = larger.select(big, big - 1)
             a = self.activations + row.value * row_bytes + start * rows * block_bytes
             to = out + row.value * out_stride
@@ -203,7 +193,7 @@ class _Panel:
             before = share * lines // shares  # each tile asks for its share of each unit: at once they would keep it waiting
             numbers = self.columns - column, stop - start, last_units, stage, (share + 1) * lines // shares - before
             pointers = self.records, a, to, bias, sums.value, asked + before * _LINE
-            f.call_pointer(larger.select(*functions), self.args, *pointers, *numbers)
+            f.call_pointer(larger.select(full, lesser), self.args, *pointers, *numbers)
             row.value = row.value + rows
             sums.value = sums.value + rows * (4 * self.width)
 

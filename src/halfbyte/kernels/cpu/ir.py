@@ -141,6 +141,16 @@ class Value:
     def equals(self, other: Value | float) -> Value:
         return self._compare("eq", "oeq", other)
 
+    def differs(self, other: Value | int) -> Value:
+        return self._compare("ne", "", other)
+
+    def below(self, other: Value | int) -> Value:
+        """Unsigned, so that what is negative is not below a size."""
+        return self._compare("ult", "", other)
+
+    def is_null(self) -> Value:
+        return self.fn.emit("i1", f"icmp eq ptr {self.name}, null")
+
     def select(self, yes: Value, no: Value | float) -> Value:
         """`yes` where this condition holds, else `no`."""
         other = self.fn.value(yes.type, no)
@@ -274,7 +284,7 @@ class Function:
         self.line(f"br label %{label}.head")
         self._label(f"{label}.head")
         i = index.value
-        inside = self.emit("i1", f"icmp ult i64 {i.name}, {self.value('i64', stop).name}")
+        inside = i.below(stop)
         self.line(f"br i1 {inside.name}, label %{label}.body, label %{label}.exit")
         self._label(f"{label}.body")
         yield i
@@ -288,7 +298,7 @@ class Function:
         self.line(f"br label %{label}.head")
         self._label(f"{label}.head")
         i = draw()
-        inside = self.emit("i1", f"icmp ult i64 {i.name}, {stop.name}")
+        inside = i.below(stop)
         self.line(f"br i1 {inside.name}, label %{label}.body, label %{label}.exit")
         self._label(f"{label}.body")
         yield i
@@ -368,6 +378,10 @@ class Function:
     def fetch_add(self, address: Value) -> Value:
         """The i64 at `address`, which is counted up by one; threads may do so at once."""
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")
+
+    def raise_flag(self, address: Value) -> None:
+        """Set the i64 at `address` to 1; threads may do so at once."""
+        self.line(f"store atomic i64 1, ptr {address.name} monotonic, align 8")
 
     def returning(self, value: Value) -> None:
         self._result = value

@@ -16,6 +16,14 @@ T = TypeVar("T")
 _MOST = 1024
 
 
+class Call(NamedTuple):
+    """A call of one kind and size: the arguments, all but the tensors filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    threads: int
+
+
 class ConvCall(NamedTuple):
     """A convolution of images of one size: the arguments, all but those of the call filled in, and what they point to."""
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import threading
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from halfbyte.kernels.cpu.expanded import PanelSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.base import round_up
@@ -128,7 +129,7 @@ class LinearKernel:
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
         of_rows = inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted
         row_spec = RowSpec(kind, *of_rows, correction, sums, zeroed, folded, biased)
-        self.row_function = jit.load(row_spec.name, functools.partial(activations.build, row_spec), self.isa)[row_spec.name]
+        self.row_function = compiled(activations.build, row_spec, self.isa)
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
         self.element_bytes = dtype.itemsize
@@ -234,9 +235,10 @@ class LinearKernel:
         rows, more = divmod(m, count)
         streams = self.isa.streams(m, spec.inner, spec.bits) if count == 1 else 1
         at_once = min(streams, most_at_once)
-        spec = replace(spec, panels=streams if at_once > 1 else 1)
-        function = _tile_function(self.isa, spec, rows + (more > 0), vectors, expands is not None)
-        lesser = _tile_function(self.isa, spec, rows, vectors, expands is not None) if more else function
+        spec = replace(spec, vectors=vectors, panels=streams if at_once > 1 else 1)
+        build: Any = expanded.build if expands is not None else amx.build if isinstance(self.isa, AMXTiles) else tile.build
+        lesser = compiled(build, replace(spec, rows=rows), self.isa)
+        function = compiled(build, replace(spec, rows=rows + 1), self.isa) if more else lesser
         return {
             **(self._expansion(vectors) if expands is not None else {}),
             "openmp": runtime.openmp_address(),
@@ -278,19 +280,9 @@ class LinearKernel:
         panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
         size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zeros)
         return {
-            "panel_function": jit.load(panel.name, functools.partial(expanded.build_panel, panel), self.isa)[panel.name],
+            "panel_function": compiled(expanded.build_panel, panel, self.isa),
             "expanded_blocks": max(1, self.isa.expanded_bytes // size),
         }
-
-
-@functools.cache
-def _tile_function(isa: ISA, spec: TileSpec, rows: int, vectors: int, of_expanded: bool = False) -> int:
-    sized = replace(spec, rows=rows, vectors=vectors)
-    if of_expanded:
-        name = expanded.name_of(sized)
-        return jit.load(name, functools.partial(expanded.build, sized), isa)[name]
-    build = amx.build if isinstance(isa, AMXTiles) else tile.build
-    return jit.load(sized.name, functools.partial(build, sized), isa)[sized.name]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,17 +6,17 @@ only the nibbles inside a word change places, and words of a row lie 128 bytes a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import PACK
-from halfbyte.kernels.cpu.ir import Module, Value
+from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import compiled, phase
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -34,15 +34,9 @@ class PackSpec:
     zero_bytes: int
     pairs: bool
 
-    @property
-    def name(self) -> str:
-        return f"pack_{'s' if self.signed else 'u'}{self.bits}_{self.scale_bytes}_{self.zero_bytes}{'_pairs' if self.pairs else ''}"
 
-
-def build(spec: PackSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: PackSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
     data, scale, zero, out = (PACK.load(args, name, "ptr") for name in ("data", "scale", "zero", "out"))
     rows, stride, blocks = (PACK.load(args, name) for name in ("rows", "data_stride", "blocks"))
@@ -51,7 +45,7 @@ def build(spec: PackSpec, isa: ISA) -> Module:
     for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
         for lane in f.loop(PANEL):
             row = p * PANEL + lane
-            real = f.emit("i1", f"icmp ult i64 {row.name}, {rows.name}")
+            real = row.below(rows)
             codes, record = f.variable(data + row * stride), f.variable(out + p * panel_bytes)
             for b in f.loop(blocks):
                 ends = (b + 1).equals(blocks)
@@ -82,7 +76,6 @@ def build(spec: PackSpec, isa: ISA) -> Module:
                     (tail + lane * 4).store(total, PANEL * (spec.scale_bytes + spec.zero_bytes), 4)
                 codes.value = codes.value + groups * spec.bits
                 record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pairs=spec.pairs)
-    return module
 
 
 def _eight(spec: PackSpec, source: Value, to: Value) -> None:
@@ -124,11 +117,6 @@ def supports(codes: Codes) -> str | None:
     return None
 
 
-@functools.cache
-def _phase(spec: PackSpec) -> int:
-    return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
-
-
 def pack(codes: Codes) -> Packed:
     """`layouts.cpu_tiles.pack(codes)`, fast. The caller asks `supports` first."""
     fmt, geo = codes.format, cpu_tiles.geometry(codes.format, codes.shape)
@@ -137,7 +125,7 @@ def pack(codes: Codes) -> Packed:
     out = cpu_tiles.allocate(geo.nbytes).zero_()
     spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt))
     block = PACK.struct().pack(
-        *(_phase(spec), 0, runtime.openmp_address(), 0),
+        *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
         *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),
         *(out.data_ptr(), geo.panel_bytes, geo.blocks, geo.block // 8, geo.padded // 8, geo.last // 8, geo.last_padded // 8),
     )

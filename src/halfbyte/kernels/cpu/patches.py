@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu import driver
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import Emitter, phase
 from halfbyte.layouts.cpu_tiles import PANEL
 
 CONV = Block(
@@ -53,36 +54,22 @@ class GatherSpec:
     inside: int = 1
     border: int = 1
 
-    @property
-    def name(self) -> str:
-        return (
-            f"conv_direct_{'m' if self.correction < 0 else ''}{abs(self.correction)}"
-            if self.direct
-            else f"conv_{self.inside}_{self.border}"
-        )
 
-
-def build(spec: GatherSpec, isa: ISA) -> Module:
-    """A module with the one phase of a convolution: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: GatherSpec, isa: ISA, f: Function) -> None:
     _Phase(spec, isa, f).emit()
-    return module
 
 
-class _Phase:
+class _Phase(Emitter):
+    block = CONV
+    spec: GatherSpec
+
     def __init__(self, spec: GatherSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.thread, _ = f.parameters
+        super().__init__(spec, isa, f)
+        _, self.thread, _ = f.parameters
         self.x, self.y, self.image = (f.variable(f.value(kind, 0)) for kind in ("i64", "i64", "i64"))  # of the next output
         self.patches = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.as_row = self.patches + self.get("row_at")
-
-    def get(self, name: str) -> Value:
-        return CONV.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return CONV.load(self.args, name, "ptr")
 
     def emit(self) -> None:
         f, get = self.f, self.get
@@ -99,13 +86,13 @@ class _Phase:
             first = chunk * get("chunk_tiles")
             stop = f.umin(first + get("chunk_tiles"), count + get("lesser_tiles"))
             row = first * big - (first - f.umin(first, count))
-            new = gathered.value.equals(place).equals(0)
+            new = gathered.value.differs(place)
             with f.when(new):
                 self._gather(self.pointer("x") + g * get("group_bytes"), first, stop, row)
                 gathered.value = place
             out = self.pointer("out") + g * get("group_out") + row * get("out_stride")
             weights, bias = self.pointer("weights") + g * get("group_weights"), self.pointer("bias")
-            bias = f.emit("i1", f"icmp eq ptr {bias.name}, null").select(bias, bias + g * get("group_bias"))
+            bias = bias.is_null().select(bias, bias + g * get("group_bias"))
             driver.multiply(
                 f, self.args, (first, stop), (part * group, f.umin(part * group + group, panels)), self.patches, out, weights, bias
             )
@@ -119,7 +106,7 @@ class _Phase:
         self.image.value = line // get("out_height") * get("image_bytes")
         tile = f.variable(self.patches)
         for t in f.loop(stop, first):
-            rows = f.emit("i1", f"icmp ult i64 {t.name}, {count.name}").select(big, big - 1)
+            rows = t.below(count).select(big, big - 1)
             for i in f.loop(rows):
                 self._patch(image + self.image.value, tile.value, rows, i)
                 self._next()
@@ -168,10 +155,8 @@ class _Phase:
             f.call_pointer(self.pointer("row_function"), self.args, self.as_row, tile, rows, i)
 
     def _within(self, y: Value, x: Value) -> Value:
-        """Whether a pixel lies in the image; unsigned, so that what is negative does not."""
-        f = self.f
-        below = [f.emit("i1", f"icmp ult i64 {a.name}, {self.get(size).name}") for a, size in ((y, "height"), (x, "width"))]
-        return below[0] & below[1]
+        """Whether a pixel lies in the image."""
+        return y.below(self.get("height")) & x.below(self.get("width"))
 
 
 class _AsRow:

@@ -10,21 +10,20 @@ lines of outputs.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.direct import power_of_two
-from halfbyte.kernels.cpu.ir import Function, Module, Value, lanes_of, vector
+from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.kept import Call, Kept
+from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -48,15 +47,9 @@ class PoolSpec:
     together: int
     averages: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{'average' if self.averages else 'max'}_pool_{self.together}"
 
-
-def build(spec: PoolSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
 
     def get(name: str) -> Value:
@@ -76,17 +69,16 @@ def build(spec: PoolSpec, isa: ISA) -> Module:
                 found = f.variable(f.value(ints, 0) if spec.averages else f.value(kind, -128))
                 for kh in f.loop(get("kernel_h")):
                     iy = y + kh * get("dilation_h")
-                    with f.when(_below(f, iy, get("height"))):
+                    with f.when(iy.below(get("height"))):
                         for kw in f.loop(get("kernel_w")):
                             ix = x + kw * get("dilation_w")
-                            with f.when(_below(f, ix, get("width"))):
+                            with f.when(ix.below(get("width"))):
                                 codes = (image + iy * line_bytes + ix * channels + c).load(kind)
                                 if spec.averages:
                                     found.value = found.value + codes.to("i32")
                                 else:
                                     found.value = (codes > found.value).select(codes, found.value)
                 (out + c).store(_mean(f, found.value, get("kernel_h") * get("kernel_w"), get("zero")) if spec.averages else found.value)
-    return module
 
 
 def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
@@ -96,20 +88,7 @@ def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
     return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
 
 
-def _below(f: Function, a: Value, size: Value) -> Value:
-    """Unsigned, so that what is negative is not."""
-    return f.emit("i1", f"icmp ult i64 {a.name}, {size.name}")
-
-
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kind and size: the arguments, all but the tensors filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    threads: int
-
-
-_kept = Kept[_Call]()
+_kept = Kept[Call]()
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
@@ -133,30 +112,11 @@ def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     return Step(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
 
 
-def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> _Call:
+def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
     batch, channels, height, width = shape
     isa, lines = current(), batch * out_size[0]
     spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
-    buffer = POOL.buffer(
-        {
-            "first_phase": jit.load(spec.name, functools.partial(build, spec), isa)[spec.name],
-            "openmp": runtime.openmp_address(),
-            "lines": lines,
-            "channels": channels,
-            "height": height,
-            "width": width,
-            "out_height": out_size[0],
-            "out_width": out_size[1],
-            "kernel_h": kernel[0],
-            "kernel_w": kernel[1],
-            "stride_h": window.stride[0],
-            "stride_w": window.stride[1],
-            "top": window.padding[0],
-            "left": window.padding[2],
-            "dilation_h": window.dilation[0],
-            "dilation_w": window.dilation[1],
-            "zero": zero or 0,
-        }
-    )
+    fields = window.sizes((height, width), out_size, kernel) | {"lines": lines, "channels": channels, "zero": zero or 0}
+    buffer = arguments(POOL, compiled(build, spec, isa), fields)
     codes = lines * out_size[1] * kernel[0] * kernel[1] * channels
-    return _Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), codes // _WORK_A_THREAD, lines)))
+    return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), codes // _WORK_A_THREAD, lines)))

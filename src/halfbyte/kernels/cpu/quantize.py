@@ -15,11 +15,12 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import QUANTIZE
-from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable
+from halfbyte.kernels.cpu.ir import Function, Value, Variable
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.tile import ROUND, ROUND_BITS
 
@@ -41,10 +42,6 @@ class QuantizeSpec:
     family: str
 
     @property
-    def name(self) -> str:
-        return f"quantize_{self.source}_{self.family}{self.bits}_{self.zero}_{self.scale}"
-
-    @property
     def signed(self) -> bool:
         return self.zero == "none"
 
@@ -57,18 +54,17 @@ class QuantizeSpec:
         return -(1 << (self.bits - 1)) if self.signed else 0
 
 
-def build(spec: QuantizeSpec, isa: ISA) -> Module:
-    """A module with one phase: spec.name(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr", "i64", "i64"])
+@phase
+def build(spec: QuantizeSpec, isa: ISA, f: Function) -> None:
     _Rows(spec, isa, f).emit()
-    return module
 
 
-class _Rows:
+class _Rows(Emitter):
+    block = QUANTIZE
+    spec: QuantizeSpec
+
     def __init__(self, spec: QuantizeSpec, isa: ISA, f: Function) -> None:
-        self.spec, self.isa, self.f = spec, isa, f
-        self.args = f.parameters[0]
+        super().__init__(spec, isa, f)
         self.element = "float" if spec.source == "f32" else "i16"
         self.element_bytes = 4 if spec.source == "f32" else 2
         self.buffer = f.alloca(self.element, _CHUNK, 64)
@@ -76,9 +72,8 @@ class _Rows:
     def emit(self) -> None:
         f, spec = self.f, self.spec
         _, thread, threads = f.parameters
-        weight, data, scale, zero, codes = (QUANTIZE.load(self.args, n, "ptr") for n in ("weight", "data", "scale", "zero", "scratch"))
-        stride, rows, k = (QUANTIZE.load(self.args, name) for name in ("stride", "rows", "k"))
-        block, blocks, data_stride = (QUANTIZE.load(self.args, name) for name in ("block", "blocks", "data_stride"))
+        weight, data, scale, zero, codes = map(self.pointer, ("weight", "data", "scale", "zero", "scratch"))
+        stride, rows, k, block, blocks, data_stride = map(self.get, ("stride", "rows", "k", "block", "blocks", "data_stride"))
         codes = codes + thread * ((k + 127) // 64 * 64)
         number_bytes = 4 if spec.scale == "f32" else 2
         for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
@@ -170,7 +165,7 @@ class _Rows:
             v, _ = self._chunk(x, real, u)
             equal = (v.bits(_INTS) & 0x7FFFFFFF).equals(amax.bits("i32").splat(_CHUNK))
             mask = equal.bits(f"i{_CHUNK}")
-            with f.when(mask.equals(0).equals(0)):
+            with f.when(mask.differs(0)):
                 lane = f.call("i32", "llvm.cttz.i32", mask, f.value("i1", 1))
                 peak.value = f.emit("float", f"extractelement {v.type} {v.name}, i32 {lane.name}")
         return peak.value
@@ -185,8 +180,7 @@ class _Rows:
     def _fail_unless(self, good: Value) -> None:
         f = self.f
         with f.when(good.equals(0)):
-            # Several threads may raise the flag, all with the same value.
-            f.line(f"store atomic i64 1, ptr {(self.args + QUANTIZE.offset('failed')).name} monotonic, align 8")
+            f.raise_flag(self.args + QUANTIZE.offset("failed"))
 
     def _inverse(self, scale: Value) -> Value:
         inverse = 1.0 / scale
@@ -258,11 +252,6 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
     return None
 
 
-@functools.cache
-def _phase(spec: QuantizeSpec) -> int:
-    return jit.load(spec.name, functools.partial(build, spec), current())[spec.name]
-
-
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax.absmax(weight, fmt)`, fast; None where a value or a scale is not finite. The caller asks `supports` first."""
     shape, k = tuple(weight.shape), weight.shape[-1]
@@ -276,7 +265,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         threads = max(1, min(runtime.threads(), weight.numel() // _ELEMENTS_A_THREAD))
         scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8)
         block = QUANTIZE.struct().pack(
-            *(_phase(spec), 0, runtime.openmp_address(), 0),
+            *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
             *(flat.data_ptr(), flat.stride(0) * flat.element_size(), len(flat), k, fmt.block_size(k), -(-k // fmt.block_size(k))),
             *(data.data_ptr(), data.shape[-1], scale.data_ptr(), 0 if zero is None else zero.data_ptr(), scratch.data_ptr(), 0),
         )

@@ -44,7 +44,7 @@ def build(isa: ISA) -> Module:
     number, count = (region.emit("i32", f"call i32 {table.load('ptr', 8 * i).name}()").to("i64") for i in (1, 2))
     second = LINEAR.load(args, "second_phase", "ptr")
     region.call_pointer(LINEAR.load(args, "first_phase", "ptr"), args, number, count)
-    with region.when(region.emit("i1", f"icmp ne ptr {second.name}, null")):
+    with region.when(second.is_null().equals(0)):
         region.call_pointer(table.load("ptr", 8 * 3))
         region.call_pointer(second, args, number, count)
     run = module.function("run", ["ptr", "i64"])
@@ -53,7 +53,7 @@ def build(isa: ISA) -> Module:
     with run.when(alone):
         run.call_pointer(LINEAR.load(args, "first_phase", "ptr"), args, run.value("i64", 0), threads)
         second = LINEAR.load(args, "second_phase", "ptr")
-        with run.when(run.emit("i1", f"icmp ne ptr {second.name}, null")):
+        with run.when(second.is_null().equals(0)):
             run.call_pointer(second, args, run.value("i64", 0), threads)
     with run.when(alone.equals(0)):
         parallel = LINEAR.load(args, "openmp", "ptr").load("ptr")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import direct_call
-from halfbyte.kernels.cpu.direct import DIRECT, PARAMETERS, RequantizingDirectTile
+from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile, tile_function
 from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
-from halfbyte.kernels.cpu.ir import Module, Value
+from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
@@ -45,16 +45,10 @@ def _width(isa: ISA) -> int:
     return isa.lanes * isa.direct_tile[1]
 
 
-def build_tile(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function, as `direct.build_tile` has it. It does not read sums and scale."""
-    module = Module(isa.attributes)
-    f = module.function(name_of(spec), PARAMETERS)
+@tile_function
+def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
+    """As `direct.build_tile`. It does not read sums and scale."""
     _StemTile(spec, isa, f).emit(f.value("i64", 0))
-    return module
-
-
-def name_of(spec: TileSpec) -> str:
-    return f"stem_{spec.unit}_{spec.rows}x{spec.vectors}"
 
 
 class _StemTile(RequantizingDirectTile):
@@ -118,4 +112,4 @@ class StemKernel(OwnWeightsKernel):
         return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
 
     def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(name_of, build_tile, panel_bytes, _width(self.isa), self.padded, _unit(self.padded))
+        return OwnTiles(build_tile, panel_bytes, _width(self.isa), self.padded, _unit(self.padded))

@@ -31,9 +31,10 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.asking import Asking
 from halfbyte.kernels.cpu.gelu import gelu
-from halfbyte.kernels.cpu.ir import Function, Module, Value, Variable, vector
+from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
+from halfbyte.kernels.cpu.kernel import function
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 Inner = Literal["int8", "float", "bf16"]
@@ -93,23 +94,13 @@ class TileSpec:
     def signed(self) -> bool:
         return self.zero == "none"
 
-    @property
-    def name(self) -> str:
-        scheme = ("_row" if self.by_row else "") + ("_shifted" if self.shifted else "")
-        scheme += ("_pairs" if self.pairs else "") + ("_folded" if self.folded else "")
-        scheme += "_biased" if self.biased else ""
-        shape = f"u{self.unit}{'s' if self.single else ''}_{self.rows}x{self.vectors}"
-        end = ("_gelu" if self.gelu else "") + (f"_p{self.panels}" if self.panels > 1 else "")
-        return f"tile_{self.inner}{scheme}_w{self.bits}_{self.scale}_{self.zero}_{shape}_{self.out}{end}"
 
-
-def build(spec: TileSpec, isa: ISA) -> Module:
-    """A module with one function: spec.name(arguments, weights, activations, out, bias, columns, ahead, turn, turns).
+@function(*["ptr"] * 5, *["i64"] * 4)
+def build(spec: TileSpec, isa: ISA, f: Function) -> None:
+    """A function of (arguments, weights, activations, out, bias, columns, ahead, turn, turns).
 
     ahead, turn, turns   as `asking.Asking` has them
     """
-    module = Module(isa.attributes)
-    f = module.function(spec.name, ["ptr"] * 5 + ["i64"] * 4)
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     sides = PANEL // (isa.lanes * spec.vectors)
     if spec.panels > 1 or (sides > 1 and not tile.in_registers):
@@ -119,7 +110,6 @@ def build(spec: TileSpec, isa: ISA) -> Module:
             tile.emit(side * (isa.lanes * spec.vectors))
     else:
         tile.emit(f.value("i64", 0))
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,8 +522,7 @@ class Tile:
         return gelu(self.f, value) if self.spec.gelu else value.max_or(low).min_or(high)
 
     def _clamp(self) -> tuple[Value, Value]:
-        low, high = ((self.args + LINEAR.offset("clamp")).load("float", at, 4) for at in (0, 4))
-        return low, high
+        return LINEAR.load_floats(self.args, "clamp")
 
 
 class RequantizingTile(Tile):

@@ -19,21 +19,22 @@ transformed into outputs. Tiles that reach beyond the image are first copied, wi
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Module, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kept import ConvCall, Kept
+from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call, thread
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -98,33 +99,28 @@ def group_of(tiles: int, isa: ISA) -> int:
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
-def name_of(rows: int) -> str:
-    return f"winograd_{rows}"
+@dataclass(frozen=True, slots=True)
+class WinogradSpec:
+    """rows: tiles that are multiplied together."""
+
+    rows: int
 
 
-def build(rows: int, isa: ISA) -> Module:
-    """A module with one phase: name_of(rows)(arguments, thread, threads)."""
-    module = Module(isa.attributes)
-    _Winograd(rows, isa, module.function(name_of(rows), ["ptr", "i64", "i64"])).emit()
-    return module
+@phase
+def build(spec: WinogradSpec, isa: ISA, f: Function) -> None:
+    _Winograd(spec, isa, f).emit()
 
 
-class _Winograd:
-    """`rows` tiles are multiplied together."""
+class _Winograd(Emitter):
+    block = WINOGRAD
 
-    def __init__(self, rows: int, isa: ISA, f: Function) -> None:
-        self.isa, self.f, self.rows = isa, f, rows
-        self.args, number, _ = f.parameters
+    def __init__(self, spec: WinogradSpec, isa: ISA, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        self.rows, (_, number, _) = spec.rows, f.parameters
         self.width = 2 * isa.lanes  # channels of a vector of int16, and outputs of a column
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
         self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
         self.buffer = f.alloca(isa.ints, POSITIONS, 64)
-
-    def get(self, name: str) -> Value:
-        return WINOGRAD.load(self.args, name)
-
-    def pointer(self, name: str) -> Value:
-        return WINOGRAD.load(self.args, name, "ptr")
 
     def emit(self) -> None:
         f, get = self.f, self.get
@@ -134,7 +130,7 @@ class _Winograd:
             part, run = item % parts, item // parts
             first = run * get("run")
             count = f.umin(get("run"), get("tiles") - first)
-            with f.when(there.value.equals(run).equals(0)):
+            with f.when(there.value.differs(run)):
                 for t in f.loop(count):
                     self._image(first + t, t)
                 there.value = run
@@ -185,10 +181,8 @@ class _Winograd:
                 f.fence()
 
     def _within(self, y: Value, x: Value) -> Value:
-        """Whether a pixel lies in the image; unsigned, so that what is negative does not."""
-        f = self.f
-        below = [f.emit("i1", f"icmp ult i64 {a.name}, {self.get(size).name}") for a, size in ((y, "height"), (x, "width"))]
-        return below[0] & below[1]
+        """Whether a pixel lies in the image."""
+        return y.below(self.get("height")) & x.below(self.get("width"))
 
     # Products
 
@@ -262,7 +256,7 @@ class _Winograd:
         offset, multiplier, start = (
             (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
         )
-        low, high = ((self.args + WINOGRAD.offset("clamp")).load("float", at, 4).splat(isa.lanes) for at in (0, 4))
+        low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
         for j in range(M):
             column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(SIZE)]
             reals = []
@@ -338,7 +332,7 @@ class WinogradKernel:
         high, wide, columns = -(-ho // M), -(-wo // M), -(-sizes.out // column)
         tiles = batch * high * wide
         rows = group_of(tiles, self.isa)
-        name, groups = name_of(rows), -(-tiles // rows)
+        groups = -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         runs = -(-groups // max(_LEAST_GROUPS, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
         if most > 1:
@@ -354,37 +348,29 @@ class WinogradKernel:
         edge = torch.full((channels,), outside, dtype=torch.int8)
         items = runs * parts
         threads = min(most, items)
-        buffer = WINOGRAD.buffer(
-            {
-                "first_phase": jit.load(name, functools.partial(build, rows), self.isa)[name],
-                "openmp": runtime.openmp_address(),
-                "n": sizes.out,
-                "out_stride": sizes.out,
-                "table_stride": 4 * PANEL * -(-sizes.out // PANEL),
-                "items": items,
-                "parts": parts,
-                "tiles": tiles,
-                "run": run,
-                "columns": columns,
-                "channels": channels,
-                "thread_bytes": thread_bytes,
-                "plane_bytes": plane,
-                "products_at": products_at,
-                "image_tile_at": image_tile_at,
-                "out_tile_at": out_tile_at,
-                "height": height,
-                "width": width,
-                "out_height": ho,
-                "out_width": wo,
-                "tiles_high": high,
-                "tiles_wide": wide,
-                "top": window.padding[0],
-                "left": window.padding[2],
-                "image_bytes": height * width * channels,
-                "line_bytes": width * channels,
-                "pixel_bytes": channels,
-                "out_line_bytes": wo * sizes.out,
-                "outside": edge.data_ptr(),
-            }
-        )
+        fields = {
+            **WINOGRAD.known(window.sizes((height, width), (ho, wo), sizes.kernel)),
+            "n": sizes.out,
+            "out_stride": sizes.out,
+            "table_stride": 4 * PANEL * -(-sizes.out // PANEL),
+            "items": items,
+            "parts": parts,
+            "tiles": tiles,
+            "run": run,
+            "columns": columns,
+            "channels": channels,
+            "thread_bytes": thread_bytes,
+            "plane_bytes": plane,
+            "products_at": products_at,
+            "image_tile_at": image_tile_at,
+            "out_tile_at": out_tile_at,
+            "tiles_high": high,
+            "tiles_wide": wide,
+            "image_bytes": height * width * channels,
+            "line_bytes": width * channels,
+            "pixel_bytes": channels,
+            "out_line_bytes": wo * sizes.out,
+            "outside": edge.data_ptr(),
+        }
+        buffer = arguments(WINOGRAD, compiled(build, WinogradSpec(rows), self.isa), fields)
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
