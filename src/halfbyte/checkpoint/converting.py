@@ -33,7 +33,7 @@ from halfbyte.nn.convert import (
     relative_error,
     take_calibration,
 )
-from halfbyte.nn.forms import quantize_weight
+from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.report import Report
 
 

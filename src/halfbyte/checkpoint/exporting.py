@@ -9,13 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from halfbyte.checkpoint import gguf_export, gguf_tokenizer, gguf_vocabulary
+from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, kept, plain, write
 from halfbyte.checkpoint.files import companions, copy_companions, journal
 from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.manifest import CONFIG
-from halfbyte.checkpoint.opened import Opened, order_name
-from halfbyte.checkpoint.pieces import Piece, Progress, dequantized, kept, plain, write
 from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.targets import TARGETS, Target
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
@@ -61,13 +61,13 @@ def export(
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
     kind = None if to == "halfbyte" else TARGETS[to](model)
-    pieces = _pieces(model, kind)
+    items = _items(model, kind)
     with replacing(target, resume=resume) as staging:
-        specs = {name: spec for piece in pieces for name, spec in piece.specs.items()}
+        specs = {name: spec for item in items for name, spec in item.specs.items()}
         if kind is None:
             specs = stored_specs(model.weights, model.plain)
         writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
-        notes += write(pieces, writer, progress)
+        notes += write(items, writer, progress)
         if source.is_dir():
             copy_companions(source, staging.path, copied)
         else:
@@ -81,34 +81,34 @@ def export(
                 write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
             write_json(staging.path / CONFIG, {**model.config, "quantization_config": kind.settings()})
             staging.commit_folder()
-    return Report(tuple(piece.row for piece in pieces if piece.row), (*model.report().notes, *notes))
+    return Report(tuple(item.row for item in items if item.row), (*model.report().notes, *notes))
 
 
-def _pieces(model: Opened, kind: Target | None) -> list[Piece]:
+def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:
     """What is written to a folder; without a `kind`, a halfbyte checkpoint."""
-    pieces = []
+    items = []
     for name, weight in model.weights.items():
         if kind is None:
-            pieces.append(kept(model, name, weight.stored(name), partial(_stored, name)))
+            items.append(kept(model, name, weight.stored(name), partial(_stored, name)))
         elif name in kind.kept:
-            pieces.append(kept(model, name, kind.specs(name), partial(kind.write, name)))
+            items.append(kept(model, name, kind.specs(name), partial(kind.write, name)))
         else:
-            pieces.append(dequantized(model, name, kind.reasons[name]))
+            items.append(dequantized(model, name, kind.reasons[name]))
     orders = set() if kind is None else {order_name(name) for name in model.weights}
-    return pieces + [plain(model, name, as_float=kind is not None) for name in model.plain if name not in orders]
+    return items + [plain(model, name, as_float=kind is not None) for name in model.plain if name not in orders]
 
 
 def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
     return {f"{name}.{part}": tensor for part, tensor in codes.tensors().items()}
 
 
-def _to_gguf(model: Opened, target: Path, progress: Progress | None, resume: bool) -> Report:
+def _to_gguf(model: StoredModel, target: Path, progress: Progress | None, resume: bool) -> Report:
     if model.path.is_file():
         raise ArgumentError(f"{model.path} is not a folder: only models in folders are written as GGUF")
     export, notes = gguf_export.plan(model)
     metadata, more = gguf_vocabulary.to_metadata(model.path, model.config, export.vocabulary)
     with replacing_file(target, resume=resume) as path:
         writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=journal(model.path, "gguf"))
-        resumed = write(export.pieces, writer, progress)
+        resumed = write(export.items, writer, progress)
         writer.finish()
-    return Report(tuple(piece.row for piece in export.pieces if piece.row), (*model.report().notes, *notes, *more, *resumed))
+    return Report(tuple(item.row for item in export.items if item.row), (*model.report().notes, *notes, *more, *resumed))

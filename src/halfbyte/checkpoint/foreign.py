@@ -22,7 +22,7 @@ from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
 from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
-from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts, scale_dtype
 from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -294,9 +294,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
 def _group_size(settings: Mapping[str, Any]) -> int:
     size = settings.get("group_size", 128)
     if type(size) is not int or not (size == -1 or 0 < size < 10**9):
-        raise CheckpointError(
-            f"config.json says group_size {short(size)}, neither a number of weights nor -1: the checkpoint is damaged"
-        )
+        raise CheckpointError(f"config.json says group_size {short(size)}, neither a number of weights nor -1: the checkpoint is damaged")
     return size
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
 from halfbyte.checkpoint.foreign_floats import notes
-from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts, scale_dtype
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
-from halfbyte.checkpoint.foreign_parts import modules_of, nbytes_of, read_parts
+from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io import bitsandbytes, float4, float8

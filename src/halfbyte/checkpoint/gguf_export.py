@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from halfbyte.checkpoint.export_items import ExportItem, dequantized, kept
 from halfbyte.checkpoint.gguf_config import to_metadata
 from halfbyte.checkpoint.gguf_names import Architecture, convolves, of_config, routes
 from halfbyte.checkpoint.manifest import Weight
-from halfbyte.checkpoint.opened import Opened, order_name
-from halfbyte.checkpoint.pieces import Piece, dequantized, kept
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import ggml
 from halfbyte.formats.blocks import to_blocks
@@ -38,18 +38,18 @@ class Export:
 
     metadata: dict[str, Value]
     types: dict[str, tuple[int, tuple[int, ...]]]
-    pieces: list[Piece]
+    items: list[ExportItem]
     vocabulary: int
 
 
-def plan(model: Opened) -> tuple[Export, list[str]]:
+def plan(model: StoredModel) -> tuple[Export, list[str]]:
     """The GGUF file for a model, and notes for the report. Only scales that are not float16 are read."""
     metadata, tensors = to_metadata(model.config)
     architecture = of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
     heads, kv_heads = (int(str(metadata[each])) if architecture.permuted else 0 for each in (key, f"{key}_kv"))
     types: dict[str, tuple[int, tuple[int, ...]]] = {}
-    pieces: list[Piece] = []
+    items: list[ExportItem] = []
     elements: Counter[int] = Counter()
     for name, weight in model.weights.items():
         place = _place(architecture, name, weight.shape, heads, kv_heads)
@@ -57,11 +57,11 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
             spec = Spec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
-            pieces.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
+            items.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
         else:
             spec = Spec(torch.float32 if place.in_floats else weight.dtype, place.shape)
             number = plain_number(spec.dtype)
-            pieces.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
+            items.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
         types |= dict.fromkeys(place.names, (number, place.shape))
         elements[number] += math.prod(weight.shape)
     orders = {order_name(name) for name in model.weights}
@@ -73,12 +73,12 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
         plus = 1.0 if architecture.plus_one and architecture.is_norm(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), len(place.names) * new.nbytes)
-        pieces.append(Piece(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus), row))
+        items.append(ExportItem(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus), row))
         if len(spec.shape) > 1:
             elements[plain_number(new.dtype)] += math.prod(spec.shape)
     for target, tensor in tensors.items():
         types[target] = plain_number(tensor.dtype), tuple(tensor.shape)
-        pieces.append(Piece({target: Spec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
+        items.append(ExportItem({target: Spec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
     file_type = _FILE_TYPES.get(elements.most_common(1)[0][0]) if elements else None
     if file_type is not None:
         metadata["general.file_type"] = file_type
@@ -86,7 +86,7 @@ def plan(model: Opened) -> tuple[Export, list[str]]:
         raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
     unsure = [name for name in model.tied if architecture.to_gguf(name) != ("output.weight",)]
     notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
-    return Export(metadata, types, pieces, types["token_embd.weight"][1][0]), notes
+    return Export(metadata, types, items, types["token_embd.weight"][1][0]), notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def _encoded(place: _Place, kind: str, codes: Codes, order: Tensor | None) -> di
     return place.cut(blocks(kind, codes))
 
 
-def _plain(model: Opened, name: str, place: _Place, dtype: torch.dtype, plus: float) -> dict[str, Tensor]:
+def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plus: float) -> dict[str, Tensor]:
     tensor = model.tensor(name)
     return {target: part.to(dtype) for target, part in place.cut(tensor.float() + plus if plus else tensor).items()}
 

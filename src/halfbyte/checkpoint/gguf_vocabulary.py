@@ -52,9 +52,7 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
     byte_level = any(piece.get("type") == "ByteLevel" for piece in _walk(described.get("pre_tokenizer")))
     if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
         kind = f"{model.get('type')}{'' if model.get('type') != 'BPE' else ' without bytes'}"
-        return {"tokenizer.ggml.model": "none"}, [
-            f"no tokenizer is written: GGUF has no known form for a tokenizer of type {kind}"
-        ]
+        return {"tokenizer.ggml.model": "none"}, [f"no tokenizer is written: GGUF has no known form for a tokenizer of type {kind}"]
     tokens = [f"[PAD{i}]" for i in range(count)]
     types = [_UNUSED] * count
     for token, i in model["vocab"].items():

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.folder import complete
 from halfbyte.checkpoint.manifest import Weight, dtype_named, read_manifest
-from halfbyte.checkpoint.opened import Opened, open_entries, order_name
-from halfbyte.checkpoint.parts import Sharing, device_of, in_parts
+from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
+from halfbyte.checkpoint.stored_model import StoredModel, open_entries, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, stored_runs, take
@@ -25,7 +25,7 @@ from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
 from halfbyte.nn.convert import Config, as_config, candidates, finished, own_tensors
 from halfbyte.nn.expanded import expanded
-from halfbyte.nn.forms import codes_shape, kind_of, pack_weight, quantized_form
+from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> Opened:
+def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> StoredModel:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
     floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
     quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
     """
     source = Path(path)
-    opened = open_source(source, floats=floats) if quantize is None else open_floats(source)
-    return open_checkpoint(source) if opened is None else open_entries(source, *opened, quantize)
+    found = open_source(source, floats=floats) if quantize is None else open_floats(source)
+    return open_checkpoint(source) if found is None else open_entries(source, *found, quantize)
 
 
-def open_checkpoint(dir: str | PathLike[str]) -> Opened:
+def open_checkpoint(dir: str | PathLike[str]) -> StoredModel:
     """Reads config.json and the headers of the files of a halfbyte checkpoint, and checks that they fit together."""
     folder = Path(dir)
     config, manifest = read_manifest(folder)
@@ -102,12 +102,12 @@ def open_checkpoint(dir: str | PathLike[str]) -> Opened:
     sizes = {name: weight.stored_bytes for name, weight in manifest.weights.items()} | {name: spec.nbytes for name, spec in plain.items()}
 
     def report() -> Report:
-        return _report(opened)
+        return _report(stored)
 
-    opened = Opened(
+    stored = StoredModel(
         folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes, manifest.static, codes_part, reader.read_part
     )
-    return opened
+    return stored
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
@@ -127,7 +127,7 @@ def describe(dir: str | PathLike[str]) -> Report:
     return open_model(dir).report()
 
 
-def _report(checkpoint: Opened) -> Report:
+def _report(checkpoint: StoredModel) -> Report:
     rows = []
     for name, owner in checkpoint.names():
         tied_to = None if owner == name else owner
@@ -170,49 +170,51 @@ def load(
     """
     if mesh is None and (plan is not None or exact):
         raise ArgumentError("plan and exact are for models shared by processes: pass their mesh, load(dir, mesh=mesh)")
-    sharing = None if mesh is None else Sharing(mesh, plan, exact)
-    opened = open_model(dir, quantize=None if format is None else as_config(format))
-    return fill(opened, device_of(mesh, device), model, sharing)
+    sharding = None if mesh is None else Sharding(mesh, plan, exact)
+    stored = open_model(dir, quantize=None if format is None else as_config(format))
+    return fill(stored, device_of(mesh, device), model, sharding)
 
 
-def fill(opened: Opened, device: torch.device | str = "cpu", model: nn.Module | None = None, sharing: Sharing | None = None) -> nn.Module:
-    """`load` for a model that has been opened."""
-    if sharing is not None and (model is not None or opened.static is not None):
-        return parallelize_(fill(opened, device, model), sharing.mesh, sharing.plan, exact=sharing.exact)
-    if opened.static is not None:
-        return _on_codes(opened, opened.static, device, model)
+def fill(
+    stored: StoredModel, device: torch.device | str = "cpu", model: nn.Module | None = None, sharding: Sharding | None = None
+) -> nn.Module:
+    """`load` for a stored model."""
+    if sharding is not None and (model is not None or stored.static is not None):
+        return parallelize_(fill(stored, device, model), sharding.mesh, sharding.plan, exact=sharding.exact)
+    if stored.static is not None:
+        return _on_codes(stored, stored.static, device, model)
     if model is None:
-        model = skeleton(opened.config, _dtype(opened), opened.shapes())
-        load_generation_config(model, opened.path)
-    with expanded(model, lambda name: f"{name}.weight" in opened.weights, attention=True):
-        return _filled(opened, device, model, sharing)
+        model = skeleton(stored.config, _dtype(stored), stored.shapes())
+        load_generation_config(model, stored.path)
+    with expanded(model, lambda name: f"{name}.weight" in stored.weights, attention=True):
+        return _filled(stored, device, model, sharding)
 
 
-def _on_codes(opened: Opened, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:
+def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | str, model: nn.Module | None) -> nn.Module:
     """Turns the float network `model` into a network on int8 codes and fills it."""
     if model is None:
-        raise CheckpointError(f"{opened.path} holds a network on int8 codes, made from a float one: pass that, load(dir, model=model)")
+        raise CheckpointError(f"{stored.path} holds a network on int8 codes, made from a float one: pass that, load(dir, model=model)")
     if calibrated(model) == static:
-        return _filled(opened, device, model)
+        return _filled(stored, device, model)
     if calibrated(model) is not None:
-        raise CheckpointError(f"{opened.path} has other scales than the model, which computes on int8 codes already: pass the float model")
+        raise CheckpointError(f"{stored.path} has other scales than the model, which computes on int8 codes already: pass the float model")
     try:
         made = rebuilt(model, static)
     except (ArgumentError, KeyError) as e:
-        raise CheckpointError(f"the network on int8 codes in {opened.path} cannot be made from the model: {e}") from e
-    _filled(opened, device, made)
+        raise CheckpointError(f"the network on int8 codes in {stored.path} cannot be made from the model: {e}") from e
+    _filled(stored, device, made)
     replace_(model, made)
     return model
 
 
-def _filled(opened: Opened, device: torch.device | str, model: nn.Module, sharing: Sharing | None = None) -> nn.Module:
-    owners = _fit(opened, model)
+def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, sharding: Sharding | None = None) -> nn.Module:
+    owners = _fit(stored, model)
     finish = None
-    if sharing is not None:
-        opened, finish = in_parts(opened, owners, model, sharing)
-    packed = {owner: pack_weight(module, opened.codes(owner), device) for owner, module in _holders(opened, owners, model).items()}
-    plain = {name: opened.tensor(name).to(device) for name in opened.plain}
-    _fill(model, owners, packed, plain, opened.weights)
+    if sharding is not None:
+        stored, finish = shard(stored, owners, model, sharding)
+    packed = {owner: pack_weight(module, stored.codes(owner), device) for owner, module in _holders(stored, owners, model).items()}
+    plain = {name: stored.tensor(name).to(device) for name in stored.plain}
+    _fill(model, owners, packed, plain, stored.weights)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -225,7 +227,7 @@ def _filled(opened: Opened, device: torch.device | str, model: nn.Module, sharin
     return model
 
 
-def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
+def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
     """For each parameter and buffer of the model, the name that it is stored under; raises CheckpointError if one does not fit."""
     weights, folder = checkpoint.weights, checkpoint.path
     reasons = {candidate.name: candidate.reason for candidate in candidates(model, without_data=True)}
@@ -265,11 +267,11 @@ def _fit(checkpoint: Opened, model: nn.Module) -> dict[str, str]:
     return {name: owners.get(name) or same[id(tensor)] for name, tensor in places.items()}
 
 
-def _holders(opened: Opened, owners: Mapping[str, str], model: nn.Module) -> dict[str, nn.Module]:
+def _holders(stored: StoredModel, owners: Mapping[str, str], model: nn.Module) -> dict[str, nn.Module]:
     """For each quantized weight the first module that has it."""
     found: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
-        if (owner := owners.get(f"{prefix}.weight", "")) in opened.weights:
+        if (owner := owners.get(f"{prefix}.weight", "")) in stored.weights:
             found.setdefault(owner, module)
     return found
 
@@ -284,7 +286,9 @@ def _fill(
         if weight := weights.get(owner):
             if id(module) not in made:
                 settings = (weight.dtype, weight.compute, weight.activation, weight.error)
-                made[id(module)] = _with_order(quantized_form(module, packed[owner], *settings), plain.get(order_name(f"{prefix}.weight")))
+                made[id(module)] = _with_order(
+                    quantized_module(module, packed[owner], *settings), plain.get(order_name(f"{prefix}.weight"))
+                )
             model.set_submodule(prefix, made[id(module)])
     parameters: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -308,7 +312,7 @@ def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
         raise CheckpointError(f"{e}: the checkpoint is damaged") from e
 
 
-def _dtype(checkpoint: Opened) -> torch.dtype:
+def _dtype(checkpoint: StoredModel) -> torch.dtype:
     """The dtype to build the model in: that of config.json, or else that of its first floating-point tensor."""
     named = dtype_named(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
     floats = (spec.dtype for spec in checkpoint.plain.values() if spec.dtype.is_floating_point)

@@ -20,8 +20,8 @@ from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.forms import CONVOLUTIONS, KINDS
 from halfbyte.nn.integer import Scale
+from halfbyte.nn.kinds import CONVOLUTIONS, KINDS
 from halfbyte.nn.modules import check_compute
 from halfbyte.nn.static import Calibrated
 

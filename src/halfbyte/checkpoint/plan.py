@@ -17,7 +17,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
 from halfbyte.nn.expanded import collapse_, expand_, originals
-from halfbyte.nn.forms import CONVOLUTIONS, codes_shape, kind_of
+from halfbyte.nn.kinds import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.transposed import is_transposed
 

@@ -23,7 +23,7 @@ from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.fake_quantized import check_not_in_training
-from halfbyte.nn.forms import CONVOLUTIONS
+from halfbyte.nn.kinds import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.manifest import Weight
-from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
@@ -32,7 +32,7 @@ class Target(ABC):
 
     name: str
 
-    def __init__(self, model: Opened) -> None:
+    def __init__(self, model: StoredModel) -> None:
         self.ordered = {name for name in model.weights if order_name(name) in model.plain}
         self.reasons: dict[str, str] = {}
         for name, weight in model.weights.items():
@@ -49,7 +49,7 @@ class Target(ABC):
             {name.removesuffix(".weight") for name in self._linears(model)} - {n.removesuffix(".weight") for n in self.kept}
         )
 
-    def _linears(self, model: Opened) -> set[str]:
+    def _linears(self, model: StoredModel) -> set[str]:
         """Names of weights that are or may be those of linear layers: all matrices."""
         matrices = {name for name, spec in model.plain.items() if name.endswith(".weight") and len(spec.shape) == 2}
         tied = {name for name, owner in model.tied.items() if name.endswith(".weight") and (owner in model.weights or owner in matrices)}
@@ -161,7 +161,7 @@ class Gptq(Target):
 class CompressedTensors(Target):
     name = "compressed-tensors"
 
-    def __init__(self, model: Opened) -> None:
+    def __init__(self, model: StoredModel) -> None:
         super().__init__(model)
         self.schemes: dict[str, list[str]] = {}
         self._groups: list[dict[str, Any]] = []

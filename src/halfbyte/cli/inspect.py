@@ -15,7 +15,7 @@ from halfbyte.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from halfbyte.checkpoint.opened import Opened
+    from halfbyte.checkpoint.stored_model import StoredModel
     from halfbyte.io.safetensors import Reader
 
 
@@ -93,7 +93,7 @@ def _is_described(path: Path) -> bool:
     return (path / CONFIG).is_file() and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
 
 
-def _model_rows(model: Opened) -> Iterator[dict[str, Any]]:
+def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:
     for name, owner in model.names():
         tied_to = None if owner == name else owner
         if (weight := model.weights.get(owner)) is not None:
@@ -121,7 +121,7 @@ def _row(
     }
 
 
-def _compare(model: Opened, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
+def _compare(model: StoredModel, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
     """Fills in the error of every quantized row, from the original's tensors."""
     from halfbyte.nn.convert import relative_error
 
@@ -147,9 +147,9 @@ def _name_in(source: Reader, name: str) -> str:
     return alike[0]
 
 
-def _columns(original: Tensor, model: Opened, name: str) -> Tensor:
+def _columns(original: Tensor, model: StoredModel, name: str) -> Tensor:
     """The original with its columns in the order of the codes."""
-    from halfbyte.checkpoint.opened import order_name
+    from halfbyte.checkpoint.stored_model import order_name
 
     order = order_name(name)
     return original[:, model.tensor(order).long()] if order in model.plain else original

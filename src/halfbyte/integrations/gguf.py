@@ -12,9 +12,9 @@ from torch import nn
 from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.loading import fill
-from halfbyte.checkpoint.opened import open_entries
-from halfbyte.checkpoint.parts import Sharing, device_of
+from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
+from halfbyte.checkpoint.stored_model import open_entries
 from halfbyte.formats.spec import Format
 from halfbyte.io.gguf import read_header
 from halfbyte.nn.convert import Config, as_config
@@ -41,12 +41,12 @@ def load_gguf(
     holds a model of an unsupported architecture.
     """
     source = Path(path)
-    sharing = None if mesh is None else Sharing(mesh)
+    sharding = None if mesh is None else Sharding(mesh)
     if format is None:
-        opened = open_entries(source, *read_file(read_header(source), dtype))
+        stored = open_entries(source, *read_file(read_header(source), dtype))
     else:
-        opened = open_entries(source, *open_floats(source, dtype), as_config(format))
-    model = fill(opened, device_of(mesh, device), sharing=sharing)
+        stored = open_entries(source, *open_floats(source, dtype), as_config(format))
+    model = fill(stored, device_of(mesh, device), sharding=sharding)
     tokenizer = gguf_tokenizer.load(source)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and tokenizer is not None:

@@ -49,7 +49,7 @@ from halfbyte.nn.convert import (
 )
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
-from halfbyte.nn.forms import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_form
+from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
@@ -298,7 +298,7 @@ class HalfbyteQuantizer(HfQuantizer):
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
             settings = config.config or config.modules[name]
             module = model.get_submodule(place)
-            made = quantized_form(module, packed, dtype, settings.compute, settings.activation, error)
+            made = quantized_module(module, packed, dtype, settings.compute, settings.activation, error)
             if isinstance(made, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
                 made = PermutedLinear(made, order)
             model.set_submodule(place, made)

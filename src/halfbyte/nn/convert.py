@@ -24,7 +24,7 @@ from halfbyte.nn.expanded import expanded
 from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized, check_not_in_training
-from halfbyte.nn.forms import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_form
+from halfbyte.nn.kinds import CONVOLUTIONS, FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module
 from halfbyte.nn.modules import QuantModule, check_compute, has_hooks
 from halfbyte.nn.report import Report, Row, remarks
 from halfbyte.nn.scaled import factor_of
@@ -272,7 +272,7 @@ def put_quantized_(
             else:
                 codes, error = codes_of(name, module, formats[name])
                 packed = pack_weight(module, codes, weight.device)
-            made = quantized_form(module, packed, weight.dtype, config.compute, config.activation, error)
+            made = quantized_module(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)
         replacements.append((name, by_module[id(module)]))

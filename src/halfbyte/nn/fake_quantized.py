@@ -13,7 +13,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.conv_reference import patches
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
-from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import module_moves

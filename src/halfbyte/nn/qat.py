@@ -23,7 +23,7 @@ from halfbyte.nn.convert import (
 )
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target, prepare_
-from halfbyte.nn.forms import kind_of, quantize_weight
+from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers import CALIBRATED, METHODS
 

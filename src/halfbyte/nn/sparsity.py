@@ -15,7 +15,7 @@ from halfbyte.layouts.convolution import channels_first, channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, check_given
 from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
 from halfbyte.nn.expanded import expanded
-from halfbyte.nn.forms import FLOAT_MODULES
+from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.runs import Runs, decoder_layers
 from halfbyte.nn.transposed import is_conv1d
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune

@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
-from halfbyte.nn.forms import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.integer import (
     MOST,
     AveragePool,
@@ -33,6 +32,7 @@ from halfbyte.nn.integer import (
     Requantize,
     Scale,
 )
+from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.nn.network import IntegerNetwork
 from halfbyte.ops import conv

@@ -59,7 +59,7 @@ def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> 
     return ops.pack(codes, device)
 
 
-def quantized_form(
+def quantized_module(
     module: nn.Module, packed: AnyPacked, dtype: torch.dtype, compute: str, activation: str, error: float | None
 ) -> QuantModule:
     """The quantized module with the weight `packed` that replaces `module`, which may be quantized itself."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges
@@ -28,7 +28,7 @@ Finish = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Sharding:
     """The processes that share a model, and how: the arguments of `parallelize_`."""
 
     mesh: DeviceMesh
@@ -47,16 +47,16 @@ def device_of(mesh: DeviceMesh | None, device: torch.device | str | None) -> tor
     return device
 
 
-def in_parts(opened: Opened, owners: Mapping[str, str], model: nn.Module, sharing: Sharing) -> tuple[Opened, Finish]:
-    """Cuts the modules of `model`, which have no data; returns the opened parts that fill them, and a function to call afterwards.
+def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, sharding: Sharding) -> tuple[StoredModel, Finish]:
+    """Cuts the modules of `model`, which have no data; returns what fills them, and a function to call afterwards.
 
     owners  for each parameter, the name under which it is stored
     """
-    processes = Processes.of(sharing.mesh)
-    found = {name: _as_stored(holder, owners, opened) for name, holder in holders(model).items()}
-    plan = make_plan(model, found, sharing.plan, processes.count, device=processes.device, exact=sharing.exact)
+    processes = Processes.of(sharding.mesh)
+    found = {name: _as_stored(holder, owners, stored) for name, holder in holders(model).items()}
+    plan = make_plan(model, found, sharding.plan, processes.count, device=processes.device, exact=sharding.exact)
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    before = {name: _nbytes(modules[name], opened.weights.get(owners[f"{name}.weight"])) for name in found}
+    before = {name: _nbytes(modules[name], stored.weights.get(owners[f"{name}.weight"])) for name in found}
     runs: dict[str, tuple[int, Ranges]] = {}
     dropped: set[str] = set()
     parts: dict[str, Part] = {}
@@ -78,24 +78,24 @@ def in_parts(opened: Opened, owners: Mapping[str, str], model: nn.Module, sharin
         shrink_(modules[name], parts[name], moved)
 
     def codes(name: str) -> Codes:
-        return opened.part_of_codes(name, *runs[name]) if name in runs else opened.codes(name)
+        return stored.part_of_codes(name, *runs[name]) if name in runs else stored.codes(name)
 
     def tensor(name: str) -> Tensor:
-        return opened.part_of_tensor(name, *runs[name]) if name in runs else opened.tensor(name)
+        return stored.part_of_tensor(name, *runs[name]) if name in runs else stored.tensor(name)
 
     def finish(model: nn.Module) -> None:
         attach_(model, plan, parts, before)
 
-    plain = {name: spec for name, spec in opened.plain.items() if name not in dropped}
-    return replace(opened, codes=codes, tensor=tensor, plain=plain), finish
+    plain = {name: spec for name, spec in stored.plain.items() if name not in dropped}
+    return replace(stored, codes=codes, tensor=tensor, plain=plain), finish
 
 
-def _as_stored(holder: Holder, owners: Mapping[str, str], opened: Opened) -> Holder:
+def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -> Holder:
     """A holder of the float model, with the shape and format that its weight has in the files."""
     owner = owners[f"{holder.name}.weight"]
-    if (weight := opened.weights.get(owner)) is None:
+    if (weight := stored.weights.get(owner)) is None:
         return replace(holder, weight=owner)
-    ordered = order_name(f"{holder.name}.weight") in opened.plain
+    ordered = order_name(f"{holder.name}.weight") in stored.plain
     return replace(holder, weight=owner, format=weight.format, compute=weight.compute, activation=weight.activation, ordered=ordered)
 
 

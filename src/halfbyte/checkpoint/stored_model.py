@@ -21,14 +21,14 @@ from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.convert import Candidate, Config, check_patterns, decide, take_calibration
-from halfbyte.nn.forms import quantize_weight
+from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
 from halfbyte.nn.static import Calibrated
 
 
 @dataclass(frozen=True)
-class Opened:
+class StoredModel:
     """Names are those of the model's parameters and buffers, as in a halfbyte checkpoint.
 
     path     its name in error messages
@@ -81,7 +81,7 @@ def order_name(weight: str) -> str:
     return f"{weight.removesuffix('weight')}{ORDER}"
 
 
-def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> Opened:
+def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> StoredModel:
     """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture.
 
     quantize  how to quantize weights as they are read; all must be floats then
@@ -143,7 +143,7 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
     sizes = {name: sum(entries.entries[source].nbytes for source in step.sources) for name, (step, _) in steps.items()}
-    return Opened(path, config, plan.weights, plan.plain, plan.tied, codes, tensor, lambda: report(plan, entries, notes), sizes)
+    return StoredModel(path, config, plan.weights, plan.plain, plan.tied, codes, tensor, lambda: report(plan, entries, notes), sizes)
 
 
 def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:

@@ -1,4 +1,4 @@
-"""Writing a model as another kind, piece by piece: each piece is a weight or tensor that is read, converted and written."""
+"""Writing a model as another kind, item by item: each item is a weight or tensor that is read, converted and written."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import floats
-from halfbyte.checkpoint.opened import Opened, order_name
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import Placed, Spec
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.forms import CONVOLUTIONS
+from halfbyte.nn.kinds import CONVOLUTIONS
 from halfbyte.nn.report import Row
 
 Progress = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExportItem:
     """The tensors that are written, and the function that makes them. `row`: its row in the report, if any."""
 
     specs: Mapping[str, Spec]
@@ -32,20 +32,22 @@ class Piece:
         return sum(spec.nbytes for spec in self.specs.values())
 
 
-def kept(model: Opened, name: str, specs: Mapping[str, Spec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]) -> Piece:
+def kept(
+    model: StoredModel, name: str, specs: Mapping[str, Spec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]
+) -> ExportItem:
     """A weight that stays quantized; `write` makes its tensors from its codes and the order of its columns, if any."""
     weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
     row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes[name], after, weight.error)
-    return Piece(specs, lambda: write(model.codes(name), order_of(model, name)), row)
+    return ExportItem(specs, lambda: write(model.codes(name), order_of(model, name)), row)
 
 
 def dequantized(
-    model: Opened,
+    model: StoredModel,
     name: str,
     reason: str,
     specs: Mapping[str, Spec] | None = None,
     cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
-) -> Piece:
+) -> ExportItem:
     """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
     weight = model.weights[name]
     convolves = weight.kind in CONVOLUTIONS
@@ -64,40 +66,40 @@ def dequantized(
         return cut(tensor) if cut else dict.fromkeys(specs, tensor)
 
     why, after = f"{weight.format}, dequantized: {reason}", sum(spec.nbytes for spec in specs.values())
-    return Piece(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], after))
+    return ExportItem(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], after))
 
 
-def plain(model: Opened, name: str, *, as_float: bool) -> Piece:
+def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
     """A tensor that is not quantized, unchanged; with `as_float`, a stack of experts in the float model's layout."""
     spec = model.plain[name]
     row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), spec.nbytes)
     if not as_float or not _stands_in(model, name):
-        return Piece({name: spec}, lambda: {name: model.tensor(name)}, row)
+        return ExportItem({name: spec}, lambda: {name: model.tensor(name)}, row)
     own = name.removesuffix(".weight")
     turned = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
-    return Piece({own: turned}, lambda: {own: model.tensor(name).mT.contiguous()}, row)
+    return ExportItem({own: turned}, lambda: {own: model.tensor(name).mT.contiguous()}, row)
 
 
-def _stands_in(model: Opened, name: str) -> bool:
+def _stands_in(model: StoredModel, name: str) -> bool:
     """Whether this is a stack of experts stored outputs first that the float model has inputs first, as next to a quantized one."""
     mixture, _, own = name.removesuffix(".weight").rpartition(".")
     others = (weight for other, weight in model.weights.items() if other.startswith(f"{mixture}.") and weight.kind == "Experts")
     return name.endswith(f"{own}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
 
 
-def order_of(model: Opened, name: str) -> Tensor | None:
+def order_of(model: StoredModel, name: str) -> Tensor | None:
     """The order of a weight's columns, if it is not that of its inputs."""
     return model.tensor(order_name(name)) if order_name(name) in model.plain else None
 
 
-def write(pieces: Sequence[Piece], writer: Placed, progress: Progress | None) -> list[str]:
-    """Writes the pieces that have not been written; returns notes for the report."""
-    resumed, done, total = writer.resumed, 0, sum(piece.nbytes for piece in pieces)
-    for piece in pieces:
-        if not piece.specs.keys() <= writer.checksums.keys():
-            for name, tensor in piece.make().items():
+def write(items: Sequence[ExportItem], writer: Placed, progress: Progress | None) -> list[str]:
+    """Writes the items that have not been written; returns notes for the report."""
+    resumed, done, total = writer.resumed, 0, sum(item.nbytes for item in items)
+    for item in items:
+        if not item.specs.keys() <= writer.checksums.keys():
+            for name, tensor in item.make().items():
                 writer.write(name, tensor)
-        done += piece.nbytes
+        done += item.nbytes
         if progress is not None:
-            progress(done, total, ", ".join(piece.specs))
+            progress(done, total, ", ".join(item.specs))
     return [f"resumed: {resumed} tensors were written before"] if resumed else []
