@@ -12,8 +12,7 @@ import torch
 
 from halfbyte.bench import gpu
 from halfbyte.bench.gpu_contenders import GPU_PEERS, Absent, GpuWork, marlin, tinygemm
-from halfbyte.bench.gpu_plot import svg
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, text
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, text
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.machine import GPUS
@@ -69,8 +68,9 @@ def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_picture() -> None:
-    root = ElementTree.fromstring(svg(report().measurements, "a & b"))
-    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
+    shown = report()
+    shown.gpu["name"] = "a & b"
+    lines = ElementTree.fromstring(plot(shown)).findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 3
     assert all(len(line.get("points", "").split()) == 2 for line in lines)
 

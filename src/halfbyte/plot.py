@@ -73,6 +73,15 @@ def line_plot(
     return "\n".join([*out, "</svg>", ""])
 
 
+def panels(plots: Sequence[str]) -> str:
+    """Line plots in one SVG image, two side by side."""
+    columns = min(2, len(plots))
+    size = f'width="{_WIDTH}" height="{_HEIGHT}"'
+    placed = [f'<svg x="{i % 2 * _WIDTH}" y="{i // 2 * _HEIGHT}" {size}' + plot.removeprefix("<svg") for i, plot in enumerate(plots)]
+    box = f"0 0 {columns * _WIDTH} {-(-len(plots) // 2) * _HEIGHT}"
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">', *placed, "</svg>", ""])
+
+
 def _text(x: float, y: float, text: str, attributes: str) -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" {attributes}>{escape(text)}</text>'
 

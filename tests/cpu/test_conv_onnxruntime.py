@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
+from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, model, node, value_info
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference
@@ -45,12 +45,9 @@ def qlinearconv(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, window: 
         ("dilations", list(window.dilation), INTS),
         ("group", groups, INT),
     ]
-    node = b"".join(field(1, name) for name in ("x", *constants)) + field(2, "y") + field(3, "conv") + field(4, "QLinearConv")
-    node += b"".join(field(5, attribute(*one)) for one in attributes)
-    graph = [field(2, "one"), field(1, node), *(field(5, tensor(name, *one)) for name, one in constants.items())]
-    graph += [field(11, value_info("x", UINT8, x.shape)), field(12, value_info("y", UINT8, ["b", "c", "h", "w"]))]
-    model = field(1, 8) + field(8, field(1, "") + field(2, 17)) + field(7, b"".join(graph))
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    ends = [value_info("x", UINT8, x.shape)], [value_info("y", UINT8, ["b", "c", "h", "w"])]
+    written = model([node("QLinearConv", "conv", ("x", *constants), "y", attributes)], constants, *ends)
+    session = onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {"x": (x.int() + 128).to(torch.uint8).contiguous().numpy()})
     return torch.from_numpy(y.astype(np.int16) - 128)
 

@@ -46,10 +46,9 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
                 peaks.append(probe.ask("probe", names=["dot_peak"], threads=threads)["dot_peak"])
 
             found = _in_turn(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
-            for name, (seconds, reason) in found.items():
-                fraction = layer.operations / seconds / max(peaks) if seconds else None
-                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "seconds": seconds, "of_dot_peak": fraction})
-                rows[-1] |= {"reason": reason} if reason else {}
+            for name, taken in found.items():
+                fraction = layer.operations / taken["seconds"] / max(peaks) if taken["seconds"] else None
+                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "of_dot_peak": fraction, **taken})
     return rows
 
 
@@ -59,17 +58,17 @@ def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, mi
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(threads)) for name in NETWORK_CONTENDERS}
         for network in names:
+            case: dict[str, Any] = {"network": network, "batch": batch, "threads": threads}
             asked = {"network": {"name": network, "batch": batch}, "min_time": min_time}
-            for name, (seconds, reason) in _in_turn(workers, rounds, lambda: None, do="infer", **asked).items():
-                rows.append({"network": network, "batch": batch, "threads": threads, "contender": name, "seconds": seconds})
-                rows[-1] |= {"reason": reason} if reason else {}
+            found = _in_turn(workers, rounds, lambda: None, do="infer", **asked)
+            rows += [case | {"contender": name} | taken for name, taken in found.items()]
     return rows
 
 
 def _in_turn(
     workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any
-) -> dict[str, tuple[float | None, str | None]]:
-    """Seconds of each contender, the median of the rounds, or the reason why there are none; `before` is called at each round."""
+) -> dict[str, dict[str, Any]]:
+    """Of each contender its "seconds", the median of the rounds, or None and the "reason"; `before` is called at each round."""
     seconds: dict[str, list[float]] = defaultdict(list)
     absent: dict[str, str] = {}
     for turn in range(rounds):
@@ -84,7 +83,8 @@ def _in_turn(
                 seconds[name].append(taken["seconds"])
             except WorkerError as error:
                 absent[name] = str(error)
-    return {name: (None, absent[name]) if name in absent else (median(seconds[name]), None) for name in workers}
+    missing = {name: {"seconds": None, "reason": reason} for name, reason in absent.items()}
+    return {name: missing.get(name) or {"seconds": median(seconds[name])} for name in workers}
 
 
 def network_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
+from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, model, node, value_info
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import PackedConv, channels_first
@@ -176,17 +175,9 @@ def _qlinearconv(layer: Layer) -> bytes:
         "y_zero": (UINT8, torch.tensor(128, dtype=torch.uint8)),
         "bias": (INT32, torch.zeros(layer.out, dtype=torch.int32)),
     }
-    settings: list[tuple[str, Any, int]] = [
-        ("strides", [layer.stride] * 2, INTS),
-        ("pads", [layer.padding] * 4, INTS),
-        ("group", layer.groups, INT),
-    ]
-    node = b"".join(field(1, name) for name in ("x", *constants)) + field(2, "y") + field(3, "conv") + field(4, "QLinearConv")
-    node += b"".join(field(5, attribute(*one)) for one in settings)
-    graph = [field(2, "halfbyte"), field(1, node), *(field(5, tensor(name, *one)) for name, one in constants.items())]
-    shapes = tuple(layer.image.shape), tuple(layer.wanted.shape)
-    graph += [field(11, value_info("x", UINT8, shapes[0])), field(12, value_info("y", UINT8, shapes[1]))]
-    return field(1, 8) + field(8, field(1, "") + field(2, 17)) + field(7, b"".join(graph))
+    settings = [("strides", [layer.stride] * 2, INTS), ("pads", [layer.padding] * 4, INTS), ("group", layer.groups, INT)]
+    x, y = value_info("x", UINT8, layer.image.shape), value_info("y", UINT8, layer.wanted.shape)
+    return model([node("QLinearConv", "conv", ("x", *constants), "y", settings)], constants, [x], [y])
 
 
 CONTENDERS: dict[str, Callable[[Layer], Ready]] = {

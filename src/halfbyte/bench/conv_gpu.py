@@ -28,8 +28,6 @@ from halfbyte.kernels.problem import Window
 from halfbyte.machine import gpu
 from halfbyte.ops import conv
 
-PEER = "cuDNN bf16"
-
 Launches = list[Callable[[], Tensor]]
 
 
@@ -57,7 +55,7 @@ def _integers(layer: Layer, images: Sequence[Tensor], _: str, out_scale: float) 
 
 
 CONTENDERS: dict[str, tuple[Callable[..., Launches], str]] = {
-    PEER: (_images, "int8_channel"),
+    "cuDNN bf16": (_images, "int8_channel"),
     "halfbyte int8→int8": (_integers, "int8_channel"),
     "halfbyte W8A16": (_weights, "int8_channel"),
     "halfbyte W4A16": (_weights, "int4_g32"),
@@ -94,22 +92,16 @@ def _wanted(layer: Layer, image: Tensor, format: str) -> Tensor:
         return torch.nn.functional.conv2d(image.float(), weight.cuda(), None, layer.stride, layer.padding, 1, layer.groups)
 
 
-def line(rows: Sequence[dict[str, Any]]) -> str:
-    """A line of the table: microseconds, and cuDNN's time over ours."""
-    peer = next(row["seconds"] for row in rows if row["contender"] == PEER)
-    ratios = ["" if row["contender"] == PEER else f" (×{peer / row['seconds']:.2f})" for row in rows]
-    cells = [f"{row['seconds'] * 1e6:.1f}{ratio}" for row, ratio in zip(rows, ratios, strict=True)]
-    return f"| {Layer(**rows[0]['layer'])} | " + " | ".join(cells) + " |"
-
-
 def _printed(
-    what: str, contenders: Iterable[str], measured: Iterable[list[dict[str, Any]]], line: Callable[[list[dict[str, Any]]], str]
+    contenders: Iterable[str], measured: Iterable[list[dict[str, Any]]], name: Callable[[dict[str, Any]], str], units: str
 ) -> Iterator[dict[str, Any]]:
-    """The rows, printed as they come."""
-    names = list(contenders)
-    print(f"| {what} | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1), sep="\n", flush=True)
+    """The rows, printed as they come, a line for all contenders, of which the first is the peer; `units` are "us" or "ms"."""
+    names, (decimals, factor) = list(contenders), {"us": (1, 1e6), "ms": (2, 1e3)}[units]
+    print(f"| {units} | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1), sep="\n", flush=True)
     for rows in measured:
-        print(line(rows), flush=True)
+        peer, *own = (row["seconds"] for row in rows)
+        cells = [f"{peer * factor:.{decimals}f}", *(f"{seconds * factor:.{decimals}f} (×{peer / seconds:.2f})" for seconds in own)]
+        print(f"| {name(rows[0])} | " + " | ".join(cells) + " |", flush=True)
         yield from rows
 
 
@@ -125,11 +117,12 @@ def main(argv: Sequence[str]) -> int:
     print(" · ".join(f"{name} {value}" for name, value in about.items()))
     if args.model:
         print("ms; in brackets the time of torch's bfloat16 (channels_last, cuDNN in benchmark mode) over ours\n")
-        table = _printed("network", networks.CONTENDERS, networks.run(args.model, args.batch, args.rounds), networks.line)
+        measured = networks.run(args.model, args.batch, args.rounds)
+        table = _printed(networks.CONTENDERS, measured, lambda row: f"{row['network']}, batch {row['batch']}", "ms")
     else:
         layers = [replace(layer, batch=batch) for batch in args.batch for layer in LAYERS]
         print("us; in brackets the time of cuDNN's bfloat16 (channels_last, benchmark mode) over ours\n")
-        table = _printed("layer", CONTENDERS, run(layers, args.rounds), line)
+        table = _printed(CONTENDERS, run(layers, args.rounds), lambda row: str(Layer(**row["layer"])), "us")
     rows = list(table)
     if args.json is not None:
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

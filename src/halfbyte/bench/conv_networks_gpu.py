@@ -16,8 +16,6 @@ from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.clock import graph_times
 from halfbyte.nn.convert import Config, quantize_
 
-PEER = "torch bf16"
-
 
 def _on_codes(model: nn.Module) -> nn.Module:
     seen = images(CALIBRATION, seed=2).cuda()
@@ -30,7 +28,7 @@ def _weights(format: str) -> Callable[[nn.Module], nn.Module]:
 
 # What makes a contender of the float32 model, and how far off its result may be.
 CONTENDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
-    PEER: (lambda model: model.bfloat16(), EIGHT_BITS),
+    "torch bf16": (lambda model: model.bfloat16(), EIGHT_BITS),
     "halfbyte int8 static": (_on_codes, EIGHT_BITS),
     "halfbyte W8A16": (_weights("int8_channel"), EIGHT_BITS),
     "halfbyte W4A16": (_weights("int4_g32"), FOUR_BITS),
@@ -60,11 +58,3 @@ def run(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[l
 
 def _forward(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     return lambda: model(x)
-
-
-def line(rows: Sequence[dict[str, Any]]) -> str:
-    """A line of the table: milliseconds, and torch's time over ours."""
-    peer = next(row["seconds"] for row in rows if row["contender"] == PEER)
-    ratios = ["" if row["contender"] == PEER else f" (×{peer / row['seconds']:.2f})" for row in rows]
-    cells = [f"{row['seconds'] * 1e3:.2f}{ratio}" for row, ratio in zip(rows, ratios, strict=True)]
-    return f"| {rows[0]['network']}, batch {rows[0]['batch']} | " + " | ".join(cells) + " |"

@@ -19,8 +19,7 @@ import torch
 
 import halfbyte
 from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
-from halfbyte.bench.gpu_plot import svg
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, read, select, text
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, read, select, text
 from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.formats.spec import as_format
@@ -210,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             args.json.write_text(report.written(), encoding="utf-8")
         if args.plot:
-            args.plot.write_text(svg(report.measurements, report.gpu["name"]), encoding="utf-8")
+            args.plot.write_text(plot(report), encoding="utf-8")
 
     try:
         if args.read:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import ArgumentError
+from halfbyte.plot import line_plot
+from halfbyte.plot import panels as plot_panels
 
 SCHEMA = 1
 
@@ -89,6 +92,16 @@ def select(report: GpuReport, **allowed: Sequence[Any] | None) -> GpuReport:
     return replace(report, measurements=[one for one in report.measurements if fits(one)])
 
 
+def plot(report: GpuReport) -> str:
+    """An SVG image: microseconds against M, a panel for each weight, both axes logarithmic."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for one in sorted(report.measurements, key=lambda one: (not one.peer, one.m)):  # halfbyte's line is drawn last, on top
+        title = f"{report.gpu['name']}: {one.n} x {one.k}, {one.format}, {one.dtype}, {one.compute}"
+        panels.setdefault(title, {}).setdefault(one.label, []).append((one.m, one.seconds * 1e6))
+    draw = partial(line_plot, x_label="M, rows of activations", y_label="microseconds", log_x=True, log_y=True)
+    return plot_panels([draw(series, title=title) for title, series in panels.items()])
+
+
 def markdown(report: GpuReport) -> str:
     """Tables for a document, one for each format, dtype and compute."""
     lines = [*(f"{line}  " for line in _heading(report)), ""]
@@ -96,18 +109,11 @@ def markdown(report: GpuReport) -> str:
         group = [one for one in report.measurements if (one.format, one.dtype, one.compute) == case]
         labels = list(dict.fromkeys(one.label for one in sorted(group, key=lambda one: one.peer)))
         lines += [f"{case[0]} weights, {case[1]} activations, {case[2]} compute:", ""]
-        lines += [
-            "| " + " | ".join(["N x K", "M", *labels, "best peer / halfbyte", "of the floor"]) + " |",
-            "| --- |" + " ---: |" * (len(labels) + 3),
-        ]
+        lines += [_piped(["N x K", "M", *labels, "best peer / halfbyte", "of the floor"]), "| --- |" + " ---: |" * (len(labels) + 3)]
         last = None
         for n, k, m in dict.fromkeys((one.n, one.k, one.m) for one in group):
-            row = [
-                f"{n} x {k}" if (n, k) != last else "",
-                str(m),
-                *_cells([one for one in group if (one.n, one.k, one.m) == (n, k, m)], labels),
-            ]
-            lines.append("| " + " | ".join(row) + " |")
+            cells = _cells([one for one in group if (one.n, one.k, one.m) == (n, k, m)], labels)
+            lines.append(_piped([f"{n} x {k}" if (n, k) != last else "", str(m), *cells]))
             last = (n, k)
         lines.append("")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.bench.onnxruntime_peer import copies_in_a_model, session
-from halfbyte.bench.protobuf import FLOAT, INT8, UINT8, field, tensor, value_info
+from halfbyte.bench.protobuf import FLOAT, INT8, UINT8, model, node, value_info
 from halfbyte.bench.workload import SIGMA, Built, Workload
 
 _SPAN = 5.0  # standard deviations that codes reach to
@@ -83,18 +83,17 @@ def onnxruntime_qlinear(work: Workload, format: str) -> Built:
 
 def _model(work: Workload, format: str, copies: int) -> bytes:
     slab, zero = work.codes(format), torch.tensor(128, dtype=torch.uint8)
-    constants: list[tuple[str, int, Tensor]] = [
-        ("x_scale", FLOAT, torch.tensor(IN_SCALE)),
-        ("zero", UINT8, zero),
-        ("w_zero", INT8, torch.zeros(work.n, dtype=torch.int8)),
-        ("y_scale", FLOAT, torch.tensor(out_scale(work))),
-    ]
-    graph = [field(2, "halfbyte"), field(11, value_info("x", UINT8, ("M", work.k)))]
+    constants = {
+        "x_scale": (FLOAT, torch.tensor(IN_SCALE)),
+        "zero": (UINT8, zero),
+        "w_zero": (INT8, torch.zeros(work.n, dtype=torch.int8)),
+        "y_scale": (FLOAT, torch.tensor(out_scale(work))),
+    }
+    nodes, outputs = [], []
     for copy in range(copies):
         codes = work.take(slab, copy)
-        constants += [(f"w{copy}", INT8, codes.data.T.contiguous()), (f"s{copy}", FLOAT, codes.scale.float().flatten())]
+        constants |= {f"w{copy}": (INT8, codes.data.T.contiguous()), f"s{copy}": (FLOAT, codes.scale.float().flatten())}
         inputs = ("x", "x_scale", "zero", f"w{copy}", f"s{copy}", "w_zero", "y_scale", "zero")
-        node = b"".join(field(1, name) for name in inputs) + field(2, f"y{copy}") + field(3, f"product{copy}") + field(4, "QLinearMatMul")
-        graph += [field(1, node), field(12, value_info(f"y{copy}", UINT8, ("M", work.n)))]
-    graph += [field(5, tensor(*one)) for one in constants]
-    return field(1, 8) + field(8, field(1, "") + field(2, 17)) + field(7, b"".join(graph))
+        nodes.append(node("QLinearMatMul", f"product{copy}", inputs, f"y{copy}"))
+        outputs.append(value_info(f"y{copy}", UINT8, ("M", work.n)))
+    return model(nodes, constants, [value_info("x", UINT8, ("M", work.k))], outputs)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, attribute, field, tensor, value_info
+from halfbyte.bench import protobuf
+from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, value_info
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize, Scale
@@ -43,15 +44,11 @@ class _Writer:
                 self._module(node, modules[str(node.target)])
             else:
                 raise UnsupportedError(f"{node.format_node()} is not written as ONNX")
-        graph = [field(2, "halfbyte"), *(field(1, node) for node in self.nodes)]
-        graph += [field(5, tensor(name, *one)) for name, one in self.constants.items()]
-        graph += [field(11, value_info("x", FLOAT, shape)), field(12, value_info("y", FLOAT, ["batch", "classes"]))]
-        opsets = field(8, field(1, "") + field(2, 17)) + field(8, field(1, _MICROSOFT) + field(2, 1))
-        return field(1, 8) + opsets + field(7, b"".join(graph))
+        x, y = value_info("x", FLOAT, shape), value_info("y", FLOAT, ["batch", "classes"])
+        return protobuf.model(self.nodes, self.constants, [x], [y], _MICROSOFT)
 
     def _node(self, kind: str, inputs: Sequence[str], output: str, *attributes: tuple[str, Any, int], domain: str = "") -> None:
-        node = b"".join(field(1, name) for name in inputs) + field(2, output) + field(3, output) + field(4, kind)
-        self.nodes.append(node + b"".join(field(5, attribute(*one)) for one in attributes) + (field(7, domain) if domain else b""))
+        self.nodes.append(protobuf.node(kind, output, inputs, output, attributes, domain))
 
     def _constant(self, name: str, dtype: int, value: Tensor) -> str:
         self.constants[name] = dtype, value.contiguous()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from halfbyte.bench.protobuf import FLOAT, INT, UINT8, attribute, field, tensor, value_info
+from halfbyte.bench.protobuf import FLOAT, INT, UINT8, model, node, value_info
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
 
@@ -63,17 +63,12 @@ def _model(work: Workload, format: str, copies: int) -> bytes:
     block = slab.format.block_size(work.k)
     if slab.format.bits != 4 or slab.format.zero != "none" or block not in (16, 32, 64, 128, 256) or work.k % block:
         raise UnsupportedError(f"MatMulNBits wants blocks of 16 to 256 (a power of two) that divide K, got {format} and K={work.k}")
-    settings = {"K": work.k, "N": work.n, "bits": 4, "block_size": block, "accuracy_level": 4}
-    attributes = b"".join(field(5, attribute(name, value, INT)) for name, value in settings.items())
-    graph = [field(2, "halfbyte"), field(11, value_info("x", FLOAT, ("M", work.k)))]
+    settings = [("K", work.k, INT), ("N", work.n, INT), ("bits", 4, INT), ("block_size", block, INT), ("accuracy_level", 4, INT)]
+    constants, nodes, outputs = dict[str, tuple[int, Tensor]](), [], []
     for copy in range(copies):
-        codes = work.take(slab, copy)
-        edges = field(1, "x") + field(1, f"w{copy}") + field(1, f"s{copy}") + field(2, f"y{copy}")
-        graph += [
-            field(1, edges + field(3, f"matmul{copy}") + field(4, "MatMulNBits") + attributes + field(7, "com.microsoft")),
-            field(5, tensor(f"w{copy}", UINT8, codes.data.reshape(work.n, work.k // block, block // 2))),
-            field(5, tensor(f"s{copy}", FLOAT, codes.scale.float().flatten())),
-            field(12, value_info(f"y{copy}", FLOAT, ("M", work.n))),
-        ]
-    opsets = field(8, field(1, "") + field(2, 17)) + field(8, field(1, "com.microsoft") + field(2, 1))
-    return field(1, 8) + opsets + field(7, b"".join(graph))
+        codes, inputs = work.take(slab, copy), ("x", f"w{copy}", f"s{copy}")
+        constants[f"w{copy}"] = UINT8, codes.data.reshape(work.n, work.k // block, block // 2)
+        constants[f"s{copy}"] = FLOAT, codes.scale.float().flatten()
+        nodes.append(node("MatMulNBits", f"matmul{copy}", inputs, f"y{copy}", settings, "com.microsoft"))
+        outputs.append(value_info(f"y{copy}", FLOAT, ("M", work.n)))
+    return model(nodes, constants, [value_info("x", FLOAT, ("M", work.k))], outputs, "com.microsoft")

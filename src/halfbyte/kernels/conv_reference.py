@@ -9,6 +9,7 @@ blocks (`layouts/convolution.py`), so that `reference.py`'s definitions for line
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,10 @@ def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor
     return torch.cat(taps, dim=-1)
 
 
-def _each_group(codes: Codes, sizes: Filter, x: Tensor, run: Callable[[Tensor, Codes, slice], Tensor]) -> Tensor:
-    """`run(patches, matrix, its outputs)` of each group, joined: [B, Co, Ho, Wo]."""
-    n = sizes.out // sizes.groups
-    parts = [run(x[g], matrix, slice(g * n, (g + 1) * n)) for g, matrix in enumerate(groups_of(codes, sizes))]
+def _each_group(codes: Codes, sizes: Filter, x: Tensor, bias: Tensor | None, run: Callable[..., Tensor], *settings: Any) -> Tensor:
+    """`run(patches, matrix, bias, *settings)` of each group, joined: [B, Co, Ho, Wo]."""
+    biases = [None] * sizes.groups if bias is None else bias.chunk(sizes.groups)
+    parts = [run(rows, matrix, own, *settings) for rows, matrix, own in zip(x, groups_of(codes, sizes), biases, strict=True)]
     return torch.cat(parts, dim=-1).movedim(-1, 1)
 
 
@@ -55,12 +56,7 @@ def conv2d(
 ) -> Tensor:
     """float64 [B, Co, Ho, Wo]; `compute` and `activation` as in `reference.linear`, of each patch. See `quantized_images` for "image"."""
     sizes = filter_of(codes, kernel, groups)
-    return _each_group(
-        codes,
-        sizes,
-        patches(x, sizes, window),
-        lambda rows, matrix, n: reference.linear(rows, matrix, None if bias is None else bias[n], compute, activation, clamp),
-    )
+    return _each_group(codes, sizes, patches(x, sizes, window), bias, reference.linear, compute, activation, clamp)
 
 
 def error_bound(
@@ -75,12 +71,7 @@ def error_bound(
 ) -> Tensor:
     """The bound of the error of a kernel's float32 sums: `reference.error_bound` of each patch."""
     sizes = filter_of(codes, kernel, groups)
-    return _each_group(
-        codes,
-        sizes,
-        patches(x, sizes, window),
-        lambda rows, matrix, n: reference.error_bound(rows, matrix, None if bias is None else bias[n], compute, activation),
-    )
+    return _each_group(codes, sizes, patches(x, sizes, window), bias, reference.error_bound, compute, activation)
 
 
 def qconv2d(
@@ -99,15 +90,9 @@ def qconv2d(
     """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] as `reference.qlinear` of each patch. x is padded with `in_zero`, the code of 0."""
     sizes = filter_of(codes, kernel, groups)
     rows = patches(xq, sizes, window, in_zero)
-
-    def part(which: int) -> Tensor:
-        def run(patch: Tensor, matrix: Codes, n: slice) -> Tensor:
-            of_group = None if bias is None else bias[n]
-            return reference.qlinear(patch, matrix, of_group, in_scale, in_zero, out_scale, out_zero, clamp)[which]
-
-        return _each_group(codes, sizes, rows, run)
-
-    return reference.Requantized(part(0), part(1), part(2))
+    settings = in_scale, in_zero, out_scale, out_zero, clamp
+    parts = (_each_group(codes, sizes, rows, bias, lambda *args, i=i: reference.qlinear(*args)[i], *settings) for i in range(3))
+    return reference.Requantized(*parts)
 
 
 def quantized_images(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ class QuantConv2d(QuantModule):
     """
 
     kind = "Conv2d"
+    packed: PackedConv
     bias: nn.Parameter | None
     out_channels: int
     in_channels: int
@@ -58,11 +59,6 @@ class QuantConv2d(QuantModule):
         self.compute, self.activation = compute, activation
         bias = like.bias
         self.register_parameter("bias", bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-
-    @property
-    def packed(self) -> PackedConv:
-        assert isinstance(self._packed, PackedConv)
-        return self._packed
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype."""

@@ -56,6 +56,7 @@ class QuantExperts(QuantModule):
 
     kind = "Experts"
     dimensions = 3
+    packed: Packed
 
     def __init__(
         self,
@@ -70,11 +71,6 @@ class QuantExperts(QuantModule):
         check_compute(compute, activation)
         self.compute = compute
         self.activation = activation
-
-    @property
-    def packed(self) -> Packed:
-        assert isinstance(self._packed, Packed)
-        return self._packed
 
     def forward(self, x: Tensor, expert_ids: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] or [M, T, K], expert_ids [M, T], bias [E, N] -> [M, T, N]; see `halfbyte.grouped_linear`."""

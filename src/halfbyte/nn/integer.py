@@ -198,11 +198,7 @@ class IntegerConv2d(IntegerModule):
     """A convolution of codes [B, C, H, W]."""
 
     kind = "Conv2d"
-
-    @property
-    def packed(self) -> PackedConv:
-        assert isinstance(self._packed, PackedConv)
-        return self._packed
+    packed: PackedConv
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.moves is not None
@@ -238,11 +234,7 @@ class IntegerLinear(IntegerModule):
     """A linear layer on codes."""
 
     kind = "Linear"
-
-    @property
-    def packed(self) -> Packed:
-        assert isinstance(self._packed, Packed)
-        return self._packed
+    packed: Packed
 
     def forward(self, x: Tensor) -> Tensor:
         n, k = self.packed.shape

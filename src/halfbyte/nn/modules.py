@@ -219,16 +219,7 @@ class QuantModule(nn.Module):
         self.refresh()
 
 
-class QuantMatrix(QuantModule):
-    """Base of QuantLinear, QuantEmbedding and QuantEmbeddingBag: a weight [N, K]."""
-
-    @property
-    def packed(self) -> Packed:
-        assert isinstance(self._packed, Packed)
-        return self._packed
-
-
-class QuantLinear(QuantMatrix):
+class QuantLinear(QuantModule):
     """y = x W^T + bias, as nn.Linear, with a quantized W.
 
     packed      W, [out_features, in_features]
@@ -238,6 +229,7 @@ class QuantLinear(QuantMatrix):
     """
 
     kind = "Linear"
+    packed: Packed
     bias: nn.Parameter | None
 
     def __init__(
@@ -271,13 +263,14 @@ class QuantLinear(QuantMatrix):
         )
 
 
-class QuantEmbedding(QuantMatrix):
+class QuantEmbedding(QuantModule):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.
 
     embed_scale   a factor of the rows, if any (see scaled.py)
     """
 
     kind = "Embedding"
+    packed: Packed
     embed_scale: Factor | None
 
     def __init__(
@@ -302,13 +295,14 @@ class QuantEmbedding(QuantMatrix):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.format}"
 
 
-class QuantEmbeddingBag(QuantMatrix):
+class QuantEmbeddingBag(QuantModule):
     """Sums, means or maxima of rows of a quantized weight, as nn.EmbeddingBag.
 
     like   the module whose settings it takes
     """
 
     kind = "EmbeddingBag"
+    packed: Packed
     mode: str
     padding_idx: int | None
     include_last_offset: bool
