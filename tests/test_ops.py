@@ -99,6 +99,12 @@ def test_nothing_times_something(m: int, n: int, k: int) -> None:
     channel = packed_weight("int8_channel", n, k)
     y = hb.qlinear(torch.zeros(m, k, dtype=torch.int8), channel, bias, in_scale=1, in_zero=0, out_scale=0.5, out_zero=1)
     assert torch.equal(y, (bias.double() / 0.5 + 1).round().to(torch.int8).expand(m, n))
+    assert hb.unpack(packed_weight("int8_tensor", n, k)).shape == (n, k)
+
+
+def test_a_sum_of_nothing_is_rounded_once() -> None:
+    packed, x, bias, residual = packed_weight("q8_0", N, 0), torch.randn(5, 0).bfloat16(), torch.randn(N), torch.randn(5, N).bfloat16()
+    assert torch.equal(hb.linear(x, packed, bias, residual=residual), (bias + residual.float()).bfloat16())
 
 
 def test_one_vector_and_strided_activations() -> None:

@@ -61,10 +61,10 @@ def linear(
         check_residual(residual, x, (*shape[:-1], n))
         residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
-        empty = x.new_zeros((*shape[:-1], n))  # K = 0: a sum of nothing
+        empty = x.new_zeros((*shape[:-1], n), dtype=torch.float32)  # K = 0: a sum of nothing
         for term in (bias, residual):
             empty = empty if term is None else empty.add_(term)
-        return functional.gelu(empty) if gelu else empty.clamp_(low, high)
+        return (functional.gelu(empty) if gelu else empty.clamp_(low, high)).to(x.dtype)
     if not weight.is_contiguous() or weight.data_ptr() % 64:
         weight = weight.clone(memory_format=torch.contiguous_format)
     if not x.is_contiguous():

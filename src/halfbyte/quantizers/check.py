@@ -56,7 +56,7 @@ def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
     largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others."""
     fmt, limits = codes.format, torch.finfo(codes.format.scale)
-    if not codes.scale.numel() or fmt.zero == "offset":
+    if not weight.numel() or fmt.zero == "offset":
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
     if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
