@@ -50,6 +50,10 @@ HEAVY = {
     "onnxruntime": None,
     "openvino": None,
 }
+# torch's functions that make tensors of the default dtype, or all of the default device, which are not halfbyte's to choose.
+OF_DEFAULT_DTYPE = {"empty", "zeros", "ones", "rand", "randn", "linspace", "eye", "empty_strided"}
+OF_DEFAULT_DEVICE = OF_DEFAULT_DTYPE | {"full", "tensor", "as_tensor", "scalar_tensor", "arange", "randint", "randperm"}
+MAY_USE_DEFAULTS = ("bench", "cli")
 MAX_LINES = 600
 BESIDE = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
@@ -58,7 +62,7 @@ MAX_PARAMETERS = 12
 def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     """What is wrong with a module called `module`, one sentence each."""
     tree = ast.parse(text)
-    found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree)]
+    found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:
@@ -140,6 +144,20 @@ def _too_many_parameters(tree: ast.AST) -> Iterator[str]:
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             if count > MAX_PARAMETERS:
                 yield f"{getattr(node, 'name', 'lambda')} has {count} parameters, over {MAX_PARAMETERS}: group them"
+
+
+def _left_to_defaults(module: str, tree: ast.AST) -> Iterator[str]:
+    """Kernels are told addresses: memory of another size or device than they expect is read or written beside its ends."""
+    if module.split(".")[1:2] in ([package] for package in MAY_USE_DEFAULTS):
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in OF_DEFAULT_DEVICE:
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if "device" not in given:
+                    yield f"line {node.lineno}: torch.{name} leaves the device to torch's default"
+                if name in OF_DEFAULT_DTYPE and "dtype" not in given and given.get("device") != "'meta'":
+                    yield f"line {node.lineno}: torch.{name} leaves the dtype to torch's default"
 
 
 def _compiled_by_triton(node: ast.AST) -> bool:
@@ -225,6 +243,8 @@ def test_the_whole_package_is_read() -> None:
         ("halfbyte.ops", "x = 1\n" * 601, "601 lines, over 600"),
         ("halfbyte.ops", "def f(a, b, c, d, e, f, /, g, h, i, *j, k, l, **m): ...", "f has 13 parameters, over 12: group them"),
         ("halfbyte.ops", "f = lambda a, b, c, d, e, f, g, h, i, j, k, l, m: 0", "lambda has 13 parameters, over 12: group them"),
+        ("halfbyte.ops", "torch.zeros(3, device='cpu')", "line 1: torch.zeros leaves the dtype to torch's default"),
+        ("halfbyte.ops", "torch.arange(3)", "line 1: torch.arange leaves the device to torch's default"),
     ],
 )
 def test_a_broken_rule_is_found(module: str, text: str, complaint: str) -> None:
@@ -262,6 +282,8 @@ def test_logic_in_a_package_is_found(line: str) -> None:
         ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),
         ("halfbyte", "from halfbyte.cli import main\nX = {a: b for a, b in T.items()}\ndef __getattr__(name): ...\ndef __dir__(): ..."),
         ("halfbyte.ops", "x = 1\n" * 600),
+        ("halfbyte.ops", "torch.full((), 1.5, device=d)\ntorch.empty(3, device='meta')\nx.new_empty(3)"),
+        ("halfbyte.cli.bench", "torch.empty(3)"),
         ("halfbyte.kernels.gpu.a", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i, j, k, l, m): ..."),
         ("halfbyte.ops", "class A:\n    def f(self, a, b, c, d, e, f, g, h, i, j, k, l): ..."),
     ],

@@ -107,6 +107,31 @@ def test_a_sum_of_nothing_is_rounded_once() -> None:
     assert torch.equal(hb.linear(x, packed, bias, residual=residual), (bias + residual.float()).bfloat16())
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_torchs_defaults_do_not_matter(default: torch.dtype | str) -> None:
+    weight, kernel, x, image = torch.randn(N, 64), torch.randn(24, 1, 3, 3), torch.randn(5, 64), torch.randn(2, 24, 9, 9)
+    steps: dict[str, Any] = {"in_scale": 0.02, "in_zero": 3, "out_scale": 0.1, "out_zero": -4}
+    x8, image8, ids = (x * 30).to(torch.int8), (image * 30).to(torch.int8), torch.tensor([3, 0])
+
+    def results() -> list[Tensor]:
+        packed, channel = hb.pack(hb.quantize(weight, "q4_0")), hb.pack(hb.quantize(weight, "int8_channel"))
+        conv = hb.pack_conv(hb.quantize_conv(kernel, "int8_channel"), 3, 24)
+        products = [hb.linear(x, packed), hb.qlinear(x8, channel, **steps), hb.embedding(ids, packed)]
+        return [*products, hb.conv2d(image, conv), hb.qconv2d(image8, conv, **steps)]
+
+    wanted = results()
+    try:
+        if isinstance(default, str):
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        got = results()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_one_vector_and_strided_activations() -> None:
     packed, x = packed_weight(), torch.randn(K, 6)
     by_rows = hb.linear(x.T.contiguous(), packed)

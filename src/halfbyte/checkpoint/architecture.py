@@ -90,7 +90,8 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
     transformers = import_transformers(name)
     cls = getattr(transformers, name)
     try:
-        with torch.random.fork_rng(devices=[]), _default_dtype(dtype), _Skeleton([math.prod(shape) for shape in files]):
+        budget = [math.prod(shape) for shape in files]
+        with torch.random.fork_rng(devices=[]), _default_dtype(dtype), torch.device("cpu"), _Skeleton(budget):
             model: nn.Module = cls(cls.config_class.from_dict(_with_special_floats(dict(config))))
     except CheckpointError:
         raise

@@ -157,7 +157,7 @@ def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Ten
     """The dequantized weight, computed a few rows at a time; with its columns in the order of the inputs, if they have another `order`."""
     back = None if order is None else order.long().argsort()
     rows, k = codes.rows, codes.shape[-1]
-    out = torch.empty(rows, k, dtype=dtype)
+    out = torch.empty(rows, k, dtype=dtype, device="cpu")
     # A scale of the whole tensor has no rows.
     flat = {name: t if codes.format.block == "tensor" and name != "data" else t.reshape(rows, -1) for name, t in codes.tensors().items()}
     step = max(1, _CHUNK // max(1, k))

@@ -192,7 +192,7 @@ def _rope_scaling(
 def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tensor:
     """The factors by which llama.cpp divides rotary frequencies: transformers' rope_type llama3 (modeling_rope_utils.py), float64
     [head_dim / 2]."""
-    inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     length = 2 * math.pi / inverse
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
@@ -288,7 +288,10 @@ def _scaled(name: str, out: dict[str, Value], rope: Mapping[str, Any], base: flo
     if original := rope.get("original_max_position_embeddings"):
         out[f"{name}.rope.scaling.original_context_length"] = int(original)
     if kind == "longrope":
-        return {f"rope_factors_{which}.weight": torch.tensor(rope[f"{which}_factor"], dtype=torch.float32) for which in ("long", "short")}
+        return {
+            f"rope_factors_{which}.weight": torch.tensor(rope[f"{which}_factor"], dtype=torch.float32, device="cpu")
+            for which in ("long", "short")
+        }
     out |= {f"{name}.rope.scaling.type": kind, f"{name}.rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         usual = 0.1 * math.log(float(rope["factor"])) + 1

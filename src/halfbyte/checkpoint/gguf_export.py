@@ -166,7 +166,7 @@ def blocks(kind: str, codes: Codes) -> Tensor:
     """The blocks of a weight, uint8 [..., N, bytes], for the type that `choose` chose."""
     n, k = codes.rows, codes.shape[-1]
     number, block = ggml.NUMBERS[kind], codes.format.block_size(k)
-    out = torch.empty(n, ggml.TYPES[number].row_bytes(k), dtype=torch.uint8)
+    out = torch.empty(n, ggml.TYPES[number].row_bytes(k), dtype=torch.uint8, device="cpu")
     data, *numbers = (codes.data.reshape(n, -1), codes.scale, codes.zero)
     single = codes.format.block == "tensor"
     scale, zero = (None if t is None else t.expand(n, 1) if single else t.reshape(n, -1) for t in numbers)

@@ -140,7 +140,7 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
             codes = [value.tensors() for value in values if isinstance(value, Codes)]
             turns = {name: torch.stack([each[name] for each in codes], dim=2).flatten(1, 2) for name in codes[0]}
             return Codes.from_tensors(quantized.format, (experts, n * count, k), turns)
-        out = torch.empty(experts, k, n * count, dtype=wanted or dtype)
+        out = torch.empty(experts, k, n * count, dtype=wanted or dtype, device="cpu")
         for i in range(experts):
             for j, value in enumerate(values):
                 out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else floats(_expert(value, i), out.dtype)).T

@@ -181,7 +181,7 @@ class Architecture:
         count = heads if found[2] == "attn_q" else kv_heads
         if count < 1 or rows % (2 * count):
             return None
-        return torch.arange(rows).view(count, 2, -1).transpose(1, 2).flatten()
+        return torch.arange(rows, device="cpu").view(count, 2, -1).transpose(1, 2).flatten()
 
     def is_norm(self, name: str) -> bool:
         """Whether a tensor, by llama.cpp's name, is the weight of a norm."""

@@ -86,4 +86,4 @@ def guard() -> Tensor:
 
     Without it a reader that does not know halfbyte finds no weight, and transformers then initializes one randomly with only a warning.
     """
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")

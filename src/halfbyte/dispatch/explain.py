@@ -134,7 +134,7 @@ def _ceilings(choice: Choice, threads: int) -> Ceilings:
 
 def _time(problem: Problem, choice: Choice) -> float:
     """Median seconds of a call, over copies of the weight that together exceed the last-level cache."""
-    weight = torch.randn(problem.n, problem.k)
+    weight = torch.randn(problem.n, problem.k, dtype=torch.float32, device="cpu")
     codes = quantize(weight, problem.format) if problem.format.block != "tensor" else None
     matrix = cpu_tiles.pack(codes or METHODS["absmax"](weight, problem.format, "weight")).data
     first = cpu_tiles.allocate(problem.experts * matrix.nbytes)
@@ -142,7 +142,7 @@ def _time(problem: Problem, choice: Choice) -> float:
     cache = machine().caches.l3 or 1 << 25
     copies = [first, *(first.clone() for _ in range(min(4 * cache, _MOST_BYTES) // max(1, first.nbytes)))]
     kernel = linear_kernel(problem.format, problem.n, problem.k, problem.dtype, choice.taken.inner, problem.activation)
-    x = torch.randn(problem.m, problem.k).to(problem.dtype)
+    x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
     turn = 0
 
     def call() -> None:

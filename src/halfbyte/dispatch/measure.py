@@ -64,7 +64,7 @@ def linear_launches(
     from halfbyte.kernels.gpu.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    x = torch.randn(problem.m, problem.k, device=device).to(problem.dtype)
+    x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     weights = [random_sections(geo, device) for _ in range(copies(geo.nbytes, gpu.l2))]
     return [partial(candidate.module.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
@@ -77,7 +77,7 @@ def grouped_launches(
     from halfbyte.kernels.gpu.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    x = torch.randn(problem.m, problem.k, device=device).to(problem.dtype)
+    x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     count = copies(min(problem.m, problem.experts) * geo.nbytes, gpu.l2)
     stacks = -(-count * min(problem.m, problem.experts) // problem.experts)
@@ -96,9 +96,9 @@ def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor
     """The same as bytes."""
     data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
     sections = gpu_tiles.views(data, geo)
-    sections.scale.copy_(torch.rand(sections.scale.shape, device=device) * 1e-2 + 1e-3)
+    sections.scale.copy_(torch.rand(sections.scale.shape, device=device, dtype=torch.float32) * 1e-2 + 1e-3)
     if sections.zero is not None and sections.zero.is_floating_point():
-        sections.zero.copy_(torch.rand(sections.zero.shape, device=device) * 1e-2)
+        sections.zero.copy_(torch.rand(sections.zero.shape, device=device, dtype=torch.float32) * 1e-2)
     elif sections.zero is not None:
         sections.zero.bitwise_and_((1 << geo.format.bits) - 1)
     return data

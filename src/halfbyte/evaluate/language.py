@@ -123,7 +123,7 @@ def last_word_accuracy(model: Any, tokenizer: Any, lines: Sequence[str]) -> floa
             raise ArgumentError(f"a line has at least two words, got {line.strip()!r}")
         start = tokenizer(before)["input_ids"]
         word_ids = tokenizer(blank + word, add_special_tokens=False)["input_ids"]
-        ids = torch.tensor(start + word_ids)
+        ids = torch.tensor(start + word_ids, device="cpu")
         logits = _logits(model, ids, slice(len(start) - 1, len(ids) - 1), "the model")
         right += int((logits.argmax(1).cpu() == ids[len(start) :]).all())
     return right / len(lines)

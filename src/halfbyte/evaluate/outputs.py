@@ -169,7 +169,7 @@ def embed(
         order += indices
         if progress is not None:
             progress(len(order))
-    return torch.cat(rows)[torch.tensor(order).argsort()]
+    return torch.cat(rows)[torch.tensor(order, device="cpu").argsort()]
 
 
 def _unit_rows(reference: Tensor, candidate: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -197,6 +197,6 @@ def _nearest(queries: Tensor, corpus: Tensor, k: int, own: int | None) -> Tensor
     """Indices [q, k] of the corpus rows with the largest cosines for each query; with `own`, query i excludes row own + i."""
     similarity = queries @ corpus.T
     if own is not None:
-        rows = torch.arange(len(queries))
+        rows = torch.arange(len(queries), device="cpu")
         similarity[rows, rows + own] = -torch.inf
     return similarity.argsort(dim=-1, descending=True, stable=True)[:, :k]

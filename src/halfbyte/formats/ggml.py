@@ -83,7 +83,8 @@ def encode_q5_0(codes: Codes) -> Tensor:
     q = (codes.values() + 16).reshape(-1, 32)
     if codes.format != kind.format or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
         raise FormatError(f"q5_0 holds int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
-    bits = ((q >> 4) << torch.arange(8, dtype=torch.int16).repeat(4)).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.int16, device="cpu").repeat(4)
+    bits = ((q >> 4) << places).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
     low = (q & 15).to(torch.uint8)
     parts = (codes.scale.reshape(-1, 1).contiguous().view(torch.uint8), bits, low[:, :16] | low[:, 16:] << 4)
     return torch.cat(parts, dim=-1).reshape(*shape[:-1], width)
@@ -96,13 +97,13 @@ def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _shifted(bytes: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
     """Bit fields of bytes [B, n] -> [B, n * len(shifts)]: for each `run` of bytes all fields at the first shift, then at the next."""
-    fields = bytes.reshape(len(bytes), -1, 1, run) >> torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1) & mask
+    fields = bytes.reshape(len(bytes), -1, 1, run) >> torch.tensor(shifts, dtype=torch.uint8, device="cpu").view(1, 1, -1, 1) & mask
     return fields.reshape(len(bytes), -1)
 
 
 def _fifth_bits(bytes: Tensor) -> Tensor:
     """The bits of each block's 4 bytes, lowest first, each shifted to the value 16: uint8 [B, 32]."""
-    return ((bytes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).reshape(len(bytes), 32) << 4
+    return ((bytes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).reshape(len(bytes), 32) << 4
 
 
 def _q5_0(b: Tensor) -> Parts:
@@ -121,7 +122,7 @@ def _iq4_nl(b: Tensor) -> Parts:
 
 def look_up(table: tuple[int, ...], nibbles: Tensor) -> Tensor:
     """int8: the table's value for each nibble."""
-    return torch.tensor(table, dtype=torch.int8)[nibbles.int()]
+    return torch.tensor(table, dtype=torch.int8, device="cpu")[nibbles.int()]
 
 
 def _q2_k(b: Tensor) -> Parts:
@@ -166,7 +167,7 @@ def _iq4_xs(b: Tensor) -> Parts:
 
 def _tq1_0(b: Tensor) -> Parts:
     # A byte is a fraction of 256: multiplying by 3 moves the next base-3 digit to the front.
-    powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8).view(1, -1, 1)
+    powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8, device="cpu").view(1, -1, 1)
     runs = ((b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4))
     fractions = torch.cat([(run.unsqueeze(1) * powers[:, :digits]).flatten(1) for run, digits in runs], dim=1)
     return (fractions.to(torch.int16) * 3 >> 8).to(torch.int8) - 1, _f16(b, 52, torch.float16), None
@@ -177,7 +178,7 @@ def _tq2_0(b: Tensor) -> Parts:
 
 
 def _mxfp4(b: Tensor) -> Parts:
-    scale = torch.ldexp(torch.ones(len(b), 1), b[:, :1].to(torch.int32) - 128)
+    scale = torch.ldexp(torch.ones(len(b), 1, dtype=torch.float32, device="cpu"), b[:, :1].to(torch.int32) - 128)
     return look_up(E2M1, _shifted(b[:, 1:], 16, _LOW, 15)), scale.to(torch.bfloat16), None
 
 

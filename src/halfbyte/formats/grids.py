@@ -72,7 +72,7 @@ def _multipliers(name: str, b: Tensor) -> Tensor:
     elif name == "iq1_s":
         s = b[:, 35::2] >> 4 & 7
     elif name == "iq1_m":
-        s = (_words(b[:, 48:]).unsqueeze(-1) >> torch.tensor((0, 3, 6, 9)) & 7).flatten(1)
+        s = (_words(b[:, 48:]).unsqueeze(-1) >> torch.tensor((0, 3, 6, 9), device="cpu") & 7).flatten(1)
     else:
         nibbles = b[:, {"iq2_xs": 66, "iq2_s": 74, "iq3_s": 106}[name] :]
         s = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).flatten(1)

@@ -27,7 +27,7 @@ _PLACE = tuple(ORDER.index(i) for i in range(8))  # in which nibble each output 
 
 def read(parts: Mapping[str, Tensor], group_size: int, where: str) -> Codes:
     """The weight [N, K]; `group_size` -1 is one block per row. `where` is its name in error messages."""
-    qweight = parts.get("qweight", torch.empty(0))
+    qweight = parts.get("qweight", torch.empty(0, dtype=torch.float32, device="cpu"))
     if qweight.dim() != 2:
         raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K, N/8]: the checkpoint is damaged")
     k, n = qweight.shape[0], 8 * qweight.shape[1]

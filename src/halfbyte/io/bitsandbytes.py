@@ -90,22 +90,22 @@ def read_four(parts: Mapping[str, Tensor], state: State, dtype: torch.dtype, whe
             f"{where} has {got}, but its quant_state describes {list(state.shape)} weights of 4 bits: the checkpoint is damaged"
         )
     table = zero_points.take(parts, "quant_map", (torch.float32,), (16,), where)
-    absmax = parts.get("absmax", torch.empty(0)).reshape(-1)
+    absmax = parts.get("absmax", torch.empty(0, dtype=torch.float32, device="cpu")).reshape(-1)
     if "nested_absmax" in parts:
         absmax = zero_points.take({"absmax": absmax}, "absmax", (torch.uint8,), (blocks,), where)
         outer = parts["nested_absmax"].reshape(-1)
         outer = zero_points.take({"nested_absmax": outer}, "nested_absmax", (torch.float32,), (-(-blocks // state.nested_block),), where)
         inner = zero_points.take(parts, "nested_quant_map", (torch.float32,), (256,), where)[absmax.int()]
-        absmax = inner * outer[torch.arange(blocks) // state.nested_block] + state.nested_offset
+        absmax = inner * outer[torch.arange(blocks, device="cpu") // state.nested_block] + state.nested_offset
     else:
         absmax = zero_points.take({"absmax": absmax}, "absmax", (torch.float32,), (blocks,), where)
     if not bool(absmax.isfinite().all() & table.isfinite().all()):
         raise CheckpointError(f"{where} has a scale that is not finite: the checkpoint is damaged")
     packed = parts["weight"].contiguous().flatten().view(torch.uint8)
-    out = torch.empty(count, dtype=dtype)
+    out = torch.empty(count, dtype=dtype, device="cpu")
     for first in range(0, count, _CHUNK):
         last = min(count, first + _CHUNK)
         pairs = packed[first // 2 : (last + 1) // 2]
         nibbles = torch.stack((pairs >> 4, pairs & 15), dim=1).flatten()[: last - first]
-        out[first:last] = table[nibbles.int()] * absmax[torch.arange(first, last) // state.block]
+        out[first:last] = table[nibbles.int()] * absmax[torch.arange(first, last, device="cpu") // state.block]
     return out.reshape(state.shape)

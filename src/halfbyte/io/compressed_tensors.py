@@ -36,11 +36,11 @@ def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Ten
     if "weight_packed" in parts:
         data, n, k = _packed(parts, bits, where)
     else:
-        weight = parts.get("weight", torch.empty(0))
+        weight = parts.get("weight", torch.empty(0, dtype=torch.float32, device="cpu"))
         n, k = weight.shape if weight.dim() == 2 else (0, 0)
         zero_points.take(parts, "weight", (torch.int8,), (n, k), where)
         data, bits = zero_points.flip(weight), 8
-    scale = parts.get("weight_scale", torch.empty(0))
+    scale = parts.get("weight_scale", torch.empty(0, dtype=torch.float32, device="cpu"))
     if scale.numel() == 1 and scale.dim() < 2 and n:
         scale = scale.reshape(1, 1).expand(n, 1).contiguous()  # one scale for all: the same for each channel
     blocks = scale.shape[1] if scale.dim() == 2 else 0
@@ -71,7 +71,7 @@ def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tens
         if codes.zero is not None:
             parts["weight_zero_point"] = zero_points.flip(zeros.contiguous()).view(torch.int8)
         return parts
-    parts |= {"weight_packed": zero_points.words(data), "weight_shape": torch.tensor([n, k])}
+    parts |= {"weight_packed": zero_points.words(data), "weight_shape": torch.tensor([n, k], device="cpu")}
     if codes.zero is not None:
         columns = zeros.T.contiguous()
         parts["weight_zero_point"] = zero_points.words(columns if bits == 8 else pack_nibbles(columns)).T.contiguous()
@@ -95,7 +95,7 @@ def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> t
 
 def _packed(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Tensor, int, int]:
     words = parts["weight_packed"]
-    n, k = shape_of(tuple(words.shape), parts.get("weight_shape", torch.empty(0)), bits, where)
+    n, k = shape_of(tuple(words.shape), parts.get("weight_shape", torch.empty(0, dtype=torch.float32, device="cpu")), bits, where)
     zero_points.take(parts, "weight_packed", (torch.int32,), (n, words.shape[1]), where)
     data = zero_points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
     if bits == 4 and k % 2:
@@ -114,4 +114,4 @@ def _points(stored: Tensor, bits: int, shape: tuple[int, int], where: str) -> Te
 
 
 def _middle(bits: int, scale: Tensor) -> Tensor:
-    return torch.full(scale.shape, zero_points.middle(bits), dtype=torch.uint8)
+    return torch.full(scale.shape, zero_points.middle(bits), dtype=torch.uint8, device="cpu")

@@ -23,7 +23,7 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.float8 import numbers_of
 
 MX, NV = as_format("int8_g32_bf16"), as_format("int8_g16_f32")
-_TABLE = torch.tensor(E2M1, dtype=torch.int8)
+_TABLE = torch.tensor(E2M1, dtype=torch.int8, device="cpu")
 _PAIRS = torch.stack((_TABLE.repeat(16), _TABLE.repeat_interleave(16)), dim=1)  # the two codes of each byte
 _CHUNK = 1 << 18  # bytes that are decoded at a time
 
@@ -60,7 +60,7 @@ def shape_of(data: Tensor, scale: Tensor, fmt: Format, dtypes: tuple[torch.dtype
 
 def _codes(data: Tensor) -> Tensor:
     """uint8 [..., K/2] -> int8 [..., K]."""
-    out = torch.empty(data.numel(), 2, dtype=torch.int8)
+    out = torch.empty(data.numel(), 2, dtype=torch.int8, device="cpu")
     for made, piece in zip(out.split(_CHUNK), data.reshape(-1).split(_CHUNK), strict=True):
         torch.index_select(_PAIRS, 0, piece.to(torch.int32), out=made)
     return out.reshape(*data.shape[:-1], 2 * data.shape[-1])

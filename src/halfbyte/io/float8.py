@@ -29,7 +29,7 @@ def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: to
     numbers = numbers_of(scale)
     if not bool(numbers.isfinite().all()):
         raise CheckpointError(f"{where} has a scale that is not finite: the checkpoint is damaged")
-    out = torch.empty(weight.shape, dtype=dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device="cpu")
     if not out.numel():
         return out
     numbers = numbers.reshape(-1, -(-n // rows_of), -(-k // columns_of))
@@ -39,7 +39,7 @@ def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: to
         per_row = numbers[i if len(numbers) > 1 else 0]
         for first in range(0, n, step):
             last = min(n, first + step)
-            mine = per_row[torch.arange(first, last) // rows_of]
+            mine = per_row[torch.arange(first, last, device="cpu") // rows_of]
             made[i, first:last] = matrices[i, first:last].float() * mine.repeat_interleave(columns_of, dim=1)[:, :k]
     return out
 

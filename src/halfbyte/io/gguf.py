@@ -329,7 +329,7 @@ def read(entry: Entry) -> Codes | Tensor:
                 codes = _read_codes(kind, entry, file)
                 codes.check_values()
                 return codes
-            out = torch.empty(entry.shape, dtype=entry.place.spec.dtype)
+            out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
             fill(file, out, entry.place.path)
             return out
     except OSError as e:
@@ -339,11 +339,11 @@ def read(entry: Entry) -> Codes | Tensor:
 def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
     flat = stored_tensors(kind.format, (count, kind.weights))
-    parts = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in flat.items()}
+    parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
     step = _CHUNK_WEIGHTS // kind.weights
     for first in range(0, count, step):
         last = min(count, first + step)
-        raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8)
+        raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8, device="cpu")
         fill(file, raw, entry.place.path)
         for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw).tensors().items():
             parts[name][first:last] = tensor

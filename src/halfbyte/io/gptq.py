@@ -37,7 +37,7 @@ _MOST_DISTANCE = 0.25
 
 def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, where: str) -> tuple[Codes, Tensor | None]:
     """The weight [N, K], and the order of its columns (int32 [K]) where it is not that of the inputs."""
-    qweight = parts.get("qweight", torch.empty(0))
+    qweight = parts.get("qweight", torch.empty(0, dtype=torch.float32, device="cpu"))
     if qweight.dim() != 2:
         raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K * bits / 32, N]: the checkpoint is damaged")
     k, n = qweight.shape[0] * 32 // bits, qweight.shape[1]
@@ -115,6 +115,6 @@ def order_of(g_idx: Tensor, block: int, where: str) -> Tensor | None:
             f"{where}.g_idx lies in {int(g_idx.min())} … {int(g_idx.max())}, there are {blocks} blocks: the checkpoint is damaged"
         )
     order = g_idx.argsort(stable=True)
-    if not torch.equal(g_idx[order], torch.arange(k, dtype=g_idx.dtype) // block):
+    if not torch.equal(g_idx[order], torch.arange(k, dtype=g_idx.dtype, device="cpu") // block):
         raise CheckpointError(f"{where}.g_idx makes blocks of other sizes than {block}: the checkpoint is damaged")
-    return None if torch.equal(order, torch.arange(k)) else order.to(torch.int32)
+    return None if torch.equal(order, torch.arange(k, device="cpu")) else order.to(torch.int32)

@@ -63,7 +63,7 @@ def read_floats(
     columns = shape[0] * shape[1] // rows
     values = _values(parts, bits, columns, shape[0] * shape[1], where)
     scale, zero = (zero_points.take(parts, name, zero_points.SCALES, (1, columns), where).float() for name in ("scale", "zero"))
-    out = torch.empty(rows, columns, dtype=dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device="cpu")
     step = max(1, _CHUNK // max(1, columns))
     for made, some in zip(out.split(step), values.split(step), strict=True):
         made.copy_((some - zero) * scale)

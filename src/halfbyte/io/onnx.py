@@ -122,7 +122,7 @@ def _weight(parts: dict[str, Tensor], settings: dict[str, int], source: Path) ->
     if bits == 4 and k % 2:
         data[:, -1] &= 15
     scales = zero_points.take(flat, "scales", zero_points.SCALES, (n * blocks,), where).reshape(n, blocks)
-    zero = torch.full(scales.shape, zero_points.middle(bits), dtype=torch.uint8)
+    zero = torch.full(scales.shape, zero_points.middle(bits), dtype=torch.uint8, device="cpu")
     if "zero_points" in flat:
         stored = zero_points.take(flat, "zero_points", (torch.uint8,), (n * -(-blocks * bits // 8),), where).reshape(n, -1)
         zero = stored if bits == 8 else unpack_nibbles(stored, blocks)

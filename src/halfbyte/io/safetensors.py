@@ -172,7 +172,7 @@ class Reader:
         """The tensor, converted to `dtype` piece by piece if one is given. Needs memory for the result and a few MB."""
         place = self.places[name]
         spec = place.spec
-        out = torch.empty(spec.shape, dtype=dtype or spec.dtype)
+        out = torch.empty(spec.shape, dtype=dtype or spec.dtype, device="cpu")
         flat = out.view(-1)
         try:
             with open(place.path, "rb", buffering=0) as file:
@@ -181,7 +181,7 @@ class Reader:
                     fill(file, flat, place.path)
                 else:
                     for piece in flat.split(_CHUNK):
-                        raw = torch.empty(piece.shape, dtype=spec.dtype)
+                        raw = torch.empty(piece.shape, dtype=spec.dtype, device="cpu")
                         fill(file, raw, place.path)
                         piece.copy_(raw)
         except OSError as e:
@@ -196,7 +196,9 @@ class Reader:
         place = self.places[name]
         shape, axis = place.spec.shape, dim % len(place.spec.shape)
         outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-        out = torch.empty((*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :]), dtype=place.spec.dtype)
+        out = torch.empty(
+            (*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :]), dtype=place.spec.dtype, device="cpu"
+        )
         rows, width, size = out.view(outer, -1) if out.numel() else out.view(0, 0), shape[axis] * inner, place.spec.dtype.itemsize
         try:
             with open(place.path, "rb", buffering=0) as file:
@@ -210,7 +212,7 @@ class Reader:
                     return out
                 file.seek(place.offset)
                 for some in rows.split(max(1, _CHUNK // max(1, width * size))) if out.numel() else ():
-                    raw = torch.empty((len(some), width), dtype=place.spec.dtype)
+                    raw = torch.empty((len(some), width), dtype=place.spec.dtype, device="cpu")
                     fill(file, raw, place.path)
                     torch.cat([raw[:, start * inner : stop * inner] for start, stop in ranges], 1, out=some)
         except OSError as e:

@@ -39,5 +39,5 @@ def read(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], blocks:
 def zeros(parts: Mapping[str, Tensor], shape: tuple[int, int], where: str) -> Tensor:
     """The zero points of signed codes, int16."""
     if "zero_point" not in parts:
-        return torch.zeros(shape, dtype=torch.int16)
+        return torch.zeros(shape, dtype=torch.int16, device="cpu")
     return zero_points.take(parts, "zero_point", (torch.int8, torch.int16, torch.int32, torch.int64), shape, where).to(torch.int16)

@@ -130,7 +130,7 @@ def linear(
     if compute == "float":
         y = rows.double() @ codes.dequantize(torch.float64).T
     else:
-        y = torch.zeros(len(rows), n, dtype=torch.float64)
+        y = torch.zeros(len(rows), n, dtype=torch.float64, device="cpu")
         for terms in _int8_terms(rows, codes, _affine(codes), activation):
             y += terms.sum(dim=0)
     if bias is not None:
@@ -138,7 +138,7 @@ def linear(
     if residual is not None:
         y = y + residual.double().reshape(len(rows), n)
     if clamp is not None:
-        low, high = torch.tensor(clamp, dtype=torch.float32).double()
+        low, high = torch.tensor(clamp, dtype=torch.float32, device="cpu").double()
         y = y.clamp(low, high)
     return y.reshape(*x.shape[:-1], n)
 
@@ -169,7 +169,7 @@ def _by_expert(
         raise ArgumentError(
             f"x {list(x.shape)} and ids {list(ids.shape)} do not fit experts of shape {list(codes.shape)}, or ids lie outside"
         )
-    y = torch.zeros(*ids.shape, n, dtype=torch.float64)
+    y = torch.zeros(*ids.shape, n, dtype=torch.float64, device="cpu")
     for e in ids.unique().tolist():
         y[ids == e] = function(rows[ids == e], matrix_of(codes, e), None if bias is None else bias[e], **settings)
     return y
@@ -251,7 +251,7 @@ def error_bound(
         roundings, operations = k + 2 * blocks + 5, 2 * k + 4 * blocks
         factor: float = codes.format.block_size(k) * 255
     else:
-        size = torch.zeros(len(rows), n, dtype=torch.float64)
+        size = torch.zeros(len(rows), n, dtype=torch.float64, device="cpu")
         for terms in _int8_terms(_rows(x, codes), codes, _Affine(q, scale, o), activation):
             size += terms.abs().sum(dim=0)
         blocks = len(spans(k, codes.format.block_size(k)))
@@ -325,9 +325,9 @@ def qlinear(
         raise ArgumentError(f"qlinear takes symmetric codes with one scale per channel or tensor, got {codes.format}")
     w = codes.values().double()
     total = rows.double() @ w.T - in_zero * w.sum(dim=-1)
-    scale = codes.scale.double().sum(dim=-1) if codes.shape[1] else torch.zeros(1, dtype=torch.float64)
+    scale = codes.scale.double().sum(dim=-1) if codes.shape[1] else torch.zeros(1, dtype=torch.float64, device="cpu")
     multiplier = in_scale * scale / out_scale
-    constant = torch.full((n,), float(out_zero), dtype=torch.float64)
+    constant = torch.full((n,), float(out_zero), dtype=torch.float64, device="cpu")
     if bias is not None:
         constant += bias.double() / out_scale
     real = multiplier * total + constant

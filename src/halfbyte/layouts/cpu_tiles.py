@@ -133,7 +133,7 @@ def allocate(nbytes: int) -> Tensor:
 
     A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
     """
-    return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+    return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:
@@ -170,7 +170,7 @@ def pack(codes: Codes) -> Packed:
     fmt, geo = codes.format, geometry(codes.format, codes.shape)
     n, k = geo.n, geo.k
     if n == 0 or k == 0:
-        return Packed(fmt, codes.shape, NAME, torch.empty(0, dtype=torch.uint8))
+        return Packed(fmt, codes.shape, NAME, torch.empty(0, dtype=torch.uint8, device="cpu"))
     data = codes.data.reshape(n, -1)
     tails = [_per_row(t, n, geo) for t in (codes.scale, codes.zero) if t is not None]
     out = allocate(geo.nbytes).view(geo.panels, geo.panel_bytes)
@@ -183,7 +183,7 @@ def pack(codes: Codes) -> Packed:
         u = _stored(data[rows], k, fmt)
         u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=-fmt.q_min).view(stop - start, PANEL, k)
         parts = [torch.nn.functional.pad(t[rows], (0, 0, 0, missing)).view(stop - start, PANEL, geo.blocks) for t in tails]
-        fill = torch.tensor(-fmt.q_min, dtype=torch.uint8).expand(stop - start, PANEL, geo.blocks, 1)
+        fill = torch.tensor(-fmt.q_min, dtype=torch.uint8, device="cpu").expand(stop - start, PANEL, geo.blocks, 1)
         if fmt.zero == "point":
             fill = parts[1].unsqueeze(-1)
         cut = full * geo.record_bytes(geo.padded)
@@ -210,7 +210,7 @@ def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
     flat = per_block.reshape(n, -1)
     if flat.shape[1] == geo.blocks:
         return flat
-    return flat[:, torch.arange(geo.blocks) * geo.block // geo.format.block_size(geo.k)]
+    return flat[:, torch.arange(geo.blocks, device="cpu") * geo.block // geo.format.block_size(geo.k)]
 
 
 def unpack(packed: Packed) -> Codes:
@@ -264,5 +264,5 @@ def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Ten
         return tail[:1, :1].reshape(scale_shape).clone()
     blocks = scale_shape[-1]
     if blocks != geo.blocks:
-        tail = tail[:, torch.arange(blocks) * geo.format.block_size(geo.k) // geo.block]
+        tail = tail[:, torch.arange(blocks, device="cpu") * geo.format.block_size(geo.k) // geo.block]
     return tail.reshape(scale_shape).contiguous()

@@ -60,7 +60,7 @@ class Calibration:
         if self.batch < 1:
             raise ArgumentError(f"calibration runs 1 or more passages at a time, got a batch of {self.batch}")
         try:
-            torch.empty(0, device=self.device)
+            torch.empty(0, device=self.device, dtype=torch.float32)
         except (RuntimeError, AssertionError) as e:  # torch raises either for an unavailable device
             raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
 
@@ -99,12 +99,12 @@ def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: i
         raise ArgumentError(f"calibration takes 1 or more passages of 1 or more tokens, got {passages} of {length}")
     # transformers warns about texts longer than a model's limit, but this one is split into passages.
     quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
-    ids = torch.as_tensor(tokenizer(text, **quiet)["input_ids"], dtype=torch.int64).flatten()
+    ids = torch.as_tensor(tokenizer(text, **quiet)["input_ids"], dtype=torch.int64, device="cpu").flatten()
     if not len(ids):
         raise ArgumentError("the calibration text has no tokens: use a few pages of text of the kind that the model will see")
     length = min(length, len(ids))
     whole = len(ids) // length
-    take = torch.linspace(0, whole - 1, min(passages, whole)).round().long()
+    take = torch.linspace(0, whole - 1, min(passages, whole), dtype=torch.float32, device="cpu").round().long()
     return ids[: whole * length].reshape(whole, length)[take]
 
 

@@ -109,7 +109,7 @@ def _divides(runs: Runs, i: int, block: nn.Module, up: Tensor, down: Tensor) -> 
     """Whether the layer's outputs stay the same when `up` is divided and `down` multiplied by the same scale."""
     generator = torch.Generator().manual_seed(0)
     # Powers of two cause no rounding, so that dividing by them again restores the weights exactly.
-    scale = torch.randint(-1, 2, (down.shape[0], down.shape[2]), generator=generator).float().exp2().to(down.device)
+    scale = torch.randint(-1, 2, (down.shape[0], down.shape[2]), generator=generator, device="cpu").float().exp2().to(down.device)
     before = runs.forward(i, block, 0)
     _divide(up, down, scale)
     after = runs.forward(i, block, 0)

@@ -469,7 +469,7 @@ def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
         }
         codes = Codes.from_tensors(codes.format, (weight.shape[0], weight.shape[1]), tensors)
     n, k = codes.shape
-    rows = torch.arange(n, device=weight.device) if n <= _ROWS else torch.linspace(0, n - 1, _ROWS, device=weight.device).round().long()
+    rows = torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float32, device=weight.device).round().long()
     w = weight.detach()[rows].float()
     tensors = {name: t if len(t) < n else t[rows.to(t.device)] for name, t in codes.tensors().items()}  # one scale for a tensor stays
     rounded = Codes.from_tensors(codes.format, (len(w), k), tensors).dequantize().to(w.device)

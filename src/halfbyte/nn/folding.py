@@ -94,7 +94,7 @@ def find_folds(block: nn.Module, targets: Sequence[str], run: Callable[[nn.Modul
         for fold in _candidates(block, trace, targets, consumers, x):
             trial = deepcopy(block)
             size = int(fold.channel.max()) + 1
-            scale = torch.randn(size, generator=generator).mul(0.5).exp().to(x.device)[fold.channel]
+            scale = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").mul(0.5).exp().to(x.device)[fold.channel]
             fold.apply(trial, scale, {name: torch.float32 for name, _ in block.named_parameters()})
             with _Trace(trial) as again:
                 output = run(trial)
@@ -175,10 +175,10 @@ def _routes(module: nn.Module, k: int) -> bool:
 
 def _channels(parent: nn.Module, k: int) -> Iterator[Tensor]:
     """The possible mappings of K channels to those of the producer: one to one, or query heads to the key-value heads that they share."""
-    yield torch.arange(k)
+    yield torch.arange(k, device="cpu")
     groups, head = getattr(parent, "num_key_value_groups", 1), getattr(parent, "head_dim", None)
     if isinstance(groups, int) and isinstance(head, int) and groups > 1 and k % (groups * head) == 0:
-        yield torch.arange(k // groups).reshape(-1, 1, head).expand(-1, groups, -1).flatten()
+        yield torch.arange(k // groups, device="cpu").reshape(-1, 1, head).expand(-1, groups, -1).flatten()
 
 
 def same_outputs(a: Tensor, b: Tensor) -> bool:

@@ -179,7 +179,7 @@ class IntegerModule(QuantModule):
         super().__init__(packed, dtype, error)
         self.source, self.result, self.clamp, self.moves = source, result, clamp, moves
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        self.register_buffer("table", torch.empty(0), persistent=False)
+        self.register_buffer("table", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.refresh()
 
     def with_weight(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> IntegerModule:

@@ -256,6 +256,6 @@ class _ProgramModule(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if [(t.shape, t.stride()) for t in tensors] != self._brought:
             raise _OtherSizes
-        made = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self._given]
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype in self._given]
         self._program((*tensors, *made))
         return made

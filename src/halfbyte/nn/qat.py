@@ -106,5 +106,5 @@ def _first_grid(codes: Codes) -> tuple[nn.Parameter, Tensor | None]:
     """The initial learned scales, and the zeros. A block of zeros would have the scale 0, which no gradient changes: it gets the mean of
     the others, with which its codes mean 0 too."""
     scale = codes.scale.float()
-    usual = scale[scale != 0].abs().mean() if bool((scale != 0).any()) else torch.ones((), device=scale.device)
+    usual = scale[scale != 0].abs().mean() if bool((scale != 0).any()) else torch.ones((), device=scale.device, dtype=torch.float32)
     return nn.Parameter(torch.where(scale == 0, usual, scale)), codes.zero

@@ -31,8 +31,8 @@ class Moments:
     """Moments of the inputs of linear layers that read the same tensor: second = sum(x x^T) [K, K], first = sum(|x|) [K], float32."""
 
     def __init__(self, k: int, device: torch.device) -> None:
-        self.second = torch.zeros(k, k, device=device)
-        self.first = torch.zeros(k, device=device)
+        self.second = torch.zeros(k, k, device=device, dtype=torch.float32)
+        self.first = torch.zeros(k, device=device, dtype=torch.float32)
         self.count = 0
 
     def add(self, x: Tensor) -> None:

@@ -126,8 +126,9 @@ def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
     def zeros(name: str, layer: _Layer) -> LayerWeight | str:
         if name in made_from.floats:
             return ""
-        bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype)
-        codes = quantize_weight(kind_of(layer), torch.zeros(layer.weight.shape), as_format("int8_channel"), "absmax", name)
+        bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype, device="cpu")
+        weight = torch.zeros(layer.weight.shape, dtype=torch.float32, device="cpu")
+        codes = quantize_weight(kind_of(layer), weight, as_format("int8_channel"), "absmax", name)
         return LayerWeight(pack_weight(layer, codes, "cpu"), bias)
 
     made = _Rewriter(traced, made_from.scales, zeros).result(())

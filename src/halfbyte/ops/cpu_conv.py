@@ -62,7 +62,7 @@ def table(rows: Tensor, sizes: Filter) -> Tensor:
     if depthwise(sizes):
         return rows.unsqueeze(0)
     groups, _, padded = _table_shape(sizes)
-    made = torch.zeros(groups, 3, padded)
+    made = torch.zeros(groups, 3, padded, dtype=torch.float32, device="cpu")
     made[:, :, : sizes.out // groups] = rows.view(3, groups, -1).transpose(0, 1)
     return made
 

@@ -65,7 +65,7 @@ def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
     the image; and in_zero * sum (its bits) of each tap, for kernels that read 0 there."""
     shape = _table_shape(sizes)
     groups, n = shape[0], sizes.out // shape[0]
-    made = torch.zeros(shape, device=rows.device)
+    made = torch.zeros(shape, device=rows.device, dtype=torch.float32)
     made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
     made[:, 3].view(torch.int8).fill_(in_zero)
     made[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)

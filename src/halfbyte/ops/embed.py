@@ -45,7 +45,8 @@ class NormedEmbeddings:
             got = ", ".join(f"{one.dtype} {list(one.shape)}" for one in ids)
             raise ArgumentError(f"{len(self.rows)} tables take on the CPU ids int64 [B, T], and [B or 1, T] after the first, got {got}")
         self._tensors.refresh()
-        y = self._tables(ids, *ids[0].shape) if ids[0].numel() else torch.empty(*ids[0].shape, self._tables.k)
+        empty = (*ids[0].shape, self._tables.k)
+        y = self._tables(ids, *ids[0].shape) if ids[0].numel() else torch.empty(empty, dtype=torch.float32, device="cpu")
         if y is None:
             for rows, one in zip(self.rows, ids, strict=True):
                 least, most = (int(bound) for bound in torch.aminmax(one))

@@ -178,7 +178,7 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
     sums, scale = _integer_sums[packed.data]
     if bias is not None:
         check_bias(bias, n, packed.device)
-    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device)
+    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device, dtype=torch.float32)
     table[:, :n] = requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
 

@@ -45,7 +45,7 @@ class Addresses:
         tensor = tensor.detach()
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             with torch.inference_mode(False):  # it is written again, and not always in that mode
-                copy = torch.empty(tensor.shape, dtype=torch.float32)
+                copy = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             copy.copy_(tensor)
             self._copies.append((copy, tensor))
             tensor = copy

@@ -58,7 +58,7 @@ def search_scale(
     """
     if channel is not None:
         size = int(channel.max()) + 1
-        sums = torch.zeros(size, device=magnitude.device).index_add_(0, channel, magnitude)
+        sums = torch.zeros(size, device=magnitude.device, dtype=torch.float32).index_add_(0, channel, magnitude)
         magnitude = (sums / torch.bincount(channel, minlength=size))[channel]
     weights = [(weight[:: -(-len(weight) // _ROWS)], fmt) for weight, fmt in weights]
     best, least = torch.ones_like(magnitude), float("inf")

@@ -45,7 +45,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         if first < 0:
             first = start + int(wrong.to(torch.uint8).argmax())
     if bad:
-        place = [int(i) for i in torch.unravel_index(torch.tensor(first), weight.shape)]
+        place = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), weight.shape)]
         raise ArgumentError(
             f"{name} {list(weight.shape)} holds {bad} NaN or infinite value{'s' * (bad > 1)}, the first ({float(flat[first])}) at {place}: "
             "only finite weights can be quantized"

@@ -28,13 +28,13 @@ def allocate(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
     spare = budget - least
     unit = max(1.0, spare / _UNITS)
     width = int(spare / unit) + 1
-    best = torch.zeros(width, dtype=torch.float64)  # least loss with at most this many units
+    best = torch.zeros(width, dtype=torch.float64, device="cpu")  # least loss with at most this many units
     chosen = []
     for row_sizes, row_losses in zip(sizes, losses, strict=True):
         options = []
         for size, loss in zip(row_sizes, row_losses, strict=True):
             extra = -int(-(size - min(row_sizes)) // unit)
-            option = torch.full((width,), torch.inf, dtype=torch.float64)
+            option = torch.full((width,), torch.inf, dtype=torch.float64, device="cpu")
             if extra < width:
                 option[extra:] = best[: width - extra] + loss
             options.append((extra, option))

@@ -73,7 +73,7 @@ def _metric(moments: Tensor, fmt: Format) -> Tensor:
     size = fmt.block_size(k)
     if moments.dim() == 1 or size > _LARGEST or fmt.block == "tensor":
         return (moments if moments.dim() == 1 else moments.diagonal()).float()
-    metric = torch.zeros(-(-k // size), size, size, device=moments.device)
+    metric = torch.zeros(-(-k // size), size, size, device=moments.device, dtype=torch.float32)
     for block, start in zip(metric, range(0, k, size), strict=True):
         part = moments[start : start + size, start : start + size]
         block[: len(part), : len(part)] = part

@@ -70,14 +70,14 @@ def arrange(codes: Tensor) -> Arranged:
     kind, place, there = (tensor[:, :chunks] for tensor in (kind, place, there))
     sources = place // (take.shape[1] // lanes)
     each = place.unsqueeze(-1).expand(-1, -1, LANE)
-    take = take.gather(1, each).where(there.unsqueeze(-1), torch.tensor(NOTHING))
+    take = take.gather(1, each).where(there.unsqueeze(-1), torch.tensor(NOTHING, device="cpu"))
     signs = signs.gather(1, each)
     by_slot = wide.permute(0, 2, 3, 1)  # [groups, lanes, 16, rows]
     by_slot = by_slot.gather(1, sources.view(groups, chunks, 1, 1).expand(-1, -1, LANE, rows))
     by_slot = by_slot.gather(2, (take % LANE).unsqueeze(-1).expand(-1, -1, -1, rows))
     made = by_slot * (signs * (take < LANE)).unsqueeze(-1).to(torch.int16)
     corrections = -(made * (127 + (signs > 0)).unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
-    flip = torch.full((groups, chunks, LANE + 1), 0x80, dtype=torch.uint8)
+    flip = torch.full((groups, chunks, LANE + 1), 0x80, dtype=torch.uint8, device="cpu")
     flip.scatter_(2, take.clamp(max=LANE), torch.where(signs > 0, 0x80, 0x7F).to(torch.uint8))
     return Arranged(
         torch.stack([(kind == which).sum(1) for which in (WHOLE, HALF, PAIRS)], 1),
@@ -95,8 +95,8 @@ def _chunks(order: Tensor, signs: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
     if not split.any():
         return order, signs, kind
     groups, lanes = kind.shape
-    halves = torch.full((2, LANE), NOTHING)
-    halves[:, ::2] = torch.arange(LANE).view(2, -1)
+    halves = torch.full((2, LANE), NOTHING, device="cpu")
+    halves[:, ::2] = torch.arange(LANE, device="cpu").view(2, -1)
     one = torch.stack((order, torch.full_like(order, NOTHING)), 2)
     take = torch.where(split.view(groups, lanes, 1, 1), halves, one)
     plain = torch.where(split.unsqueeze(-1), 1, signs)
@@ -107,11 +107,12 @@ def _chunks(order: Tensor, signs: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
 def _search(w: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
     """int16 [n, rows, 16] -> the channel in each slot and its sign, int64 [n, 16], and the kind, int64 [n]."""
     n, noise = len(w), torch.Generator().manual_seed(0)
-    order, signs, kind = torch.arange(LANE).repeat(n, 1), torch.ones(n, LANE, dtype=torch.int64), torch.full((n,), SPLIT)
-    left, some = torch.arange(n), w.permute(2, 1, 0).contiguous()  # lanes last: what is done to one is done to its neighbours
+    order, signs = torch.arange(LANE, device="cpu").repeat(n, 1), torch.ones(n, LANE, dtype=torch.int64, device="cpu")
+    kind = torch.full((n,), SPLIT, device="cpu")
+    left, some = torch.arange(n, device="cpu"), w.permute(2, 1, 0).contiguous()  # lanes last: what is done to one is done to its neighbours
     cost, opposite = _pair_costs(some)
     for trial in range(_TRIALS):
-        more = torch.randint(0, _NOISE * trial + 1, (LANE, LANE, len(left)), generator=noise, dtype=torch.int16)
+        more = torch.randint(0, _NOISE * trial + 1, (LANE, LANE, len(left)), generator=noise, dtype=torch.int16, device="cpu")
         first, second = _matched(cost + more + more.transpose(0, 1))
         new_order, new_signs, new_kind = _sets(some, first, second, opposite, limit)
         better = new_kind > kind[left]
@@ -128,11 +129,12 @@ def _search(w: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
 def _pair_costs(w: Tensor) -> tuple[Tensor, Tensor]:
     """int16 [16, 16, n], the largest sum of two channels' weights of one sign in any row; and whether the second is negated for it."""
     n = w.shape[-1]
-    cost, opposite = torch.full((LANE, LANE, n), _TAKEN, dtype=torch.int16), torch.zeros(LANE, LANE, n, dtype=torch.bool)
+    cost = torch.full((LANE, LANE, n), _TAKEN, dtype=torch.int16, device="cpu")
+    opposite = torch.zeros(LANE, LANE, n, dtype=torch.bool, device="cpu")
     for step in range(1, LANE):
         a, b = w[:-step], w[step:]
         same, other = (a + b).abs_().amax(1), (a - b).abs_().amax(1)
-        first = torch.arange(LANE - step)
+        first = torch.arange(LANE - step, device="cpu")
         cost[first, first + step] = cost[first + step, first] = torch.minimum(same, other)
         opposite[first, first + step] = opposite[first + step, first] = other < same
     return cost, opposite
@@ -140,7 +142,7 @@ def _pair_costs(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def _matched(cost: Tensor) -> tuple[Tensor, Tensor]:
     """int16 [16, 16, n] -> eight pairs, int64 [8, n] each: again and again that channel whose best partner fits it worst, with it."""
-    number = torch.arange(LANE, dtype=torch.int16)
+    number = torch.arange(LANE, dtype=torch.int16, device="cpu")
     key = cost.clamp_(max=_TAKEN) * LANE + number.view(1, -1, 1)  # its low bits say whose it is
     pairs = list[Tensor]()
     for _ in range(LANE // 2):
@@ -169,12 +171,12 @@ def _sets(w: Tensor, first: Tensor, second: Tensor, opposite: Tensor, limit: int
     for step in range(1, 8):  # in the order of `_couples`
         same.append(torch.maximum(up[:-step] + up[step:], down[:-step] + down[step:]).amax(1))
         other.append(torch.maximum(up[:-step] + down[step:], down[:-step] + up[step:]).amax(1))
-    couples = torch.tensor(_couples())
+    couples = torch.tensor(_couples(), device="cpu")
     turned = torch.cat(other) < torch.cat(same)
     fit = torch.minimum(torch.cat(same), torch.cat(other)) <= limit
     right = fit | fits[couples].all(1)
     ways = _ways()
-    count = sum((fit[of].to(torch.int8) for of in ways.unbind(1)), torch.tensor(0, dtype=torch.int8))
+    count = sum((fit[of].to(torch.int8) for of in ways.unbind(1)), torch.tensor(0, dtype=torch.int8, device="cpu"))
     for of in ways.unbind(1):
         count = torch.where(right[of], count, -1)
     found, way = count.max(0)
@@ -206,4 +208,4 @@ def _ways() -> Tensor:
         first, *rest = left
         return [[number[first, other], *more] for other in rest for more in ways(tuple(n for n in rest if n != other))]
 
-    return torch.tensor(ways(tuple(range(8))))
+    return torch.tensor(ways(tuple(range(8))), device="cpu")

@@ -131,13 +131,13 @@ class ArrangedConvKernel(OwnWeightsKernel):
         sizes, width = self.sizes, group(self.isa)
         n = sizes.out // sizes.groups
         columns = -(-n // PANEL) * PANEL
-        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8)
+        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8, device="cpu")
         w[:, :n] = codes.values().reshape(sizes.groups, n, -1, self.run)
         lanes = sizes.k // self.run * -(-self.run // LANE)
         made = arrange.arrange(_lanes(w).view(-1, width, lanes, LANE))
         if int(made.counts.sum()) > max(1.25 * lanes, lanes + 1) * len(made.counts):
             return None
-        head = torch.zeros(len(made.counts), _HEAD // 4, dtype=torch.int32)
+        head = torch.zeros(len(made.counts), _HEAD // 4, dtype=torch.int32, device="cpu")
         head[:, : 2 * 4] = torch.cat((made.counts, made.sources[:, :1]), 1).view(torch.int32)
         head[:, _CORRECTIONS // 4 :][:, :width] = made.corrections
         copies = 4 * self.isa.lanes // LANE

@@ -227,7 +227,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     """
     batch, heads, tokens, dim = query.shape
     isa = current()
-    out = torch.empty(batch, tokens, heads, dim)
+    out = torch.empty(batch, tokens, heads, dim, dtype=torch.float32, device="cpu")
     padded, thread_bytes = sizes(tokens, dim, isa)
     work = 2 * batch * heads * tokens * tokens * dim
     threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))

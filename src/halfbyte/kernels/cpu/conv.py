@@ -56,7 +56,7 @@ class ConvKernel:
         self.dtype, self.result = dtype, out or dtype
         halves = self.result == torch.float16 and not self.isa.half_conversions
         self.out_dtype = torch.float32 if halves else self.result
-        self.no_bias = torch.zeros(sizes.out)
+        self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class ConvKernel:
         """
         key = self.linear.number, x.shape, window.numbers, outside, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         table = 0 if bias is None else bias.data_ptr()
         if residual is not None:
@@ -129,7 +129,7 @@ class ConvKernel:
         threads = min(most, items)
         tile_bytes = chunk * rows * linear.row_bytes + 63 & ~63
         thread_bytes = tile_bytes + (sizes.k * element + 191 & ~63)  # a unit is at most 128 bytes
-        edge = torch.full((sizes.channels,), outside, dtype=self.dtype)
+        edge = torch.full((sizes.channels,), outside, dtype=self.dtype, device="cpu")
         out_bytes = linear.out_dtype.itemsize
         fields |= window.sizes((height, width), (ho, wo), sizes.kernel)
         fields |= {
@@ -206,4 +206,4 @@ def _quantize_image(x: Tensor) -> tuple[Tensor, Tensor]:
     finite = largest < math.inf  # not NaN either
     inverse = 127 / largest if finite and largest else 0.0  # a quotient of float32, rounded to double, is rounded to float32 as if at once
     q = elementwise.combine(x, Combination(torch.int8, inverse if inverse < _OVERFLOWS else 0.0, low=-127, high=127))
-    return q, torch.tensor([largest * _PART if finite else math.nan], dtype=torch.float32)
+    return q, torch.tensor([largest * _PART if finite else math.nan], dtype=torch.float32, device="cpu")

@@ -269,7 +269,7 @@ class Units:
         scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
         scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
         made = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
-        aligned = torch.empty(made.numel() + 64, dtype=torch.int8)
+        aligned = torch.empty(made.numel() + 64, dtype=torch.int8, device="cpu")
         return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
 
 
@@ -364,7 +364,7 @@ class MatrixConvKernel:
         """As `ConvKernel`."""
         key = self.number, x.shape, window.numbers, outside, residual is not None, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights, residual=residual is not None))
-        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         if scales is not None:
@@ -378,7 +378,7 @@ class MatrixConvKernel:
     def _padded(self, bias: Tensor | None) -> Tensor:
         """A bias with whole panels for each group."""
         if bias is None:
-            return torch.zeros(self.sizes.groups * self.panels * PANEL)
+            return torch.zeros(self.sizes.groups * self.panels * PANEL, dtype=torch.float32, device="cpu")
         if self.n % PANEL == 0:
             return bias
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
@@ -407,12 +407,12 @@ class MatrixConvKernel:
         step = 0 if image_itself else power_of_two(copied, UNIT) if copied else UNIT
         spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, KINDS[self.out_dtype], residual)
         out_bytes, panel_bytes = self.out_dtype.itemsize, len(unit_places) * UNIT * PANEL + 4 * PANEL
-        flat_rows = torch.arange(m)
+        flat_rows = torch.arange(m, device="cpu")
         places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
-        near_from = torch.tensor(near.lines(lines))
-        all_places = torch.tensor(unit_places)
+        near_from = torch.tensor(near.lines(lines), device="cpu")
+        all_places = torch.tensor(unit_places, device="cpu")
         waiting = min(_WAITING, len(unit_places) // 3)
-        edge = torch.full((UNIT,), outside, dtype=torch.int8)
+        edge = torch.full((UNIT,), outside, dtype=torch.int8, device="cpu")
         near_bytes = len(near_from) * line + SLACK + 63 & ~63
         buffer = arguments(
             MATRIX,

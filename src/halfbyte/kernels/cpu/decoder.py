@@ -162,7 +162,7 @@ def _shared(sizes: tuple[int, ...]) -> _Memory:
 
 def _allocated(sizes: tuple[int, ...]) -> _Memory:
     ends = [0, *accumulate(size + 63 & ~63 for size in sizes)]
-    block = torch.empty(ends[-1] + 64, dtype=torch.uint8)
+    block = torch.empty(ends[-1] + 64, dtype=torch.uint8, device="cpu")
     start = block.data_ptr() + 63 & ~63
     return _Memory(block, *(start + end for end in ends[:-1]))
 

@@ -218,7 +218,7 @@ class DepthwiseKernel:
             raise UnsupportedError(f"a depthwise kernel of int8 has at most {MOST_TAPS} taps, got {sizes.kernel[0]} x {sizes.kernel[1]}")
         self.sizes, self.isa, self.dtype = sizes, current(), dtype
         self.inner_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
-        self.no_bias = torch.zeros(sizes.out)
+        self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
         self.run = runtime.runner()
         self.number = next(_numbers)
 
@@ -240,7 +240,7 @@ class DepthwiseKernel:
             residual = None if residual is None else residual.to(self.inner_dtype)
         key = self.number, x.shape, window.numbers, outside, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last, device="cpu")
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
@@ -264,7 +264,7 @@ class DepthwiseKernel:
         )
         first = -(-left // stride)
         stop = max(0, (width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1)
-        edge = torch.full((channels,), outside, dtype=x.dtype)
+        edge = torch.full((channels,), outside, dtype=x.dtype, device="cpu")
         fields = window.sizes((height, width), (ho, wo), self.sizes.kernel) | {"channels": channels, "lines": batch * ho}
         fields |= {"outside": edge.data_ptr(), "first_inside": first, "stop_inside": stop}
         buffer = arguments(DEPTHWISE, compiled(build, spec, self.isa), fields)

@@ -225,8 +225,8 @@ class DepthwiseDotKernel:
         made = []
         for at in starts:
             # channel 16 * part + 4 * v + i of a block, in the order v, part, i
-            order = torch.arange(at, at + spec.block).view(-1, 4, 4).transpose(0, 1).flatten()
-            quads = torch.zeros(spec.wide, spec.rows, spec.block, 4, dtype=torch.int8)
+            order = torch.arange(at, at + spec.block, device="cpu").view(-1, 4, 4).transpose(0, 1).flatten()
+            quads = torch.zeros(spec.wide, spec.rows, spec.block, 4, dtype=torch.int8, device="cpu")
             for row in range(spec.rows):
                 quads[:, row, :, row : row + spec.high] = w[order].permute(2, 0, 1)
             made.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
@@ -236,7 +236,7 @@ class DepthwiseDotKernel:
         """x -> int8 [B, C, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
         key = self.number, x.shape, window.numbers, outside, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
         self.run(call.address, call.threads)
         return out
@@ -251,7 +251,7 @@ class DepthwiseDotKernel:
         lines += lines % spec.rows
         groups = -(-ho // lines)
         items = batch * groups * blocks
-        edge = torch.full((spec.block,), outside, dtype=torch.int8)
+        edge = torch.full((spec.block,), outside, dtype=torch.int8, device="cpu")
         fields = {
             **COLUMNS.known(window.sizes((height, width), (ho, wo), self.sizes.kernel)),
             "items": items,

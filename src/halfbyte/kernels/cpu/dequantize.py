@@ -125,7 +125,7 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     """Rows of the weight, [rows, K] in `dtype`; `ids` is int64 [rows], contiguous and within 0 … N - 1."""
     rows = geo.n if ids is None else ids.numel()
     out_dtype = torch.float32 if dtype == torch.float16 and not current().half_conversions else dtype
-    out = torch.empty(rows, geo.k, dtype=out_dtype)
+    out = torch.empty(rows, geo.k, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out.to(dtype)
     function = compiled(build, spec_of(geo.format, geo.unit, KINDS[out_dtype]), current())

@@ -185,7 +185,7 @@ def _lane_places(walk: _Walk, sizes: Filter, line_step: int, tap_step: int) -> T
         starts, run = [0], sizes.k
     else:
         starts, run = [line * line_step + tap * tap_step for line in range(sizes.kernel[0]) for tap in range(walk.runs)], walk.run
-    return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)])
+    return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)], device="cpu")
 
 
 def plan(
@@ -219,14 +219,14 @@ def plan(
     spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None, unsigned=own is not None and own.run > 0)
     pixels = m if written else near_lines * (line // pixel)
     memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
-    y, x = torch.meshgrid(torch.arange(lines), torch.arange(wo), indexing="ij")
+    y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(wo, device="cpu"), indexing="ij")
     places = (y * (sh * line) + x * (sw * pixel)).flatten()
-    walk_places = torch.arange(m) * walk.patch if written else places
-    mask = torch.zeros(64, dtype=torch.int8)  # of the last, partial vector of a pixel
+    walk_places = torch.arange(m, device="cpu") * walk.patch if written else places
+    mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel
     pixel_bytes = walk.patch if written else sizes.channels * walk.copied  # of a group
     mask[: pixel_bytes % (4 * isa.lanes)] = -1
     lane_places = _lane_places(walk, sizes, dh * line, dw * pixel)
-    edge, out_bytes = torch.full((64,), outside, dtype=torch.int8), out_dtype.itemsize
+    edge, out_bytes = torch.full((64,), outside, dtype=torch.int8, device="cpu"), out_dtype.itemsize
     fields = {
         **strips.fields(),
         **memory._asdict(),
@@ -311,7 +311,7 @@ class OwnWeightsKernel:
         """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
         key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
         self.linear.run(call.address, call.threads)

@@ -76,7 +76,7 @@ class Tables:
 
     def __call__(self, ids: Sequence[Tensor], batch: int, tokens: int) -> Tensor | None:
         """ids int64 [B or 1, T] for each table -> float32 [B, T, K]; None where a table does not have an id."""
-        out = torch.empty(batch, tokens, self.k)
+        out = torch.empty(batch, tokens, self.k, dtype=torch.float32, device="cpu")
         numbers = list[int]()
         for fields, which in zip(self._fields, ids, strict=True):
             numbers += (*fields, which.data_ptr(), 8 * which.stride(0) * (len(which) > 1), 8 * which.stride(1))

@@ -100,12 +100,12 @@ class _Room:
     """What lies between the steps of a lane's calls. It grows, and moves then."""
 
     def __init__(self) -> None:
-        self.block = torch.empty(0, dtype=torch.uint8)
+        self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.start = 0  # a multiple of 64
 
     def of(self, size: int) -> int:
         if self.start + size > self.block.data_ptr() + self.block.numel():
-            self.block = torch.empty(size + 64, dtype=torch.uint8)
+            self.block = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
             self.start = self.block.data_ptr() + 63 & ~63
         return self.start
 

@@ -68,13 +68,13 @@ def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bia
     `kernel` is that of one expert, whose conditions hold.
     """
     pairs, share = len(ids), len(ids) // len(x)
-    out = torch.empty(pairs, kernel.geometry.n, dtype=kernel.out_dtype)
+    out = torch.empty(pairs, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")
     if len(set(ids)) == pairs:  # each row is a part: it stays where it is
         parts = [_Part(expert, i // share, i, 1) for i, expert in enumerate(ids)]
         _run(kernel, parts, (x, weight, bias, out))
     else:
         order = sorted(range(pairs), key=ids.__getitem__)
-        places, by_expert = torch.tensor(order), torch.empty_like(out)
+        places, by_expert = torch.tensor(order, device="cpu"), torch.empty_like(out)
         _run(kernel, _sorted_parts([ids[i] for i in order]), (x[places // share], weight, bias, by_expert))
         out[places] = by_expert
     return out if kernel.out_dtype == kernel.dtype else out.to(kernel.dtype)

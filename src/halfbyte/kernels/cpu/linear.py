@@ -46,7 +46,7 @@ _KEPT_SCRATCH = 1 << 24
 
 pack_call = LINEAR.struct("counter", "clamp").pack_into
 CALL = LINEAR.offset("counter")
-_ZEROS = torch.zeros(PANEL * 8)  # for as many panels as tiles take at once
+_ZEROS = torch.zeros(PANEL * 8, dtype=torch.float32, device="cpu")  # for as many panels as tiles take at once
 
 
 class _Call(NamedTuple):
@@ -63,13 +63,13 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.calls: dict[tuple[int, int, int], _Call] = {}
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def memory(self, size: int) -> tuple[Tensor, int]:
         """Memory for one call, and an address in it that is a multiple of 64 with `size` bytes behind it; small memory is kept."""
         memory = self.scratch
         if memory.numel() < size + 64:
-            memory = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8)
+            memory = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8, device="cpu")
             if size <= _KEPT_SCRATCH:
                 self.scratch = memory
         return memory, memory.data_ptr() + 63 & ~63
@@ -153,7 +153,7 @@ class LinearKernel:
         """
         *lead, k = x.shape
         m = math.prod(lead)
-        out = torch.empty(*lead, self.geometry.n, dtype=self.out_dtype)
+        out = x.new_empty((*lead, self.geometry.n), dtype=self.out_dtype)
         if out.nbytes >= _MAPPED:
             in_huge_pages(out)
         apart = 0

@@ -98,7 +98,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     zero     the code that means 0: means are taken, and nothing is padded. None: the largest codes
     """
     batch, channels, _, _ = x.shape
-    out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last)
+    out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
     key = x.shape, kernel, window, out_size, zero, runtime.threads()
     call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(x.shape, kernel, window, out_size, zero))
     _pack_tensors(call.buffer, _TENSORS, x.data_ptr(), out.data_ptr())

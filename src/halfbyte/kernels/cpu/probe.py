@@ -92,11 +92,11 @@ def _phases() -> dict[str, int]:
 
 @functools.cache
 def _buffer(size: int) -> torch.Tensor:
-    return torch.randint(0, 100, (size // 4,), dtype=torch.int32)
+    return torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cpu")
 
 
 def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:
-    out = torch.zeros(threads * 16, dtype=torch.int32)
+    out = torch.zeros(threads * 16, dtype=torch.int32, device="cpu")
     block = PROBE.struct().pack(_phases()[phase], 0, runtime.openmp_address(), 0, buffer.data_ptr(), out.data_ptr(), size)
     start = time.perf_counter()
     runtime.run(block, threads)

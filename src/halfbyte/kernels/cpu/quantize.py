@@ -255,7 +255,7 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax.absmax(weight, fmt)`, fast; None where a value or a scale is not finite. The caller asks `supports` first."""
     shape, k = tuple(weight.shape), weight.shape[-1]
-    made = {name: torch.empty(size, dtype=dtype) for name, (dtype, size) in stored_tensors(fmt, shape).items()}
+    made = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in stored_tensors(fmt, shape).items()}
     data, scale, zero = made["data"], made["scale"], made.get("zero")
     if weight.numel():
         flat = weight.reshape(-1, k)
@@ -263,7 +263,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
             flat = flat.contiguous()
         spec = QuantizeSpec(KINDS[weight.dtype], fmt.bits, fmt.zero, KINDS[fmt.scale], fmt.family)
         threads = max(1, min(runtime.threads(), weight.numel() // _ELEMENTS_A_THREAD))
-        scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8)
+        scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8, device="cpu")
         block = QUANTIZE.struct().pack(
             *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
             *(flat.data_ptr(), flat.stride(0) * flat.element_size(), len(flat), k, fmt.block_size(k), -(-k // fmt.block_size(k))),

@@ -105,7 +105,7 @@ class StemKernel(OwnWeightsKernel):
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]."""
         sizes, width, n = self.sizes, _width(self.isa), self.sizes.out // self.sizes.groups
         columns = round_up(n, PANEL)
-        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.padded, dtype=torch.int8)
+        w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.padded, dtype=torch.int8, device="cpu")
         w[:, :n, :, : self.run] = codes.values().reshape(sizes.groups, n, -1, self.run)
         quads = w.view(sizes.groups, columns // width, width, -1, 4).transpose(2, 3).flatten(2)
         corrections = w.sum((2, 3), dtype=torch.int32).mul_(-128).view(sizes.groups, columns // width, width)

@@ -83,7 +83,7 @@ class Program:
         threads = max(one.step.threads for one in wired)
         places, size = _places(wired, brought)
         scratch = max(one.step.shared + threads * one.step.each for one in wired)
-        self._memory = torch.empty(size + scratch + _ALIGNED, dtype=torch.uint8)
+        self._memory = torch.empty(size + scratch + _ALIGNED, dtype=torch.uint8, device="cpu")
         base = round_up(self._memory.data_ptr(), _ALIGNED)
         # Of what is brought and of what is given: where its address goes.
         self._open: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(brought)}

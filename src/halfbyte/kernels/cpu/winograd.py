@@ -85,7 +85,7 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
     w = codes.values().reshape(sizes.out, 3, 3, sizes.channels).to(torch.int32)
     if 128 * int(w.abs().sum((1, 2, 3), dtype=torch.int64).max()) >= 1 << 31 - SHIFT:
         return None
-    g = torch.tensor(WEIGHTS, dtype=torch.float32)
+    g = torch.tensor(WEIGHTS, dtype=torch.float32, device="cpu")
     made = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16).flatten(0, 1)  # small integers: exact
     column = 2 * current().lanes
     columns = -(-sizes.out // column)
@@ -319,7 +319,7 @@ class WinogradKernel:
         """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
         key = self.number, x.shape, window.numbers, outside, runtime.threads()
         call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last)
+        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
         self.run(call.address, call.threads)
@@ -345,7 +345,7 @@ class WinogradKernel:
         image_tile_at = products_at + run * POSITIONS * column * 4
         out_tile_at = image_tile_at + (POSITIONS * channels + 63 & ~63)
         thread_bytes = out_tile_at + M * M * column
-        edge = torch.full((channels,), outside, dtype=torch.int8)
+        edge = torch.full((channels,), outside, dtype=torch.int8, device="cpu")
         items = runs * parts
         threads = min(most, items)
         fields = {
