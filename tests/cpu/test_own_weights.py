@@ -43,8 +43,8 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) 
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     cpu_conv._plans.clear()
     rng, torchs, taken = random.Random(1), torch.Generator().manual_seed(1), list[Tensor]()
-    kernel = form.__call__
-    monkeypatch.setattr(form, "__call__", lambda *a, **k: taken.append(kernel(*a, **k)) or taken[-1])
+    planned = form.planned
+    monkeypatch.setattr(form, "planned", lambda *a: taken.append(a[4]) or planned(*a))
     for case in range(12):
         groups = rng.choice((1, 1, 1, 2, 3))
         channels = rng.choice((3, 5, 7, 11, 17) if form is StemKernel else (1, 2, 3, 5, 8, 16, 17, 24, 40, 64, 100))

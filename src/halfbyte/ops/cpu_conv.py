@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -30,7 +31,7 @@ from halfbyte.ops.images import (
 )
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.kept import CodesConv, OwnWeights
+    from halfbyte.kernels.cpu.planned import ConvCall, OwnWeights, PlannedConv
     from halfbyte.kernels.cpu.steps import Step
 
 _KEPT_PLANS = 4096
@@ -181,7 +182,14 @@ def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[C
         if (form := made[plan.other.form]) is not None:
             return plan.other, form
     assert plan.kernel is not None
-    return plan.kernel, _taps_of(weight, plan.sizes, integer=integer) if plan.depthwise else _aligned(weight)
+    if plan.depthwise:
+        return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
+    if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
+        return plan.kernel, weight
+    made = _forms_of(weight)
+    if made.get("aligned") is None:
+        made["aligned"] = _aligned(weight)
+    return plan.kernel, cast(Tensor, made["aligned"])
 
 
 def conv2d(
@@ -211,6 +219,22 @@ def conv2d(
     return kernel(x, plan.window, weights, bias, low, high, residual=residual)
 
 
+class _Ready(NamedTuple):
+    """A call of `qconv2d` that was made before, and of which nothing need be checked but that these are the same tensors."""
+
+    weight: weakref.ref[Tensor]
+    table: weakref.ref[Tensor]
+    strides: Shape
+    threads: int
+    call: ConvCall
+    weights: int  # the address of what the kernel reads
+    convolved: Callable[..., Tensor]  # two functions, since importing them at each call takes longer than all of this
+    threads_now: Callable[[], int]
+
+
+_ready = Kept[_Ready]()
+
+
 def qconv2d(
     x: Tensor,
     weight: Tensor,
@@ -223,15 +247,27 @@ def qconv2d(
     high: int,
 ) -> Tensor:
     check_codes(x)
-    plan = _plan(x, format, numbers, moves, "int8", "block")
-    check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
-    _check_weight(weight, plan)
-    if plan.kernel is None:
-        return x.new_empty(plan.out_shape)
-    if x.stride() != plan.strides:
+    key = id(weight), id(table), x.shape, format, tuple(numbers), tuple(moves), in_zero, low, high
+    ready = _ready.plans.get(key)
+    if ready is None or ready.weight() is not weight or ready.table() is not table or ready.threads != ready.threads_now():
+        plan = _plan(x, format, numbers, moves, "int8", "block")
+        check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
+        _check_weight(weight, plan)
+        if plan.kernel is None:
+            return x.new_empty(plan.out_shape)
+        ready = _ready.put(key, _prepared(x, weight, table, plan, in_zero))
+    if x.stride() != ready.strides:
         x = channels_last(x)
+    return ready.convolved(ready.call, x, ready.weights, table.data_ptr(), low, high)
+
+
+def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: int) -> _Ready:
+    from halfbyte.kernels.cpu.planned import convolved
+    from halfbyte.kernels.cpu.runtime import threads
+
     kernel, weights = _kernel_of(weight, plan, integer=True)
-    return kernel(x, plan.window, weights, table, float(low), float(high), outside=in_zero)
+    call = cast("PlannedConv", kernel).planned(x, plan.window, in_zero, weights)
+    return _Ready(weakref.ref(weight), weakref.ref(table), plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
 
 
 def qconv2d_step(x: Tensor, packed: PackedConv, table: Tensor, moves: Sequence[int], in_zero: int, clamp: tuple[int, int]) -> Step | None:
@@ -242,4 +278,4 @@ def qconv2d_step(x: Tensor, packed: PackedConv, table: Tensor, moves: Sequence[i
     if plan.kernel is None or x.stride() != plan.strides:
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)
-    return conv_step(cast("CodesConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))
+    return conv_step(cast("PlannedConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

@@ -136,7 +136,7 @@ def convolved(
             }
             _call(emulator, table, block, {name: n for name, n in sizes.items() if name in table.fields}, {"scratch", "out"})
 
-        (kernel if isinstance(kernel, DepthwiseKernel) else kernel.linear).run = run
+        kernel.launch = run
         return kernel(x, window, *rest, **more)
 
 

@@ -20,10 +20,10 @@ from halfbyte.kernels.cpu import direct_call, elementwise, patches, runtime
 from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call, thread
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter
@@ -35,12 +35,11 @@ _ITEMS_A_THREAD = 3
 _OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
 _PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 
-_kept = Kept[ConvCall]()
 _SCALES = DIRECT.offset("scales")
 _pack_scales = DIRECT.struct("scales", "scales").pack_into
 
 
-class ConvKernel:
+class ConvKernel(PlannedConv):
     """The compiled convolution of one weight, activation dtype and arithmetic, for images of any size.
 
     Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` are the
@@ -51,6 +50,7 @@ class ConvKernel:
     """
 
     def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation, *, out: torch.dtype | None = None) -> None:
+        super().__init__()
         self.sizes, self.isa = sizes, current()
         self.linear = LinearKernel(sizes.matrix_format, sizes.out // sizes.groups, sizes.k, dtype, inner, activation, zeroed=True)
         self.dtype, self.result = dtype, out or dtype
@@ -77,8 +77,7 @@ class ConvKernel:
         outside    the code of what lies outside of an int8 image
         scales     of each image, float32 [B], where codes become floating point
         """
-        key = self.linear.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
+        call = self.planned(x, window, outside, weights)
         out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         table = 0 if bias is None else bias.data_ptr()
@@ -89,11 +88,11 @@ class ConvKernel:
             table = (self.no_bias if bias is None else bias).data_ptr()
             _pack_scales(call.buffer, _SCALES, scales.data_ptr())
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.linear.run(call.address, call.threads)
+        self.launch(call.address, call.threads)
         return out if out.dtype == self.result else out.to(self.result)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
-        batch, _, height, width = x.shape
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
+        batch, height, width = x.shape[0], *x.shape[2:]
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         linear = self.linear.taking(batch * ho * wo)
         on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products

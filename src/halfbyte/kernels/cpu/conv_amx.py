@@ -34,9 +34,9 @@ from halfbyte.kernels.cpu.direct import DIRECT, SLACK, Lines, LinesSpec, Strips,
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call, thread
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -320,13 +320,11 @@ def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA)
     return Units.of(sizes, window).number * UNIT * -(-n // PANEL) * PANEL <= _MOST_PADDED * sizes.k * n
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
 _SCALES = MATRIX.offset("scales")
 _pack_scales = MATRIX.struct("scales", "scales").pack_into
 
 
-class MatrixConvKernel:
+class MatrixConvKernel(PlannedConv):
     """The compiled convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
@@ -336,11 +334,10 @@ class MatrixConvKernel:
     """
 
     def __init__(self, sizes: Filter, window: Window, isa: AMXTiles, out: torch.dtype = torch.int8) -> None:
+        super().__init__()
         self.sizes, self.isa, self.out_dtype = sizes, isa, out
         self.units = Units.of(sizes, window)
         self.form = f"units of {self.units}"
-        self.run = runtime.runner()
-        self.number = next(_numbers)
         self.n = sizes.out // sizes.groups
         self.panels = -(-self.n // PANEL)
 
@@ -362,8 +359,7 @@ class MatrixConvKernel:
         scales: Tensor | None = None,
     ) -> Tensor:
         """As `ConvKernel`."""
-        key = self.number, x.shape, window.numbers, outside, residual is not None, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights, residual=residual is not None))
+        call = self.planned(x, window, outside, weights, residual is not None)
         out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
         _memory, scratch = thread.memory(call.memory)
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
@@ -372,7 +368,7 @@ class MatrixConvKernel:
             _pack_scales(call.buffer, _SCALES, scales.data_ptr())
         assert bias is not None
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), bias.data_ptr(), out.data_ptr(), apart, low, high)
-        self.run(call.address, call.threads)
+        self.launch(call.address, call.threads)
         return out
 
     def _padded(self, bias: Tensor | None) -> Tensor:
@@ -383,8 +379,9 @@ class MatrixConvKernel:
             return bias
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *, residual: bool = False) -> ConvCall:
-        sizes = self.sizes
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
+        """`more`: whether there is a residual."""
+        sizes, residual = self.sizes, any(more)
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation

@@ -15,7 +15,6 @@ an instruction does so, else as float32, which holds them up to MOST_TAPS; then
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,9 +28,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -202,11 +201,7 @@ def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
     return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
-class DepthwiseKernel:
+class DepthwiseKernel(PlannedConv):
     """The compiled depthwise convolution of one weight and activation dtype, for images of any size.
 
     Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` is what
@@ -216,11 +211,10 @@ class DepthwiseKernel:
     def __init__(self, sizes: Filter, dtype: torch.dtype) -> None:
         if dtype == torch.int8 and sizes.taps > MOST_TAPS:
             raise UnsupportedError(f"a depthwise kernel of int8 has at most {MOST_TAPS} taps, got {sizes.kernel[0]} x {sizes.kernel[1]}")
+        super().__init__()
         self.sizes, self.isa, self.dtype = sizes, current(), dtype
         self.inner_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
-        self.run = runtime.runner()
-        self.number = next(_numbers)
 
     def __call__(
         self,
@@ -238,16 +232,15 @@ class DepthwiseKernel:
         if self.inner_dtype != self.dtype:
             x = x.to(self.inner_dtype)
             residual = None if residual is None else residual.to(self.inner_dtype)
-        key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
+        call = self.planned(x, window, outside, weights)
         out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last, device="cpu")
         apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
         pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.run(call.address, call.threads)
+        self.launch(call.address, call.threads)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         lanes = self.isa.lanes if channels >= self.isa.lanes else 1

@@ -30,9 +30,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.planned import CodesConv, ConvCall
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
@@ -196,11 +196,7 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     return isa.mixed_dot and sizes.format.bits == 8 and small and window.dilation == (1, 1) and window.stride[1] <= _MOST_WIDE
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
-class DepthwiseDotKernel:
+class DepthwiseDotKernel(CodesConv):
     """The compiled depthwise convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
@@ -208,13 +204,12 @@ class DepthwiseDotKernel:
     """
 
     def __init__(self, sizes: Filter, window: Window, out_height: int) -> None:
+        super().__init__()
         self.sizes, self.isa = sizes, current()
         block = next(size for size in (64, 32, 16) if size <= min(4 * self.isa.lanes, sizes.out))
         rows = 2 if window.stride[0] == 1 and out_height > 1 else 1
         self.spec = ColumnsSpec(block, rows, *sizes.kernel, window.stride[1])
         self.form = f"quads of {block} channels for {rows} lines"
-        self.run = runtime.runner()
-        self.number = next(_numbers)
 
     def weights_of(self, codes: Codes) -> Tensor:
         """The weights as the kernel reads them, uint8 [blocks, bytes]."""
@@ -232,16 +227,7 @@ class DepthwiseDotKernel:
             made.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
         return torch.stack(made)
 
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, C, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
-        self.run(call.address, call.threads)
-        return out
-
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
         spec, (batch, channels, height, width) = self.spec, x.shape
         ho, wo = window.out_size((height, width), self.sizes.kernel)
         blocks, work = -(-channels // spec.block), batch * channels * ho * wo * self.sizes.taps

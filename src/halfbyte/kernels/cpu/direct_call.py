@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -286,11 +285,7 @@ def plan(
     return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
-class OwnWeightsKernel:
+class OwnWeightsKernel(CodesConv):
     """The compiled convolution of int8 images of any size by tiles that have weights of their own.
 
     Conditions that the caller has checked: the file's `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights`
@@ -300,22 +295,12 @@ class OwnWeightsKernel:
     """
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
+        super().__init__()
         self.sizes, self.isa, self.linear = sizes, current(), linear
-        self.number = next(_numbers)
 
     def tiles(self, panel_bytes: int) -> OwnTiles:
         """What multiplies; `panel_bytes` of weights for each tile's outputs."""
         raise NotImplementedError
 
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
-        _memory, scratch = thread.memory(call.memory)
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
-        self.linear.run(call.address, call.threads)
-        return out
-
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
         return plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, self.tiles(weights.shape[2]))

@@ -19,7 +19,6 @@ transformed into outputs. Tiles that reach beyond the image are first copied, wi
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,9 +32,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import ConvCall, Kept
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call, thread
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -273,10 +272,6 @@ class _Winograd(Emitter):
             f.fence()
 
 
-_kept = Kept[ConvCall]()
-_numbers = itertools.count()
-
-
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
     moves = window.stride == window.dilation == (1, 1)
@@ -297,7 +292,7 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     return cycles < batch * height * width * 9 * matrix / directly
 
 
-class WinogradKernel:
+class WinogradKernel(CodesConv):
     """The compiled convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
@@ -307,25 +302,14 @@ class WinogradKernel:
     form = "minimal filtering"
 
     def __init__(self, sizes: Filter) -> None:
+        super().__init__()
         self.sizes, self.isa = sizes, current()
-        self.run = runtime.runner()
-        self.number = next(_numbers)
 
     def weights_of(self, codes: Codes) -> Tensor | None:
         """The weights as the kernel reads them; None where sums may be too large for it."""
         return transformed(codes, self.sizes)
 
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        key = self.number, x.shape, window.numbers, outside, runtime.threads()
-        call = _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights))
-        out = torch.empty(call.out_shape, dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
-        _memory, scratch = thread.memory(call.memory)
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table.data_ptr(), out.data_ptr(), 0, low, high)
-        self.run(call.address, call.threads)
-        return out
-
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor) -> ConvCall:
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
         sizes, column = self.sizes, 2 * self.isa.lanes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)

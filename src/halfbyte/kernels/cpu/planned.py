@@ -1,0 +1,85 @@
+"""Convolutions that are planned once for images of each size, and how a planned one of codes is called."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.linear import CALL, pack_call, thread
+from halfbyte.kernels.problem import Window
+
+
+class ConvCall(NamedTuple):
+    """A convolution of images of one size: the arguments, all but those of the call filled in, and what they point to."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    out_shape: tuple[int, int, int, int]
+    memory: int
+    threads: int
+    tensors: tuple[Tensor, ...]
+
+
+class OwnWeights(Protocol):
+    """A convolution that multiplies by weights in a form of its own, which are made of codes once.
+
+    form  what they depend on beside the codes: kernels of one form have the same
+    """
+
+    form: str
+
+    def weights_of(self, codes: Codes) -> Tensor | None:
+        """The weights as the kernel reads them; None where it does not take them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+_kept = Kept[ConvCall]()
+_numbers = itertools.count()
+
+
+class PlannedConv:
+    """A compiled convolution of images of any size."""
+
+    def __init__(self) -> None:
+        self._number, self.launch = next(_numbers), runtime.runner()
+
+    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
+        """The call for images of the size of x, which nobody else has.
+
+        outside  the code of what lies outside of them
+        weights  what the kernel reads
+        more     what else it is compiled for
+        """
+        raise NotImplementedError
+
+    def planned(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
+        """The same, prepared once in each Python thread."""
+        key = self._number, x.shape, window.numbers, outside, weights.shape, runtime.threads(), *more
+        return _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights, *more))
+
+
+class CodesConv(PlannedConv):
+    """One of int8 images that gives nothing but codes."""
+
+    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
+        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
+        return convolved(self.planned(x, window, outside, weights), x, weights.data_ptr(), table.data_ptr(), low, high)
+
+
+def convolved(call: ConvCall, x: Tensor, weights: int, table: int, low: float, high: float) -> Tensor:
+    """Codes -> codes; `weights` and `table` are addresses."""
+    _, channels, height, width = shape = call.out_shape
+    line = width * channels
+    out = torch.empty_strided(shape, (height * line, 1, line, channels), dtype=torch.int8, device="cpu")
+    _memory, scratch = thread.memory(call.memory)
+    pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), 0, low, high)
+    runtime.runner()(call.address, call.threads)
+    return out
