@@ -15,6 +15,7 @@ from halfbyte.bench.networks import images
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.clock import graph_times
 from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.fused import fuse_
 
 
 def _on_codes(model: nn.Module) -> nn.Module:
@@ -23,7 +24,7 @@ def _on_codes(model: nn.Module) -> nn.Module:
 
 
 def _weights(format: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: quantize_(model.bfloat16(), Config(format, compute="float"))
+    return lambda model: fuse_(quantize_(model.bfloat16(), Config(format, compute="float")))
 
 
 # What makes a contender of the float32 model, and how far off its result may be.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,13 +59,27 @@ class QuantConv2d(QuantModule):
         self.dilation = tuple(like.dilation)
         self.padding_mode = "zeros"
         self.compute, self.activation = compute, activation
+        self._window = conv.module_moves(like)
         bias = like.bias
         self.register_parameter("bias", bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype."""
+    def forward(self, x: Tensor, added: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
+        """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype; with `added` to it, of whatever
+        shape, and then clamped."""
+        if added is None or self._is_residual(added, x):
+            return self._convolve(x, residual=added, clamp=clamp)
+        y = self._convolve(x) + added
+        return y if clamp is None else y.clamp(*clamp)
+
+    def _convolve(self, x: Tensor, **more: Any) -> Tensor:
         moves = self.stride, self.padding, self.dilation
-        return conv.conv2d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation)
+        return conv.conv2d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation, **more)
+
+    def _is_residual(self, added: Tensor, x: Tensor) -> bool:
+        """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
+        dims, sizes = len(self.kernel_size), self.packed.sizes
+        size = self._window.out_size((1, *x.shape[-dims:])[-2:], sizes.kernel)
+        return added.dtype == x.dtype and added.shape == (*x.shape[: -dims - 1], sizes.out, *size[-dims:])
 
     def extra_repr(self) -> str:
         return (
@@ -73,7 +89,7 @@ class QuantConv2d(QuantModule):
 
 
 class QuantConv1d(QuantConv2d):
-    """A convolution like nn.Conv1d, of [B, C, L] or [C, L]."""
+    """A convolution like nn.Conv1d: [B, C, L] or [C, L] -> [B, Co, Lo] or [Co, Lo]."""
 
     kind = "Conv1d"
 
@@ -83,8 +99,7 @@ class QuantConv1d(QuantConv2d):
         out, channels, _, width = self.packed.shape
         return out, channels, width
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, L] or [C, L] in float32, bfloat16 or float16 -> [B, Co, Lo] of the same dtype."""
+    def _convolve(self, x: Tensor, **more: Any) -> Tensor:
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]
         moves = self.stride[0], padding, self.dilation[0]
-        return conv.conv1d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation)
+        return conv.conv1d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation, **more)

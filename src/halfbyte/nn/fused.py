@@ -5,7 +5,7 @@ Their weights are concatenated along the rows, and their outputs are slices of o
 and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
 
 A GELU (not its tanh approximation) is applied to the product before that is written: no number changes by more than 2^-20 of GELU's
-argument.
+argument. Convolutions: `fused_convolutions.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
+from halfbyte.nn.fused_convolutions import fuse_convolutions_
 from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 
@@ -48,13 +49,13 @@ ACTIVATED = (
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:
-    """Fuses quantized siblings, in place, and returns `model`.
+    """Fuses quantized siblings, and additions and ReLUs into quantized convolutions before them, in place, and returns `model`.
 
     siblings   names of children that their parent calls in this order with the same tensor
     activated  names of a child and of the GELU to which its parent passes its output
 
-    Siblings that differ in format, width, device or compute are not fused. A saved model is the same with and without. The notes of
-    `report(model)` list what was fused.
+    Siblings that differ in format, width, device or compute are not fused. Convolutions are in modules in evaluation that torch.fx can
+    trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)` list what was fused.
     """
     for path, parent in list(model.named_modules()):
         for names in () if _CROSS.intersection(path.split(".")) else siblings:
@@ -71,6 +72,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                 setattr(parent, name, GeluLinear(dense))
                 setattr(parent, function, nn.Identity())
                 _remark(parent, (name, function))
+    fuse_convolutions_(model)
     return model
 
 

@@ -130,7 +130,8 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if (text := getattr(module, REMARK, None)) is not None:
             names[text].append(name)
-    return tuple(f"{first}{f' and {len(more)} more' if more else ''}: {text}" for text, (first, *more) in names.items())
+    found = ((text, f"{first}{f' and {len(more)} more' if more else ''}") for text, (first, *more) in names.items())
+    return tuple(f"{where}: {text}" if where else text for text, where in found)
 
 
 def size_text(count: int) -> str:

@@ -35,6 +35,7 @@ from halfbyte.nn.integer import (
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.nn.network import IntegerNetwork
+from halfbyte.nn.traced import ADDS, RELUS, SAME
 from halfbyte.ops import conv
 
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -42,7 +43,6 @@ _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percenti
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
-_SAME = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)  # in evaluation
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
 _MAX_POOLS = (nn.functional.max_pool1d, nn.functional.max_pool2d, torch.max_pool1d, torch.max_pool2d)
 _AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
@@ -58,8 +58,6 @@ _MODULES: dict[Any, type[nn.Module]] = {
     torch.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
 }
 _Layer = nn.Conv1d | nn.Conv2d | nn.Linear
-_ADDS = (operator.add, operator.iadd, torch.add)
-_RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
 
 
 class LayerWeight(NamedTuple):
@@ -156,7 +154,7 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
         _make_module(node, traced)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
-        if node.op == "call_module" and isinstance(modules[str(node.target)], _SAME):
+        if node.op == "call_module" and isinstance(modules[str(node.target)], SAME):
             node.replace_all_uses_with(_first(node))
             traced.graph.erase_node(node)
     traced.recompile()
@@ -310,10 +308,10 @@ class _Rewriter:
             return self._convolution
         if isinstance(module, nn.Linear):
             return self._linear
-        if target in _ADDS and all(isinstance(a, fx.Node) for a in node.args) and len(node.args) == 2 and not node.kwargs:
+        if target in ADDS and all(isinstance(a, fx.Node) for a in node.args) and len(node.args) == 2 and not node.kwargs:
             shapes = {self.scales.keys() >= {a.name} for a in node.args if isinstance(a, fx.Node)}
             return self._add if shapes == {True} else None
-        if isinstance(module, nn.ReLU | nn.ReLU6) or target in _RELUS:
+        if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
             return self._relu
         if isinstance(module, nn.Flatten) or target in _SHAPES:
             return self._as_it_is
@@ -330,7 +328,7 @@ class _Rewriter:
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
             module = self.modules.get(str(users[0].target)) if users[0].op == "call_module" else None
-            if isinstance(module, nn.ReLU | nn.ReLU6) or users[0].target in _RELUS:
+            if isinstance(module, nn.ReLU | nn.ReLU6) or users[0].target in RELUS:
                 scale = self.scales[users[0].name]
                 return scale, (scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST), users
         return self.scales[node.name], (-128, MOST), []

@@ -204,8 +204,8 @@ def _pair(value: _Sizes, what: str) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def module_moves(module: nn.Conv1d | nn.Conv2d) -> Window:
-    """The stride, padding and dilation of a module; a Conv1d as one of images of height 1."""
+def module_moves(module: Any) -> Window:
+    """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
     return Window.from_numbers(written_moves(kernel, stride, padding, dilation))

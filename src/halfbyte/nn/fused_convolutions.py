@@ -1,0 +1,145 @@
+"""Convolutions in floating point that add what is added to their result, and clamp it, before it is written.
+
+The largest modules that torch.fx can trace are given a forward of their own: the same operations in the same order, but that a
+convolution whose result is read by an addition or a ReLU alone does both itself. Modules, their names and classes stay. A sum is rounded
+once instead of twice; nothing else changes. In training, and where inner modules have hooks, the forward of before is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+
+from halfbyte.nn.conv import QuantConv2d
+from halfbyte.nn.modules import QuantModule, has_hooks
+from halfbyte.nn.report import REMARK
+from halfbyte.nn.traced import ADDS, RELUS, SAME
+
+_INFINITE = float("inf")
+_Clamp = tuple[float, float]
+# Of modules that were traced: the hooks that stand in the way.
+_hooks: WeakKeyDictionary[nn.Module, tuple[dict[int, Any], ...]] = WeakKeyDictionary()
+
+
+def fuse_convolutions_(model: nn.Module) -> None:
+    """Fuses additions and ReLUs into the quantized convolutions of `model`, in place, where `model` is in evaluation."""
+    if isinstance(model, QuantModule | _Fused) or not any(isinstance(module, QuantConv2d) for module in model.modules()):
+        return
+    graph = None if model.training else _graph(model)
+    if graph is None:
+        for child in model.children():
+            fuse_convolutions_(child)
+            for one in child.children() if isinstance(child, nn.Sequential) else ():  # which `model` may call one by one
+                fuse_convolutions_(one)
+        return
+    modules = dict(model.named_modules())
+    sums, activations = _with_sums(graph, modules), _with_activations(graph, modules)
+    if not sums + activations:
+        return
+    setattr(model, REMARK, f"within the convolutions before them: {sums} additions, {activations} activations")
+    forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
+    model.__class__ = type(type(model).__name__, (_Fused, type(model)), {"fused": forward, "__module__": type(model).__module__})
+
+
+class _Fused(nn.Module):
+    """A module of the class that follows this one among its classes, with another forward."""
+
+    fused: Any
+
+    def forward(self, *images: Any, **named: Any) -> Any:
+        if self.training or (not torch.compiler.is_compiling() and any(_hooks_of(self))):
+            return super().forward(*images, **named)
+        return self.fused(*images, **named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _fused_again, (type(self).__mro__[2], self.__dict__)
+
+
+def _fused_again(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    model = kind.__new__(kind)
+    model.__dict__.update(state)
+    fuse_convolutions_(model)
+    return model
+
+
+def _hooks_of(model: nn.Module) -> tuple[dict[int, Any], ...]:
+    found = _hooks.get(model)
+    if found is None:
+        inner = [module for module in model.modules() if module is not model]
+        found = _hooks[model] = tuple(chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in inner))
+    return found
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, QuantModule) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _graph(model: nn.Module) -> fx.Graph | None:
+    """What `model` does to images; None where torch.fx cannot tell, or it takes more than images."""
+    inner = [module for module in model.modules() if module is not model]
+    if "forward" in vars(model) or any(has_hooks(module) or "forward" in vars(module) for module in inner):
+        return None
+    if [p.kind for p in inspect.signature(model.forward).parameters.values()] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+        return None
+    try:
+        return _Tracer().trace(model)
+    except Exception:  # whatever a forward raises that is given no tensor
+        return None
+
+
+def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
+    """Lets convolutions add; returns how many."""
+    for node in graph.nodes:
+        if node.op == "call_module" and isinstance(modules[str(node.target)], SAME):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    count = 0
+    for node in graph.nodes:
+        if node.target not in ADDS or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+            continue
+        first, second = sorted(node.args, key=place.__getitem__)
+        read_later = [user for user in first.users if place[user] > place[second] and user is not node]
+        if first is second or not _alone(second, modules) or len(second.args) > 1 or read_later:  # or what is read is written to
+            continue
+        second.args = (*second.args, first)
+        _replace(graph, node, second)
+        count += 1
+    return count
+
+
+def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
+    """Lets convolutions clamp; returns how many."""
+    count = 0
+    for node in graph.nodes:
+        if node.args and isinstance(node.args[0], fx.Node) and _alone(node.args[0], modules) and (ends := _clamp(node, modules)):
+            node.args[0].kwargs = {"clamp": ends}
+            _replace(graph, node, node.args[0])
+            count += 1
+    return count
+
+
+def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    graph.erase_node(node)
+
+
+def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether it is a convolution whose result is read once, and not clamped."""
+    return node.op == "call_module" and isinstance(modules[str(node.target)], QuantConv2d) and len(node.users) == 1 and not node.kwargs
+
+
+def _clamp(node: fx.Node, modules: dict[str, nn.Module]) -> _Clamp | None:
+    """The ends of an activation that clamps; None of everything else."""
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return float(module.min_val), float(module.max_val)
+    if isinstance(module, nn.ReLU) or node.target in RELUS:
+        return 0.0, _INFINITE
+    return (0.0, 6.0) if node.target is nn.functional.relu6 else None
