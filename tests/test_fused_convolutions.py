@@ -112,7 +112,8 @@ def test_parts_of_what_cannot_be_traced() -> None:
         "blocks: within the convolutions before them: 6 additions, 12 activations",
         "blocks.0 and 1 more: within the convolutions before them: 3 additions, 6 activations",
     )
-    assert isinstance(model.blocks, nn.Sequential) and len(model.blocks) == 2
+    assert isinstance(model.blocks, nn.Sequential)
+    assert len(model.blocks) == 2
     torch.testing.assert_close(model(images()), wanted, rtol=1e-5, atol=1e-5)
 
 

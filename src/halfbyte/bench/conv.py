@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,9 +34,8 @@ LAYERS = (
 )
 
 
-def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> list[dict[str, Any]]:
-    """One row a layer and contender: seconds (median of the rounds), or the reason why there are none."""
-    rows = []
+def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> Iterator[list[dict[str, Any]]]:
+    """For each layer a row a contender: seconds (median of the rounds), or the reason why there are none."""
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(threads)) for name in CONTENDERS}
         probe = stack.enter_context(Worker(threads))
@@ -46,22 +46,31 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
                 peaks.append(probe.ask("probe", names=["dot_peak"], threads=threads)["dot_peak"])
 
             found = _in_turn(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
-            for name, taken in found.items():
-                fraction = layer.operations / taken["seconds"] / max(peaks) if taken["seconds"] else None
-                rows.append({"layer": asdict(layer), "threads": threads, "contender": name, "of_dot_peak": fraction, **taken})
-    return rows
+            case = {"layer": asdict(layer), "threads": threads}
+            fraction = {name: layer.operations / t["seconds"] / max(peaks) if t["seconds"] else None for name, t in found.items()}
+            yield [case | {"contender": name, "of_dot_peak": fraction[name]} | taken for name, taken in found.items()]
 
 
-def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, min_time: float) -> list[dict[str, Any]]:
+def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, min_time: float) -> Iterator[list[dict[str, Any]]]:
     """As `run`, of whole networks."""
-    rows = []
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(threads)) for name in NETWORK_CONTENDERS}
         for network in names:
             case: dict[str, Any] = {"network": network, "batch": batch, "threads": threads}
             asked = {"network": {"name": network, "batch": batch}, "min_time": min_time}
             found = _in_turn(workers, rounds, lambda: None, do="infer", **asked)
-            rows += [case | {"contender": name} | taken for name, taken in found.items()]
+            yield [case | {"contender": name} | taken for name, taken in found.items()]
+
+
+def collected(measured: Iterable[list[dict[str, Any]]], about: Mapping[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """All rows; after each of `measured` those that there are so far are in the file, so that a run that is cut leaves what it measured."""
+    rows: list[dict[str, Any]] = []
+    for more in measured:
+        rows += more
+        if path is not None:
+            beside = path.with_name(f"{path.name}.part")
+            beside.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            beside.replace(path)
     return rows
 
 
@@ -134,11 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     args = parser.parse_args(argv)
     layers = [Layer(**(asdict(layer) | {"batch": args.batch})) for layer in LAYERS]
-    if args.model:
-        rows = [row for threads in args.threads for row in run_networks(args.model, args.batch, threads, args.rounds, args.min_time)]
-    else:
-        rows = [row for threads in args.threads for row in run(layers, threads, args.rounds, args.min_time)]
     about = {"machine": machine().cpu, "versions": versions()}
+    measured = (
+        run_networks(args.model, args.batch, threads, args.rounds, args.min_time)
+        if args.model
+        else run(layers, threads, args.rounds, args.min_time)
+        for threads in args.threads
+    )
+    rows = collected(chain.from_iterable(measured), about, args.json)
     print(f"{about['machine']} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
     if args.model:
         print(f"ms a batch of {args.batch}; in brackets ONNX Runtime's time over ours\n")
@@ -146,6 +158,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("ms; in brackets the best integer peer's time over ours, and the part of the int8 rate probed meanwhile\n")
         print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0

@@ -7,7 +7,6 @@ checked against torch's float32 convolution of the same numbers before it is tim
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.bench import conv_networks_gpu as networks
-from halfbyte.bench.conv import LAYERS
+from halfbyte.bench.conv import LAYERS, collected
 from halfbyte.bench.conv_contenders import IN_SCALE, IN_ZERO, Layer
 from halfbyte.bench.networks import NETWORKS
 from halfbyte.errors import KernelError
@@ -94,7 +93,7 @@ def _wanted(layer: Layer, image: Tensor, format: str) -> Tensor:
 
 def _printed(
     contenders: Iterable[str], measured: Iterable[list[dict[str, Any]]], name: Callable[[dict[str, Any]], str], units: str
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
     """The rows, printed as they come, a line for all contenders, of which the first is the peer; `units` are "us" or "ms"."""
     names, (decimals, factor) = list(contenders), {"us": (1, 1e6), "ms": (2, 1e3)}[units]
     print(f"| {units} | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1), sep="\n", flush=True)
@@ -102,7 +101,7 @@ def _printed(
         peer, *own = (row["seconds"] for row in rows)
         cells = [f"{peer * factor:.{decimals}f}", *(f"{seconds * factor:.{decimals}f} (×{peer / seconds:.2f})" for seconds in own)]
         print(f"| {name(rows[0])} | " + " | ".join(cells) + " |", flush=True)
-        yield from rows
+        yield rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,7 +122,5 @@ def main(argv: Sequence[str]) -> int:
         layers = [replace(layer, batch=batch) for batch in args.batch for layer in LAYERS]
         print("us; in brackets the time of cuDNN's bfloat16 (channels_last, benchmark mode) over ours\n")
         table = _printed(CONTENDERS, run(layers, args.rounds), lambda row: str(Layer(**row["layer"])), "us")
-    rows = list(table)
-    if args.json is not None:
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    collected(table, about, args.json)
     return 0

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
