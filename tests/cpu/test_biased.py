@@ -20,7 +20,7 @@ class Expanding(EmulatedDotProducts):
     name = "avx_vnni_expanding"
     expanded_tile, expanded_long_tile = (2, 2), (4, 2)  # totals in registers, and in memory
     expanded_rows = 6
-    expands_offsets = True
+    expands_offsets = expands_bytes = True
 
 
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))
@@ -37,7 +37,7 @@ def test_products_are_those_of_the_reference_for_any_number_of_rows(number: int)
     codes, x = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, dtype, "int8", "block", isa=Expanding())
     assert kernel.tile_spec.biased == (fmt.block_size(k) <= MOST[bits, zero])
-    assert ("panel_function" in kernel.fields(m)) == (bits == 4)
+    assert ("panel_function" in kernel.fields(m)) == (bits == 4 or (zero != "point" and block != "channel"))
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", "block")
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.skipif(not ISAS, reason="this CPU's tiles read packed c
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CASES = [
-    ("none", 32, F16, F32, "block"), ("point", 32, BF16, F16, "row_offset"), ("none", 128, F32, BF16, "row"),
-    ("point", 128, F16, F32, "block"), ("none", 20, BF16, F32, "block_offset"), ("point", 33, F32, F32, "row"),
-    ("none", "channel", F16, BF16, "row_offset"), ("point", 300, F32, F16, "block_offset"), ("none", 300, F16, F32, "block"),
+    (4, "none", 32, F16, F32, "block"), (4, "point", 32, BF16, F16, "row_offset"), (4, "none", 128, F32, BF16, "row"),
+    (4, "point", 128, F16, F32, "block"), (4, "none", 20, BF16, F32, "block_offset"), (4, "point", 33, F32, F32, "row"),
+    (4, "none", "channel", F16, BF16, "row_offset"), (4, "point", 300, F32, F16, "block_offset"), (4, "none", 300, F16, F32, "block"),
+    (8, "none", 32, F16, F32, "block"), (8, "offset", 40, F16, F16, "block"), (8, "none", 300, F32, BF16, "row_offset"),
 ]  # fmt: skip
 # (M, N, K): some of the rows whose sums wait, and more; parts of a panel; K in several chunks of blocks, and in one
 SHAPES = ((67, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
@@ -35,12 +36,12 @@ def kernels(
     return LinearKernel(fmt, n, k, dtype, "int8", way, isa=isa), plain
 
 
-@pytest.mark.parametrize(("zero", "block", "scale", "dtype", "way"), CASES)
+@pytest.mark.parametrize(("bits", "zero", "block", "scale", "dtype", "way"), CASES)
 def test_results_are_those_of_packed_codes(
-    zero: str, block: int | str, scale: torch.dtype, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+    bits: int, zero: str, block: int | str, scale: torch.dtype, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fmt = Format(4, block, zero, scale)
-    for isa, (m, n, k) in itertools.product(ISAS, SHAPES):
+    fmt = Format(bits, block, zero, scale)
+    for isa, (m, n, k) in itertools.product([i for i in ISAS if bits == 4 or i.expands_bytes], SHAPES):
         kernel, plain = kernels(isa, fmt, n, k, dtype, way, monkeypatch)
         if block != "channel" or k <= isa.expanded_longest:
             assert kernel.fields(m)["panel_function"]
@@ -57,7 +58,9 @@ def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
         (Format(4, 32), isa.expanded_rows - 1, False),
         (Format(4, "channel"), 100, False),
         (Format(4, 32, "offset"), 100, isa.expands_offsets),
-        (Format(8, 32), 100, False),
+        (Format(8, 32), 100, isa.expands_bytes),
+        (Format(8, 32, "point"), 100, False),
+        (Format(8, "channel"), 100, False),
     ):
         kernel = LinearKernel(fmt, 32, isa.expanded_longest + 32, torch.float32, "int8", "block", isa=isa)
         assert ("panel_function" in kernel.fields(m)) == takes

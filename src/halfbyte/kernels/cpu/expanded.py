@@ -1,13 +1,13 @@
-"""Tiles of many rows whose 4-bit codes were expanded to bytes before: unpacking takes instructions that products could have.
+"""Tiles of many rows whose codes were expanded before, 4 bits to bytes: unpacking takes instructions that products could have.
 
 Some blocks of some outputs of a panel at a time, as many as stay in the first-level cache: their codes are expanded once, all row
 tiles pass over them, and sums that are not finished wait in memory. On Zen 3, medians of whole products in turn, with 48 to 512 rows: 3 to
 13 % faster in twelve of fourteen cases, 3 % slower in one, 32 % faster in one. The best of each, where no other thread of the core takes
 its share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
 
-    record = for each 4 k: 4 bytes of each output, k = 0 … 3 | scales, float32 | zeros, float32, if the format has any
+    record = for each 4 k: 4 bytes of each output, k = 0 … 3 | numbers, float32
 
-Where sums of blocks are `biased`, points are taken off the codes when these are expanded, and there are no zeros in a record.
+Where sums of blocks are `biased`, points are taken off the codes when these are expanded.
 
 The arithmetic is that of `tile.py`, number by number: an output does not depend on how many rows there are.
 """
@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
-from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, Part, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, ROUND, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
@@ -28,9 +28,35 @@ _LINE = 64  # bytes
 _FIRST, _LAST = 1, 2  # the call of a tile that begins the sums, and the one that writes outputs
 
 
-def record_bytes(width: int, padded: int, zero: str) -> int:
-    """Of a block of `padded` elements of so many outputs."""
-    return width * (padded + 4 * (1 + (zero != "none")))
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """What the passing of row tiles over a panel is compiled for: fields of TileSpec, vectors of a tile, and what records have.
+
+    points_off   points are taken off codes
+    lifts        beside each scale there is what takes ROUND off; where blocks are single units, making it anew is no slower
+    """
+
+    bits: int
+    scale: str
+    zero: str
+    unit: int
+    vectors: int
+    points_off: bool
+    lifts: bool
+
+    @classmethod
+    def of(cls, spec: TileSpec) -> PanelSpec:
+        points_off = spec.biased and spec.zero == "point"
+        return cls(spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, spec.biased and not spec.single)
+
+    @property
+    def zeros(self) -> str:
+        """What records have of them."""
+        return "none" if self.points_off else self.zero
+
+    def record_bytes(self, isa: ISA, padded: int) -> int:
+        """Of a block of `padded` elements."""
+        return isa.lanes * self.vectors * (padded + 4 * (1 + self.lifts + (self.zeros != "none")))
 
 
 def packed_tail(scale: str, zero: str) -> int:
@@ -48,14 +74,11 @@ def build(spec: TileSpec, isa: ISA, f: Function) -> None:
     ExpandedTile(spec, isa, f).emit(f.value("i64", 0))
 
 
-def takes_points_off(spec: TileSpec) -> bool:
-    return spec.biased and spec.zero == "point"
-
-
 class ExpandedTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         args, weights, activations, out, bias, sums, asked, columns, self.count_blocks, self.last_units, self.stage, lines = f.parameters
-        floats = replace(spec, scale="f32", zero="none" if takes_points_off(spec) else spec.zero)
+        self.panel = PanelSpec.of(spec)
+        floats = replace(spec, scale="f32", zero=self.panel.zeros)
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
         self.asked, self.lines, self.packed_tail = f.variable(asked), lines, packed_tail(spec.scale, spec.zero)
         self.sums = sums
@@ -63,7 +86,7 @@ class ExpandedTile(Tile):
             self.scratch = sums
         self.width = isa.lanes * spec.vectors
         self.unit_bytes = self.width * spec.unit
-        self.tail_bytes = record_bytes(self.width, 0, floats.zero)
+        self.tail_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, expanded=True)
 
     def emit(self, first: Value) -> None:
@@ -96,7 +119,7 @@ class ExpandedTile(Tile):
         asked = self.asked.value
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
-        self.asked.value = asked + PANEL * self.spec.unit // 2
+        self.asked.value = asked + PANEL * self.spec.unit * self.spec.bits // 8
         if not self.spec.single and self.isa.asks_in_turn:
             self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
         return super()._unit(w, a, first, sums)
@@ -107,27 +130,10 @@ class ExpandedTile(Tile):
             self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
-        return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width)
+        return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width * (1 + self.panel.lifts))
 
-
-@dataclass(frozen=True, slots=True)
-class PanelSpec:
-    """What the passing of row tiles over a panel is compiled for: fields of TileSpec, and vectors of a tile."""
-
-    scale: str
-    zero: str
-    unit: int
-    vectors: int
-    points_off: bool
-
-    @classmethod
-    def of(cls, spec: TileSpec) -> PanelSpec:
-        return cls(spec.scale, spec.zero, spec.unit, spec.vectors, takes_points_off(spec))
-
-    @property
-    def zeros(self) -> str:
-        """What records have of them."""
-        return "none" if self.points_off else self.zero
+    def _lift(self, tail: Value, first: Value, v: int, scale: Value) -> Value:
+        return self._lanes(tail, first, v, 4 * self.width) if self.panel.lifts else super()._lift(tail, first, v, scale)
 
 
 @function(*["ptr"] * 5, *["i64"] * 3, "ptr")
@@ -148,9 +154,9 @@ class _Panel(Emitter):
         self.width = isa.lanes * spec.vectors
         self.scale_bytes = 4 if spec.scale == "f32" else 2
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes, self.tail_bytes = PANEL * spec.unit // 2, packed_tail(spec.scale, spec.zero)
+        self.unit_bytes, self.tail_bytes = PANEL * spec.unit * spec.bits // 8, packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
-        self.records = f.alloca("i8", max(isa.expanded_bytes, record_bytes(self.width, isa.expanded_longest, spec.zeros)), 64)
+        self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:
@@ -204,15 +210,16 @@ class _Panel(Emitter):
             units = (b + 1).equals(blocks).select(last_units, self.units)
             tail, floats = w.value + units * self.unit_bytes, to.value + units * (self.width * spec.unit)
             left = self._left_of_points(tail, column) if spec.points_off else None
-            for t in f.loop(units * (spec.unit // 8)):
+            step = 32 // spec.bits  # k in each 32 bits as they are stored
+            for t in f.loop(units * (spec.unit // step)):
                 at = w.value + t * (4 * PANEL) + column * 4
                 stored = isa.stored(at, spec.vectors)
-                for v, steps in enumerate(zip(*(isa.unit_weights(s, 4) for s in stored), strict=True)):
+                for v, steps in enumerate(zip(*(isa.unit_weights(s, spec.bits) for s in stored), strict=True)):
                     for n, code in enumerate(steps):
                         codes = code if left is None else code + left[n]
-                        (to.value + t * (8 * self.width)).store(codes, (v * spec.vectors + n) * 4 * isa.lanes, 64 if n == 0 else 32)
+                        (to.value + t * (step * self.width)).store(codes, (v * spec.vectors + n) * 4 * isa.lanes, 64 if n == 0 else 32)
             self._expand_tail(tail, floats, column)
-            w.value, to.value = tail + self.tail_bytes, floats + record_bytes(self.width, 0, spec.zeros)
+            w.value, to.value = tail + self.tail_bytes, floats + spec.record_bytes(isa, 0)
 
     def _left_of_points(self, tail: Value, column: Value) -> list[Value]:
         """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
@@ -224,11 +231,15 @@ class _Panel(Emitter):
     def _expand_tail(self, tail: Value, to: Value, column: Value) -> None:
         spec, isa = self.spec, self.isa
         raw = vector("float" if spec.scale == "f32" else "i16", self.width)
-        scales = (tail + column * self.scale_bytes).load(raw, 0, self.scale_bytes)
-        to.store(isa.to_float(scales, spec.scale), 0, 64)
-        if spec.zero == "offset":
+        scales = isa.to_float((tail + column * self.scale_bytes).load(raw, 0, self.scale_bytes), spec.scale)
+        numbers = [scales]
+        if spec.lifts:
+            numbers.append(scales * -ROUND)
+        if spec.zeros == "offset":
             zeros = (tail + column * self.scale_bytes).load(raw, PANEL * self.scale_bytes, self.scale_bytes)
-            to.store(isa.to_float(zeros, spec.scale), 4 * self.width, 64)
-        elif spec.zero == "point" and not spec.points_off:
+            numbers.append(isa.to_float(zeros, spec.scale))
+        elif spec.zeros == "point":
             points = (tail + column).load(vector("i8", self.width), PANEL * self.scale_bytes)
-            to.store(points.to("i32", unsigned=True).to("float"), 4 * self.width, 64)
+            numbers.append(points.to("i32", unsigned=True).to("float"))
+        for n, number in enumerate(numbers):
+            to.store(number, n * 4 * self.width, 64)

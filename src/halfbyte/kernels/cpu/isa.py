@@ -70,6 +70,7 @@ class ISA:
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
     expanded_bytes = 24 << 10  # that are expanded at a time
     expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded
+    expands_bytes = False  # also codes of 8 bits in blocks, though not with points: for the numbers behind them, and to be near
     expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 

@@ -247,7 +247,7 @@ class AVX512VNNI(AVXVNNI):
     direct_tile = (12, 2)
     minimal = 112, 58  # on Sapphire Rapids
     expanded_rows = 32
-    expands_offsets = True
+    expands_offsets = expands_bytes = True
 
     def __init__(self, intel: bool | None = None) -> None:
         self.intel = machine().vendor == "Intel" if intel is None else intel

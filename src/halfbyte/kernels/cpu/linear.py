@@ -269,7 +269,8 @@ class LinearKernel:
     def _expands(self, m: int) -> tuple[int, int] | None:
         """Rows and vectors of the tiles for M rows if they read expanded codes."""
         spec, isa = self.tile_spec, self.isa
-        fits = spec.inner == "int8" and spec.bits == 4 and spec.out != "i8" and self.geometry.padded <= isa.expanded_longest
+        fits = spec.inner == "int8" and spec.out != "i8" and self.geometry.padded <= isa.expanded_longest
+        fits = fits and (spec.bits == 4 or (isa.expands_bytes and spec.zero != "point" and isinstance(self.geometry.format.block, int)))
         # On AVX2 float offsets take so many instructions at a block's end that it is slower.
         fits = fits and (spec.zero != "offset" or isa.expands_offsets)
         if not fits or isa.expanded_tile is None or m < isa.expands_from(self.geometry.padded):
@@ -278,10 +279,9 @@ class LinearKernel:
 
     def _expansion(self, vectors: int) -> dict[str, int]:
         panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
-        size = expanded.record_bytes(vectors * self.isa.lanes, self.geometry.padded, panel.zeros)
         return {
             "panel_function": compiled(expanded.build_panel, panel, self.isa),
-            "expanded_blocks": max(1, self.isa.expanded_bytes // size),
+            "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
         }
 
 

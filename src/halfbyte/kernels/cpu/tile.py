@@ -332,6 +332,10 @@ class Tile:
         point = (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True)
         return point if spec.biased else point.to("float")
 
+    def _lift(self, tail: Value, first: Value, v: int, scale: Value) -> Value:
+        """What takes ROUND off biased sums that were multiplied by the scale."""
+        return scale * -ROUND
+
     def _pairs(self, tail: Value, first: Value, v: int) -> Value:
         """The sums of pairs of one vector of rows."""
         return (tail + first * 4).load(self.isa.ints, self.pairs_at + v * self.isa.lanes * 4, 4)
@@ -403,7 +407,8 @@ class Tile:
         scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
         zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         if spec.biased:
-            self._scale_biased(total, fields, scales, zeros)
+            lifts = [self._lift(tail, first, v, scale) for v, scale in enumerate(scales)]
+            self._scale_biased(total, fields, scales, lifts, zeros)
             return
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
         for i in range(spec.rows):
@@ -426,13 +431,14 @@ class Tile:
                 self._set_total(n, f.fma(x, scales[v], out))
             f.fence()
 
-    def _scale_biased(self, total: Callable[[int], Value], fields: Value, scales: list[Value], zeros: list[Value | None]) -> None:
-        """As `_scale`, by two fused multiply-adds: the first, (ROUND + sum) * scale - ROUND * scale, has an exact subtrahend.
+    def _scale_biased(
+        self, total: Callable[[int], Value], fields: Value, scales: list[Value], lifts: list[Value], zeros: list[Value | None]
+    ) -> None:
+        """As `_scale`, by two fused multiply-adds: the first, (ROUND + sum) * scale - ROUND * scale, has an exact subtrahend: a lift.
 
         Points are taken off the sums before, as integers: a sum of activations is an int16 beside a 0.
         """
         spec, isa, f = self.spec, self.isa, self.f
-        lifts = [scale * -ROUND for scale in scales]
         highest, points = highest_point(isa, spec.bits, spec.zero, spec.biased), list[Value]()
         if spec.zero == "point":
             points = [zero * -1 + highest for zero in zeros if zero is not None]
