@@ -72,6 +72,17 @@ def test_scratch_memory_grows_and_locks_are_zero(device: torch.device) -> None:
     assert launch.workspace(device, launch._MOST_KEPT + 1) is not launch.workspace(device, launch._MOST_KEPT + 1)
 
 
+def test_two_places_take_turns(device: torch.device) -> None:
+    first, second, third = (launch.turns(device, 1000) for _ in range(3))
+    assert first.data_ptr() == third.data_ptr() != second.data_ptr()
+    assert launch.turns(device, 0).data_ptr() == third.data_ptr()
+    assert abs(first.data_ptr() - second.data_ptr()) >= third.numel()
+    larger = launch.turns(device, third.numel() + 1)
+    assert larger.numel() > third.numel()
+    assert launch.turns(device, launch._MOST_KEPT + 1).numel() > launch._MOST_KEPT
+    assert launch.turns(device, 0).data_ptr() == larger.data_ptr()
+
+
 class FakeLauncher:
     """Takes what Triton 3.6's launcher in C takes, and keeps it."""
 
@@ -197,3 +208,11 @@ def test_each_stream_and_each_graph_has_its_own(device: torch.device) -> None:
         graphs.append(graph)
     assert addresses[0] != addresses[1]
     assert launch.locks(device, 1) is here
+    place = launch.turns(device, 1000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        something.add_(1)
+        found = [launch.turns(device, size) for size in (1000, 1000, 1000, 2 * place.numel())]
+    assert found[0].data_ptr() == found[2].data_ptr() != found[1].data_ptr()
+    assert place.data_ptr() not in [one.data_ptr() for one in found]
+    assert found[3].numel() == 2 * place.numel()

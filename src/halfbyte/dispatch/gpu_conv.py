@@ -80,6 +80,8 @@ def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
 def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := conv_hopper.supports(problem, gpu):
         return reason
+    if problem.sizes.channels % 64 and problem.m < _LEAST_WRITTEN:
+        return f"{problem.sizes.channels} channels are not a multiple of 64, and {problem.m} patches few: from {_LEAST_WRITTEN} on"
     tiles = conv_hopper.configs(problem, gpu)[0].tiles(problem)
     return None if 2 * tiles >= gpu.sms else f"its {tiles} tiles leave most of {gpu.sms} multiprocessors idle"
 

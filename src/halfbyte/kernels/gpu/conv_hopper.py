@@ -63,8 +63,8 @@ class Config:
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; late: the kernel before
-    writes the weight, and all others have ended; leads: of an Addition."""
+    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; unit: divides the number of
+    outputs; leads: of an Addition."""
 
     rows: int
     images: int
@@ -81,8 +81,8 @@ class _Static:
     sweep: bool
     bounded: bool
     clamp: bool
-    late: bool
     leads: bool
+    unit: int
 
     @property
     def together(self) -> int:
@@ -145,8 +145,12 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
         return f"it takes 16 bits, or 8 bits and a weight of 8 bits, not {problem.dtype} and {sizes.format}"
     if problem.window.stride != (1, 1) or sizes.groups > 1:
         return "it takes stride 1 and no groups"
-    if sizes.channels % 64 or convolution.padded_for_gpu(sizes).padded != sizes.channels or problem.n % 16:
-        return f"channels come by 64 and outputs by 16, not {sizes.channels} and {problem.n}"
+    if problem.n % 8:
+        return f"outputs come by 8, not {problem.n}"
+    if sizes.taps > 1 and (sizes.channels % 64 or convolution.padded_for_gpu(sizes).padded != sizes.channels):
+        return f"channels come by 64 where there are several taps, not {sizes.channels}"
+    if sizes.channels * problem.dtype.itemsize % 16:
+        return f"pixels are multiples of 16 bytes, not {sizes.channels * problem.dtype.itemsize}"
     return None
 
 
@@ -172,7 +176,8 @@ def _config(
     problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False, paired: bool = False
 ) -> Config | None:
     """With what fits in shared memory, if that is enough."""
-    line, pixels, weight = _step(problem) * problem.dtype.itemsize, math.prod(box), rows * problem.sizes.k * problem.dtype.itemsize
+    line, pixels = _step(problem) * problem.dtype.itemsize, math.prod(box)
+    weight = rows * problem.sizes.taps * _parts(problem) * line
     tiles = count_boxes(problem, box) * -(-problem.n // rows)
     resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
     left = gpu.shared - (16 << 10) - (weight if resident else 0)
@@ -199,7 +204,7 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
         written += rows
     lines = (0.9 * read + written) * step * problem.dtype.itemsize / 128
     multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
-    steps = problem.sizes.taps * problem.sizes.channels / step
+    steps = problem.sizes.taps * _parts(problem)
     clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + rows * pixels / 8)
     # Of integers the largest tile takes longer than that, where several follow each other.
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
@@ -219,11 +224,16 @@ def _step(problem: Convolution) -> int:
     return 128 if problem.dtype == torch.int8 and problem.sizes.channels % 128 == 0 else 64
 
 
+def _parts(problem: Convolution) -> int:
+    """Steps of a tap. Of the last one, what lies behind the channels of x comes as 0."""
+    return -(-problem.sizes.channels // _step(problem))
+
+
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     geo = convolution.gpu_geometry(problem.sizes)
     nbytes = problem.n * geo.k * x.element_size()
-    rows = launcher.workspace(out.device, nbytes)[:nbytes].view(x.dtype).view(problem.n, geo.k)
+    rows = launcher.turns(out.device, nbytes)[:nbytes].view(x.dtype).view(problem.n, geo.k)
     dequantize.write(gpu_tiles.views(weight, geo), geo, rows, early=True)
     _start(problem, config, x, rows, out, epilogue, None)
 
@@ -265,15 +275,15 @@ def _start(
         kernel_w=problem.sizes.kernel[1],
         dilation=window.dilation[1],
         taps=problem.sizes.taps,
-        parts=problem.sizes.channels // step,
+        parts=_parts(problem),
         step=step,
         paired=config.paired,
         resident=config.resident,
         sweep=config.sweep,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
-        late=table is None,
         leads=addition is not None and addition.leads,
+        unit=16 if problem.n % 16 == 0 else 8,
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -292,7 +302,7 @@ def _start(
         table,
         out,
         (epilogue.bias, epilogue.residual if addition is None else addition.other),
-        problem.n,
+        problem.n // static.unit,
         (-(-problem.n // config.rows), *covers),
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),
@@ -346,14 +356,7 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
     KEPT: gl.constexpr = S.kept
     WEIGHTS: gl.constexpr = 0 if S.resident else S.rows * S.together
     BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.line * S.lines * S.buffers + WEIGHTS * S.step)
-    AHEAD: gl.constexpr = (STAGES if STAGES < STEPS else STEPS) if S.late else 0
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
-    if S.late:  # x is on its way while the weight is still being written
-        _n, b, y, x = _tile(gl.program_id(0), grid, S)
-        for t in range(AHEAD):
-            mbarrier.expect(full.index(t), BYTES)
-            _fetch_x(xd, xs, full, t, t, b, y, x, window, S)
-        gdc_wait()
     if S.resident:
         mbarrier.expect(loaded, KEPT * S.rows * S.step * (xd.dtype.primitive_bitwidth // 8))
         for t in range(KEPT):
@@ -363,10 +366,9 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
         first_n, b, y, x = _tile(tile, grid, S)
         for t in range(STEPS):
             stage = step % STAGES
-            if (not S.late) or step >= AHEAD:
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), BYTES)
-                _fetch_x(xd, xs, full, stage, t, b, y, x, window, S)
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            _fetch_x(xd, xs, full, stage, t, b, y, x, window, S)
             if not S.resident:
                 for i in gl.static_range(TOGETHER):
                     at = (t // S.parts * TOGETHER + i) * (S.parts * S.step) + t % S.parts * S.step
@@ -466,9 +468,11 @@ def _halves(acc):
 
 
 @gluon.jit
-def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.constexpr):
+def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S: gl.constexpr):
+    N = units * S.unit  # what divides it decides how many numbers are written at once
     STAGES: gl.constexpr = S.stages
-    gdc_launch_dependents()
+    if table is not None:
+        gdc_launch_dependents()
     LINES: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=xd.layout.swizzle_byte_width, element_bitwidth=xd.layout.element_bitwidth, rank=2
     )
@@ -482,8 +486,9 @@ def _conv(xd, wd, table, out, added, N, grid, image, window, bounds, row, S: gl.
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    if not S.late:
-        gdc_wait()
+    gdc_wait()
+    if table is None:  # the next one may write a weight from here on, as `launch.turns` has it
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 0, S)),

@@ -30,8 +30,7 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
 def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
     """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
 
-    early: this starts before the kernel before has ended, and reads codes meanwhile; the next may start when that has ended, and waits
-    for this one itself (gdc_wait).
+    early: this starts before the kernel before has ended and writes meanwhile, to memory of `launch.turns`.
     """
     early = early and not INTERPRETED
     run(
@@ -110,6 +109,8 @@ def _whole(
     BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
+    if EARLY:
+        gdc_launch_dependents()
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(2).to(tl.int64)
@@ -143,10 +144,9 @@ def _whole(
         column = tl.reshape(column, (128,))
         real = tl.reshape(real, (128,))
     v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
+    if EARLY:
+        gdc_wait()  # who waits for this one waits for those before, too
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The one door to the GPU: `run` starts a kernel, `workspace` and `locks` give it memory beside its operands.
+"""The one door to the GPU: `run` starts a kernel, `workspace`, `locks` and `turns` give it memory beside its operands.
 
 Whatever goes through `run` can be recorded: `recording` collects the launches of a block of code, so that they can be
 compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`direct.py`).
@@ -7,6 +7,9 @@ Kernels that split K meet in a workspace and count arrivals in locks. Two launch
 so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come
 from its own memory, and locks are a piece of memory that nobody else is given. torch.compile runs what it will capture once before,
 with the allocations of that thread in the graphs' memory, where nothing may outlive the run: what is kept is allocated by another one.
+
+A kernel that writes before the one before it has ended takes memory of `turns`: a workspace, or a graph's own memory, may be what another
+is still reading.
 """
 
 from __future__ import annotations
@@ -91,11 +94,16 @@ _MOST_KEPT = 1 << 26
 _LEAST_LOCKS = 1 << 12
 _LEAST_OF_GRAPH = 1 << 8  # tuning captures a graph for each config
 _ARENA = 1 << 21  # locks, for the graphs of one device
+_PLACE = 1 << 18  # bytes of which a place of turns has a multiple
+_MOST_OF_GRAPHS = 1 << 26  # bytes of turns, for the graphs of one device
 
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _locks: dict[tuple[int, int], Tensor] = {}
 _graph_locks: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and graph
 _arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
+_turns: dict[tuple[int, int, int], list[Tensor]] = {}  # by device, stream and graph: two places, the one that was given last behind
+_spare_turns: dict[int, list[Tensor]] = {}  # for the next graph, by device
+_given_turns: dict[int, int] = {}  # bytes of turns for graphs, by device
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
@@ -120,6 +128,37 @@ def locks(device: torch.device, n: int) -> Tensor:
         if index not in _arenas or _arenas[index].numel() < _ARENA // 2:
             _arenas[index] = _lasting(torch.int32, _ARENA, device)
     return found
+
+
+def turns(device: torch.device, nbytes: int) -> Tensor:
+    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes; of two places each time the other one; for 0 the last one again.
+
+    Kernel A writes to it and B reads that, C and D do so with the other place. C may write before B has ended: nobody uses that place any
+    more, if readers wait for the kernel before them before they let the next one start, and writers do before they end (gdc_wait).
+    """
+    index, _, graph = key = _where(device)
+    found, spare = _turns.get(key), _spare_turns.get(index)
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=device) if found is None else found[1]
+    if found is None or found[0].numel() < nbytes:
+        if graph and found is None and spare is not None and spare[0].numel() >= nbytes:
+            found = _turns[key] = _spare_turns.pop(index)
+        elif graph or nbytes > _MOST_KEPT:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            memory[:1].zero_()  # by a kernel that lets none start early: whatever came before it has ended then
+            return memory
+        else:
+            found = _turns[key] = _two_places(device, nbytes)
+    size, given = found[0].numel(), _given_turns.get(index, 0)
+    if index >= 0 and not graph and (spare is None or spare[0].numel() < size) and given + 2 * size <= _MOST_OF_GRAPHS:
+        _given_turns[index], _spare_turns[index] = given + 2 * size, _two_places(device, size)
+    found.reverse()
+    return found[1]
+
+
+def _two_places(device: torch.device, nbytes: int) -> list[Tensor]:
+    size = -(-nbytes // _PLACE) * _PLACE
+    return list(_lasting(torch.uint8, 2 * size, device).view(2, size))
 
 
 def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
