@@ -50,6 +50,7 @@ DIRECT = Block(
     LINEAR.floats,
 )
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
+_SHARES = 4  # tiles of a strip that ask for the next panel's weights, each for one share
 _ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
 _STRIP_OUTPUTS = 1 << 13
 _LEAST_OUTPUTS = 1 << 8  # of a strip, which share what is loaded of the weights
@@ -187,13 +188,15 @@ class Lines(Emitter):
         tiles = (rows + (tile_rows - 1)) // tile_rows
         for p in f.loop(panels[1], panels[0]):
             columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))
-            more = (p + 1 < panels[1]).select(get("panel_bytes") * get("asks"), 0)
+            share = get("panel_bytes") // _SHARES
+            more = (p + 1 < panels[1]).select(get("asks"), 0)
             at = weights + p * get("panel_bytes"), table + p * (4 * self.columns), out + p * get("out_bytes") * self.columns
             for t in f.loop(tiles):
                 m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
                 places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
                 pointers = at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale
-                f.call_pointer(tile, self.args, *pointers, columns, t.equals(0).select(more, 0))
+                asked = (t < _SHARES).select(more, 0) * (get("panel_bytes") + t * share)
+                f.call_pointer(tile, self.args, *pointers, columns, asked)
 
     def _near(self, line: Value) -> Value:
         """Which line of the image, from a strip's first on, is that one in the thread's memory."""
@@ -318,7 +321,7 @@ tile_function = function(*["ptr"] * 8, *["i64"] * 2)
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
     """A function of (arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
 
-    ahead   bytes from weights to those that are asked for; 0: those that are there, which is faster than not to ask where that depends
+    ahead   bytes from weights to the share of the next ones that is asked for; 0: of those that are there, which is faster than a branch
     """
     tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.vectors)
@@ -354,15 +357,16 @@ class _DirectTile(Tile):
         lines, line_step, runs, run_step, steps = (
             DIRECT.load(self.args, f"walk_{name}") for name in ("lines", "line_step", "runs", "run_step", "steps")
         )
-        w = f.variable(self.weights + first * 4)
+        w, asked = f.variable(self.weights + first * 4), f.variable(self.weights + first * 4 + self.ahead)
         for line in f.loop(lines):
             for run in f.loop(runs):
                 at = f.variable(line * line_step + run * run_step)
                 for _ in f.loop(steps):
                     here = [row + at.value for row in rows]
                     new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
-                    for byte in range(0, self.unit_bytes, 64):
-                        f.prefetch(w.value + self.ahead + byte, 2)
+                    for byte in range(0, self.unit_bytes // _SHARES, 64):
+                        f.prefetch(asked.value + byte, 2)
+                    asked.value = asked.value + self.unit_bytes // _SHARES
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes
