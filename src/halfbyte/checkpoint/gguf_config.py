@@ -32,7 +32,9 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
 _WINDOW = "sliding_window"
-_KV, _WIDTH = "lfm2.attention.head_count_kv", "lfm2.shortconv.l_cache"
+_KV, _WIDTH = "attention.head_count_kv", "shortconv.l_cache"
+_LFM2 = ("lfm2", "lfm2moe")
+_LATENT = ("key_length_mla", "key_length", "value_length_mla", "value_length", "kv_lora_rank", "q_lora_rank")
 _ALSO = {"num_experts": "num_local_experts"}  # the name in other versions of transformers
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -61,8 +63,8 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     architecture = of_file(metadata)
     name = architecture.name
     config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
-    if name == "lfm2":
-        layers, metadata = _lfm2_layers(metadata)
+    if name in _LFM2:
+        layers, metadata = _lfm2_layers(name, metadata)
         config |= layers
     for key, (mine, kind, needed) in _keys(architecture).items():
         if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
@@ -77,7 +79,8 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     for key, mine in _TOKENS.items():
         config[mine] = _number(metadata, key, int, needed=False)
     config["tie_word_embeddings"] = "output.weight" not in names
-    config |= {mine: f"blk.0.{tensor}.bias" in names for mine, tensor in architecture.biases.items()} | dict(architecture.settings)
+    present = {mine: tensor if "." in tensor else f"{tensor}.bias" for mine, tensor in architecture.biases.items()}
+    config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()} | dict(architecture.settings)
     if name in ("gemma2", "gemma3"):
         by_width = (name, config["num_hidden_layers"]) in _SCALED_BY_WIDTH
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_width else config["head_dim"]
@@ -86,8 +89,13 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
         if name == "exaone4":
             config["layer_types"] = ["full_attention"] * min(config["num_hidden_layers"], _MOST_LAYERS)
     if architecture.experts is not None:
-        config |= _experts(architecture, metadata, config["intermediate_size"])
+        config |= _routed(architecture, metadata) if architecture.routed else _experts(architecture, metadata, config["intermediate_size"])
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
+    config["num_hidden_layers"] -= drafts(metadata)
+    if name == "deepseek2":
+        config |= _latent(metadata, config)
+    if name == "gpt2":
+        return config | {"n_inner": config["intermediate_size"]}
     base = _number(metadata, f"{name}.rope.freq_base", float, needed=False) or _ROPE_BASE
     rope = {"rope_theta": base, **_rope_scaling(name, metadata, names, read, base, config["head_dim"])}
     if local := _local_base(architecture, metadata, base):
@@ -100,15 +108,16 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     return config
 
 
-def _lfm2_layers(metadata: Metadata) -> tuple[dict[str, Any], Metadata]:
+def _lfm2_layers(name: str, metadata: Metadata) -> tuple[dict[str, Any], Metadata]:
     """What config.json says of LFM2's layers, and the metadata with one number of key heads, which in the file is 0 where a layer has a
     convolution for attention."""
-    heads = metadata.get(_KV)
+    kv = f"{name}.{_KV}"
+    heads = metadata.get(kv)
     if not isinstance(heads, Sequence) or isinstance(heads, str) or not all(type(count) is int for count in heads) or not any(heads):
-        raise CheckpointError(f"the GGUF file says {short(heads)} for {_KV}, a number for each layer: it is damaged")
+        raise CheckpointError(f"the GGUF file says {short(heads)} for {kv}, a number for each layer: it is damaged")
     kinds = ["full_attention" if count else "conv" for count in heads]
-    width = _number(metadata, _WIDTH, int, needed=True)
-    return {"layer_types": kinds, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}, {**metadata, _KV: max(heads)}
+    width = _number(metadata, f"{name}.{_WIDTH}", int, needed=True)
+    return {"layer_types": kinds, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}, {**metadata, kv: max(heads)}
 
 
 def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
@@ -121,7 +130,7 @@ def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
     full = config.get("full_attn_idxs")
     kinds = config.get("layer_types") or ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
     heads = [int(config["num_key_value_heads"]) if kind == "full_attention" else 0 for kind in kinds]
-    return {_KV: heads, _WIDTH: int(config.get("conv_L_cache", 3)), "lfm2.feed_forward_length": inner}
+    return {f"lfm2.{_KV}": heads, f"lfm2.{_WIDTH}": int(config.get("conv_L_cache", 3)), "lfm2.feed_forward_length": inner}
 
 
 def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> float | None:
@@ -155,6 +164,42 @@ def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict
     return config | every | {"norm_topk_prob": architecture.normed}
 
 
+def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
+    """The settings of experts in a config.json where the file has all of them."""
+    name, most = architecture.name, ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    config = {mine: _number(metadata, f"{name}.{key}", int, needed=key in most) for key, mine in (architecture.experts or {}).items()}
+    groups, used = config.pop("n_group") or 1, config.pop("topk_group") or 1
+    config = {key: value or 0 for key, value in config.items()} | {"n_group": groups, "topk_group": used}
+    if architecture.model == "DeepseekV2ForCausalLM":
+        config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    scale = _number(metadata, f"{name}.expert_weights_scale", float, needed=False)
+    return config | {"norm_topk_prob": metadata.get(f"{name}.expert_weights_norm") is True, "routed_scaling_factor": scale or 1.0}
+
+
+def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of latent attention in a config.json."""
+    given = {key: _number(metadata, f"deepseek2.attention.{key}", int, needed=False) for key in _LATENT}
+    rotated = _number(metadata, "deepseek2.rope.dimension_count", int, needed=True)
+    # Files from before 2025 have the lengths of heads under the names that other models have.
+    length, value = given["key_length_mla"] or given["key_length"], given["value_length_mla"] or given["value_length"]
+    if length is None or value is None or given["kv_lora_rank"] is None or length <= rotated:
+        raise CheckpointError(f"the GGUF file says {length}, {value}, {given['kv_lora_rank']} for sizes of latent attention: it is damaged")
+    return {
+        "q_lora_rank": given["q_lora_rank"],
+        "kv_lora_rank": given["kv_lora_rank"],
+        "qk_nope_head_dim": length - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "head_dim": rotated,
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+
+
+def drafts(metadata: Metadata) -> int:
+    """How many layers of a file, the last ones, predict further tokens; transformers' models do not have them."""
+    return int(_number(metadata, f"{metadata.get('general.architecture')}.nextn_predict_layers", int, needed=False) or 0)
+
+
 def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
     value = metadata.get(key)
     if value is None and not needed:
@@ -184,6 +229,8 @@ def _rope_scaling(
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
         found = {mine: _number(metadata, f"{name}.{key}", float, needed=False) for key, mine in _YARN.items()}
+        if name == "deepseek2" and found["mscale_all_dim"]:  # there it is a tenth, and mscale is the same
+            found["mscale"] = found["mscale_all_dim"] = found["mscale_all_dim"] / 0.1
         yarn = {"factor": factor, "original_max_position_embeddings": original} | {k: v for k, v in found.items() if v is not None}
         return {"rope_type": "yarn", **_YARN_OF.get(name, {}), **yarn}
     raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from reprlib import repr as short
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
-from halfbyte.checkpoint.gguf_config import to_config
-from halfbyte.checkpoint.gguf_names import Architecture, convolves, of_file, unimportant
+from halfbyte.checkpoint.gguf_config import drafts, to_config
+from halfbyte.checkpoint.gguf_names import Architecture, convolves, layer_of, of_file, unimportant
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io import gguf
@@ -31,10 +31,16 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
     halves = [e.spec.dtype for e in file.entries.values() if e.blocks is None and len(e.shape) > 1 and e.spec.dtype in _HALVES]
     dtype = dtype or next(iter(halves), torch.float32)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if drafts(file.metadata):
+        layers = config["num_hidden_layers"]
+        file = replace(file, entries={name: entry for name, entry in file.entries.items() if layer_of(name) < layers})
     entries, notes = _stacks(file, architecture, dtype)
+    if architecture.note:
+        notes.append(architecture.note)
+    entries |= _of_activations(file, config) if architecture.name == "apertus" else _of_latents(file, config, dtype)
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.in_stack(name):
+        if architecture.in_stack(name) or name.endswith(_LATENTS):
             continue
         target = architecture.to_transformers(name)
         if target is None:
@@ -47,6 +53,9 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
         if convolves(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
+        if architecture.turned and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
+            entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_turned, entry))
+            continue
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)
@@ -158,11 +167,61 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     }
 
 
+def _of_latents(file: gguf.File, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Entry]:
+    """Keys and values from latents, `kv_b_proj` [heads * (key + value), rank] in transformers, of files that have them apart: keys
+    [heads, rank, key] and values [heads, value, rank]. No format of codes holds both, so that they are read as floats."""
+    entries = {}
+    for name, keys in file.entries.items():
+        if not name.endswith(_LATENTS[0]):
+            continue
+        values = file.entries.get(name.replace(*_LATENTS))
+        heads, key, value = config["num_attention_heads"], config.get("qk_nope_head_dim", 0), config.get("v_head_dim", 0)
+        rank = config.get("kv_lora_rank", 0)
+        if values is None or keys.shape != (heads, rank, key) or values.shape != (heads, value, rank):
+            raise CheckpointError(f"{file.path}: {name} and its values are not {heads} heads of latent attention: the file is damaged")
+        spec, tensors = Spec(dtype, (heads * (key + value), rank)), (_Tensor(keys, None), _Tensor(values, None))
+        nbytes = keys.place.spec.nbytes + values.place.spec.nbytes
+        form = f"GGUF {keys.blocks.name}" if keys.blocks else None
+        target = f"model.layers.{layer_of(name)}.self_attn.kv_b_proj.weight"
+        entries[target] = Entry(spec, nbytes, partial(_read_latents, *tensors, dtype), None, form)
+    return entries
+
+
+def _read_latents(keys: _Tensor, values: _Tensor, dtype: torch.dtype, wanted: torch.dtype | None) -> Tensor:
+    parts = [floats(part, dtype) if isinstance(part, Codes) else part for part in (keys.read(), values.read())]
+    return torch.cat([parts[0].mT, parts[1]], dim=1).flatten(0, 1).to(wanted or dtype)
+
+
+def _of_activations(file: gguf.File, config: Mapping[str, Any]) -> dict[str, Entry]:
+    """The parameters of xIELU, which are tensors in transformers and lists in the metadata."""
+    entries = {}
+    for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+        numbers = file.metadata.get(f"xielu.{part}")
+        if not isinstance(numbers, Sequence) or len(numbers) != config["num_hidden_layers"] or not all(type(n) is float for n in numbers):
+            raise CheckpointError(f"{file.path} says {short(numbers)} for xielu.{part}, a number for each layer: the file is damaged")
+        for layer, number in enumerate(numbers):
+            tensor = torch.full(shape, number, device="cpu")
+            name = f"model.layers.{layer}.mlp.act_fn.{part}"
+            entries[name] = Entry(Spec(tensor.dtype, shape), 4, partial(_cast, tensor))
+    return entries
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype or tensor.dtype)
+
+
+def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
+    value = gguf.read(entry)
+    assert isinstance(value, Tensor)
+    return value.T.to(dtype or value.dtype)
+
+
 def _expert(codes: Codes, i: int) -> Codes:
     return Codes.from_tensors(codes.format, codes.shape[1:], {name: tensor[i] for name, tensor in codes.tensors().items()})
 
 
 _MXFP4 = "GGUF mxfp4"
+_LATENTS = ("attn_k_b.weight", "attn_v_b.weight")
 _HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -36,6 +36,15 @@ _FOUR_NORMS = {
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_GPT2_ENDS = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output": "lm_head"}
 _LFM2 = {
     "attn_norm": "operator_norm",
     "attn_q": "self_attn.q_proj",
@@ -59,6 +68,17 @@ def _without(*names: str) -> dict[str, str]:
 
 
 _SPARSE = _without(*_MLP) | {"ffn_gate_inp": "mlp.gate"}
+# Layers with experts that all tokens go to; the first layers have no other.
+_SHARING = _LAYER | {f"{part}_shexp": _LAYER[part].replace("mlp", "mlp.shared_experts") for part in _MLP} | {"ffn_gate_inp": "mlp.gate"}
+_LATENT = {
+    **{name: module for name, module in _SHARING.items() if name not in ("attn_k", "attn_v", "attn_q_norm", "attn_k_norm")},
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 # Stacks of experts [E, N, K]: transformers' name -> llama.cpp's, whose rows are concatenated in transformers.
 _STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 _FUSED_STACK = {"ffn_gate_up_exps": "gate_up_proj"}  # of newer files
@@ -75,9 +95,8 @@ _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 # by settings.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
-_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
-_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(?:\.weight)?")
+_SCORE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
 @dataclass(frozen=True)
@@ -96,12 +115,20 @@ class Architecture:
     untied    whether llama.cpp requires a separate output head
     epsilon   of norms: the key of the metadata and that of config.json
     keys      further required numbers: key of the metadata -> key of config.json
-    biases    settings of config.json that follow from whether the first layer has a tensor of llama.cpp's name
+    biases    settings of config.json that follow from whether the first layer has a bias, or another tensor, of llama.cpp's name
     settings  of config.json, which llama.cpp assumes: a model with others is not written
     partial   whether only a part of a head may be rotated
-    transposed  whether transformers' experts are [E, K, N] with biases, rows of gate and up interleaved; such models are only read
+    transposed  whether transformers' experts are [E, K, N] with biases, rows of gate and up interleaved
+    written   whether files are also written
+    routed    of a mixture of experts: whether the file says how the weights of a token's experts are normalized and scaled
+    whole     of a layer, llama.cpp's and transformers' names of tensors that are not a module's weight or bias
+    layers    transformers' name of the list of layers
+    first     llama.cpp's and transformers' names before the layers, and of the head
+    turned    whether transformers keeps the weights of linear layers inputs first
+    note      what a report says of such a file
     windowed  whether the file gives the width of sliding-window attention; llama.cpp knows in which layers
-    known_by  a key of the metadata that distinguishes its files from those of another architecture of the same name
+    known_by  keys of the metadata that distinguish its files from those of another architecture of the same name, with their values, or
+              None for any value
     sparse    transformers' name of the module with the experts of a layer
     norm      llama.cpp's and transformers' name of the last norm
     """
@@ -122,27 +149,35 @@ class Architecture:
     partial: bool = False
     transposed: bool = False
     windowed: bool = True
-    known_by: str = ""
+    known_by: Mapping[str, Any] = field(default_factory=dict)
     sparse: str = "mlp"
     norm: tuple[str, str] = ("output_norm", "model.norm")
+    written: bool = True
+    routed: bool = False
+    whole: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
+    first: Mapping[str, str] = field(default_factory=lambda: _ENDS)
+    turned: bool = False
+    note: str = ""
 
     @property
     def ends(self) -> dict[str, str]:
         """Names outside of layers."""
-        return {**_ENDS, self.norm[0]: self.norm[1]}
+        return {**self.first, self.norm[0]: self.norm[1]}
 
     def to_transformers(self, name: str) -> str | None:
         """transformers' name of a tensor of a file, None where it has none. For stacks of experts see `stack`."""
         if self.experts and (one := _ONE_EXPERT.fullmatch(name)):
             return f"model.layers.{int(one[1])}.mlp.experts.{int(one[3])}.{_ONE_EXPERT_PARTS[one[2]]}.weight"
-        if self.transposed and (sinks := _SINKS.fullmatch(name)):
-            return f"model.layers.{int(sinks[1])}.self_attn.sinks"
         head, _, end = name.rpartition(".")
         if head in self.ends and end in ("weight", "bias"):
             return f"{self.ends[head]}.{end}"
         found = _IN_LAYER.fullmatch(name)
-        inner = found and self.layer.get(found[2])
-        return f"model.layers.{int(found[1])}.{inner}.{found[3]}" if found and inner else None
+        if found is None:
+            return None
+        inner = self.layer.get(found[2])
+        whole = self.whole.get(f"{found[2]}.{found[3]}", inner and f"{inner}.{found[3]}")
+        return whole and f"{self.layers}.{int(found[1])}.{whole}"
 
     def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
         """For a stack of experts of a file: transformers' name, and the names of the stacks whose rows it concatenates."""
@@ -169,9 +204,14 @@ class Architecture:
         ends = {theirs: mine for mine, theirs in self.ends.items()}
         if head in ends:
             return (f"{ends[head]}.{end}",)
-        found = _IN_MODULES.fullmatch(name)
-        inner = found and {theirs: mine for mine, theirs in self.layer.items()}.get(found[2])
-        return (f"blk.{found[1]}.{inner}.{found[3]}",) if found and inner else ()
+        found = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.([\w.]+)", name)
+        if found is None:
+            return ()
+        modules = {theirs: mine for mine, theirs in self.layer.items()}
+        whole = {theirs: mine for mine, theirs in self.whole.items()} | {
+            f"{theirs}.{end}": f"{mine}.{end}" for theirs, mine in modules.items() for end in ("weight", "bias")
+        }
+        return (f"blk.{found[1]}.{whole[found[2]]}",) if found[2] in whole else ()
 
     def rows(self, name: str, heads: int, kv_heads: int, rows: int) -> Tensor | None:
         """For a tensor by llama.cpp's name: the row of transformers' tensor for each of its rows; None where they are the same."""
@@ -194,6 +234,11 @@ def unimportant(name: str) -> bool:
     return _NEXTN.fullmatch(name) is not None or parts[-1] == "input_scale" or any(part in _ROTARY for part in parts)
 
 
+def layer_of(name: str) -> int:
+    """The layer of a tensor by llama.cpp's name; -1 for those outside of layers."""
+    return int(name.split(".")[1]) if name.startswith("blk.") and name.split(".")[1].isdecimal() else -1
+
+
 def routes(name: str) -> bool:
     """Whether a tensor, by llama.cpp's name, decides which experts a token goes to."""
     return "ffn_gate_inp" in name
@@ -207,6 +252,16 @@ def convolves(name: str) -> bool:
 
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN = {**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_TEXT_ONLY = "the model in the file also takes images; this is its language model"
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
 _UNBIASED = dict.fromkeys(_BIASES, False)
 _RELU2 = {"hidden_act": "relu2"}
@@ -234,6 +289,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "gpt-oss", "GptOssForCausalLM", ("gpt_oss",),
         {**_without(*_MLP, "ffn_norm"), "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, untied=True, transposed=True,
+        written=False, whole={"attn_sinks.weight": "self_attn.sinks"},
     ),
     Architecture(
         "granitemoe", "GraniteMoeForCausalLM", ("granitemoe",),
@@ -259,7 +315,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),
     Architecture(
         "olmo2", "Olmo3ForCausalLM", ("olmo3",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS},
-        known_by="attention.sliding_window", settings={"attention_bias": False},
+        known_by={"attention.sliding_window": None}, settings={"attention_bias": False},
     ),
     Architecture(
         "hunyuan-dense", "HunYuanDenseV1ForCausalLM", ("hunyuan_v1_dense",),
@@ -298,6 +354,40 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "cohere2", "Cohere2ForCausalLM", ("cohere2",), _without("ffn_norm"),
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"}, settings={"attention_bias": False},
     ),
+    # Files of these are only read.
+    Architecture("qwen2vl", "Qwen2ForCausalLM", ("qwen2",), _LAYER, windowed=False, written=False, note=_TEXT_ONLY),
+    Architecture("qwen3vl", "Qwen3ForCausalLM", ("qwen3",), _LAYER, windowed=False, written=False, note=_TEXT_ONLY),
+    Architecture(
+        "qwen3vlmoe", "Qwen3MoeForCausalLM", ("qwen3_moe",), _SPARSE, experts=_QWEN, normed=True, windowed=False,
+        written=False, note=_TEXT_ONLY,
+    ),
+    Architecture(
+        "glm4moe", "Glm4MoeForCausalLM", ("glm4_moe",),
+        {**{name: module for name, module in _SHARING.items() if name != "ffn_norm"}, "post_attention_norm": "post_attention_layernorm"},
+        experts=_ROUTED, routed=True, whole=_SCORE_BIAS, partial=True, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False,
+    ),
+    Architecture(
+        "deepseek2", "DeepseekV2ForCausalLM", ("deepseek_v2",), _LATENT, experts=_ROUTED, routed=True, written=False,
+    ),
+    Architecture(
+        "deepseek2", "DeepseekV3ForCausalLM", ("deepseek_v3",), _LATENT, experts=_ROUTED, routed=True, written=False,
+        whole=_SCORE_BIAS, known_by={"expert_gating_func": 2},
+    ),
+    Architecture(
+        "lfm2moe", "Lfm2MoeForCausalLM", ("lfm2_moe",), {**_LFM2, "ffn_gate_inp": "feed_forward.gate"}, sparse="feed_forward",
+        norm=("token_embd_norm", "model.embedding_norm"), epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), normed=True,
+        experts={**_QWEN, "leading_dense_block_count": "num_dense_layers"}, whole={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        settings={"conv_bias": False, "use_expert_bias": True}, written=False,
+    ),
+    Architecture(
+        "apertus", "ApertusForCausalLM", ("apertus",),
+        {**_without("ffn_gate"), "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        settings={"hidden_act": "xielu", "attention_bias": False}, written=False,
+    ),
+    Architecture(
+        "gpt2", "GPT2LMHeadModel", ("gpt2",), _GPT2, epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"), first=_GPT2_ENDS,
+        norm=("output_norm", "transformer.ln_f"), layers="transformer.h", turned=True, written=False,
+    ),
 )  # fmt: skip
 
 
@@ -309,19 +399,22 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     if not found:
         known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
         raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}")
-    fits = [a for a in found if (a.experts is not None) == sparse and (not a.known_by or f"{name}.{a.known_by}" in metadata)]
+    fits = [a for a in found if (a.experts is not None) == sparse and _known(a, metadata)]
     if not fits:
         what = "with experts" if sparse else "without experts"
         raise CheckpointError(f"the GGUF file holds a {name} {what}, which halfbyte does not read from GGUF: use its safetensors")
-    return max(fits, key=lambda a: a.known_by)
+    return max(fits, key=lambda a: len(a.known_by))
+
+
+def _known(architecture: Architecture, metadata: Mapping[str, Any]) -> bool:
+    given = {key: metadata.get(f"{architecture.name}.{key}") for key in architecture.known_by}
+    return all(value is not None and architecture.known_by[key] in (None, value) for key, value in given.items())
 
 
 def of_config(config: Mapping[str, Any]) -> Architecture:
     """The architecture to write for the model of a config.json; raises CheckpointError where there is none."""
     model_type = config.get("model_type")
-    by_type = {
-        model_type: architecture for architecture in ARCHITECTURES if not architecture.transposed for model_type in architecture.types
-    }
+    by_type = {model_type: architecture for architecture in ARCHITECTURES if architecture.written for model_type in architecture.types}
     if not isinstance(model_type, str) or model_type not in by_type:
         raise CheckpointError(f"GGUF is written for {', '.join(by_type)}, got model_type {short(model_type)}")
     return by_type[model_type]

@@ -1,0 +1,234 @@
+"""Architectures that are read from GGUF and not written: files as llama.cpp's converter makes them, against transformers and llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from language_model import make_tokenizer
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.checkpoint import describe, gguf_vocabulary, load
+from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.blocks import to_blocks
+from halfbyte.io import gguf
+from halfbyte.nn.modules import QuantLinear
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+NUMBERS: dict[str, Any] = {
+    "context_length": 128,
+    "embedding_length": 64,
+    "block_count": 3,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 1e4,
+}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1}
+ROUTING = {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1}
+OF_EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_count": 1}
+OF_EXPERTS |= {"leading_dense_block_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}
+OLDER = {"attention.kv_lora_rank": 32, "attention.key_length": 48, "attention.value_length": 32, "rope.dimension_count": 16}
+OF_LATENT = OLDER | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.head_count_kv": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+OF_YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_log_multiplier": 0.0707}
+# Name of the case: (class of transformers, settings of its config, metadata). llama.cpp takes a DeepSeek-V2 without q_lora_rank for one of
+# 27 layers; that all experts are used keeps routes from depending on its rounding.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2vl": ("Qwen2ForCausalLM", {}, {"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": (
+        "Qwen3ForCausalLM",
+        {"head_dim": 16},
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 0},
+    ),
+    "qwen3vlmoe": (
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 0}
+        | {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32},
+    ),
+    "glm4moe": (
+        "Glm4MoeForCausalLM",
+        {**EXPERTS, **ROUTING, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {**OF_EXPERTS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+    ),
+    "deepseek2": (
+        "DeepseekV3ForCausalLM",
+        {**EXPERTS, **ROUTING, **LATENT, "q_lora_rank": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {**OF_EXPERTS, **OF_LATENT, "attention.q_lora_rank": 32}
+        | {f"rope.scaling.{key}": value for key, value in (OF_YARN | {"yarn_log_multiplier": 0.1}).items()},
+    ),
+    "deepseek2, an older file": (
+        "DeepseekV3ForCausalLM",
+        {**EXPERTS, **ROUTING, **LATENT, "q_lora_rank": 32},
+        {**OF_EXPERTS, **OLDER, "attention.head_count_kv": 4, "attention.q_lora_rank": 32},
+    ),
+    "deepseek2, DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {**EXPERTS, **ROUTING, **LATENT, "q_lora_rank": None, "norm_topk_prob": False, "topk_method": "greedy", "num_hidden_layers": 27}
+        | {"n_routed_experts": 2, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        {**OF_EXPERTS, **OF_LATENT, "block_count": 27, "expert_gating_func": 1, "expert_weights_norm": False, "expert_count": 2}
+        | {f"rope.scaling.{key}": value for key, value in OF_YARN.items()},
+    ),
+    "lfm2moe": (
+        "Lfm2MoeForCausalLM",
+        {"norm_eps": 1e-5, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"layer_types": ["conv", "full_attention", "conv"]},
+        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 8, "expert_used_count": 2}
+        | {"expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_gating_func": 2},
+    ),
+    "apertus": ("ApertusForCausalLM", {}, {"rope.dimension_count": 16}),
+    "gpt2": ("GPT2LMHeadModel", {}, {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 256}),
+}
+TEXT = "the quick brown fox jumps over the lazy dog, 27 hens slept under an old oak tree"
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+
+def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list[int]]:
+    """Writes m.gguf to the folder, its linear layers in Q8_0 if `quantized`; the model in it, whose numbers all matter, and tokens to try
+    it with."""
+    (kind, settings, numbers), name = CASES[case], case.partition(",")[0]
+    architecture = next(a for a in ARCHITECTURES if (a.name, a.model) == (name, kind))
+    tokenizer = make_tokenizer()
+    cls: Any = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**{**SIZES, **settings, "vocab_size": len(tokenizer)})).eval()
+    tensors: dict[str, Tensor] = {}
+    types: dict[str, tuple[int, tuple[int, ...]]] = {}
+    with torch.no_grad():
+        for each, tensor in model.state_dict().items():
+            if tensor.dim() == 1:
+                tensor.normal_(0.0 if "bias" in each else 1.0, 0.3)
+            elif tensor.dim() > 1:
+                tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+        for each, tensor in model.state_dict().items():
+            for place, part in _parts(architecture, each, tensor, older="older" in case):
+                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not any(n in place for n in ("_inp", "shortconv.conv"))
+                types[place] = (8 if kept else 0, tuple(part.shape))
+                codes = ops.quantize(part.contiguous(), "q8_0") if kept else None
+                tensors[place] = part.contiguous() if codes is None else to_blocks(codes)
+                if codes is not None:
+                    part.copy_(codes.dequantize())
+    if model.config.tie_word_embeddings:
+        del types["output.weight"]
+    metadata: dict[str, Any] = {"general.architecture": name}
+    metadata |= {f"{name}.{key}": value for key, value in {**NUMBERS, **numbers, "vocab_size": len(tokenizer)}.items()}
+    if name == "apertus":
+        state = model.state_dict()
+        metadata |= {f"xielu.{part}": [float(state[f"model.layers.{i}.mlp.act_fn.{part}"]) for i in range(3)] for part in XIELU}
+    tokenizer.save_pretrained(folder)
+    metadata |= gguf_vocabulary.to_metadata(folder, {"model_type": name}, len(tokenizer))[0]
+    writer = gguf.Writer(folder / "m.gguf", metadata, types)
+    for place in types:
+        writer.write(place, tensors[place].detach())
+    writer.finish()
+    return model, tokenizer(TEXT)["input_ids"]
+
+
+def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool) -> list[tuple[str, Tensor]]:
+    """What a tensor of the model is in a file: views of it by llama.cpp's names."""
+    if "act_fn" in name:
+        return []
+    if name.endswith("kv_b_proj.weight") and not older:
+        heads, layer = tensor.view(4, 64, 32), f"blk.{name.split('.')[2]}"
+        return [(f"{layer}.attn_k_b.weight", heads[:, :32].mT), (f"{layer}.attn_v_b.weight", heads[:, 32:])]
+    places = architecture.to_gguf(name)
+    if architecture.turned and tensor.dim() == 2 and ".h." in name:
+        tensor = tensor.T
+    if name.endswith("conv.conv.weight"):
+        tensor = tensor[:, 0]
+    return list(zip(places, tensor.chunk(len(places), dim=min(1, tensor.dim() - 1)), strict=True))
+
+
+def logits(model: nn.Module, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([ids])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_the_model(case: str, tmp_path: Path) -> None:
+    model, ids = make(case, tmp_path)
+    loaded = load(tmp_path / "m.gguf")
+    state = loaded.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == ("vl" in case)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe"])
+def test_codes_are_kept(case: str, tmp_path: Path) -> None:
+    """All but keys and values from latents, which no codes hold as transformers has them."""
+    model, ids = make(case, tmp_path, quantized=True)
+    loaded = load(tmp_path / "m.gguf")
+    for module in loaded.modules():
+        if hasattr(module, "compute"):
+            module.compute = "float"
+    assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=1e-4)  # other orders of sums
+    plain = {name.rpartition(".")[2] for name, module in loaded.named_modules() if type(module) is nn.Linear}
+    assert plain == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
+    assert any(isinstance(module, QuantLinear) for module in loaded.modules())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
+    """It keeps keys and values in float16: errors of 2^-11 that add up over the layers."""
+    pytest.importorskip("xllamacpp")
+    server = pytest.importorskip("llama_server").LlamaCpp
+    model, ids = make(case, tmp_path)
+    expected, theirs = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
+    for count, found in theirs.next_tokens(ids, 4, 10):
+        for token, value in found.items():
+            assert abs(value - float(expected[count - 1, token])) < 0.04
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model, ids = make("glm4moe", tmp_path)
+    file = gguf.read_header(tmp_path / "m.gguf")
+    more = {name.replace("blk.2.", "blk.3."): entry for name, entry in file.entries.items() if name.startswith("blk.2.")}
+    entries = {**file.entries, **more}
+    metadata = {**file.metadata, "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    writer = gguf.Writer(tmp_path / "n.gguf", metadata, {name: (entry.kind, entry.shape) for name, entry in entries.items()})
+    for name, entry in entries.items():
+        writer.write(name, gguf.read(entry))  # type: ignore[arg-type]
+    writer.finish()
+    assert torch.equal(logits(load(tmp_path / "n.gguf"), ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "other", "message"),
+    [
+        ("apertus", b"xielu.beta", b"xielu.bexx", "None for xielu.beta, a number for each layer"),
+        ("deepseek2", b"blk.1.attn_v_b.weight", b"blk.1.attn_v_c.weight", "are not 4 heads of latent attention"),
+        ("deepseek2", b"deepseek2.attention.kv_lora_rank", b"deepseek2.attention.kv_lora_rxnk", "None for sizes of latent attention"),
+        ("glm4moe", b"glm4moe.expert_count", b"glm4moe.expert_coxnt", "glm4moe without experts"),
+    ],
+)
+def test_damaged_files(case: str, name: bytes, other: bytes, message: str, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    content = (tmp_path / "m.gguf").read_bytes()
+    assert name in content
+    (tmp_path / "m.gguf").write_bytes(content.replace(name, other))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
