@@ -277,6 +277,7 @@ def test_compiled_whole() -> None:
 def test_meta_and_fake_tensors_take_shapes_only() -> None:
     packed = packed_weight()
     assert hb.linear(torch.empty(2, 3, K, device="meta"), packed).shape == (2, 3, N)
+    assert hb.embedding(torch.empty(2, dtype=torch.int64, device="meta"), packed).is_meta
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y = hb.linear(mode.from_tensor(torch.randn(5, K)), packed)
         assert isinstance(y, torch._subclasses.FakeTensor)

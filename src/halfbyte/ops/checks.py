@@ -14,6 +14,7 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import named_device
+from halfbyte.quantizers.check import check_dense
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = get_args(Activation)
@@ -69,6 +70,8 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
             raise ArgumentError(
                 f"{what} is a plain tensor, got a {type(term).__name__}, which is distributed over processes: pass its to_local()"
             )
+        if isinstance(term, Tensor):
+            check_dense(term, what)
     if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
 

@@ -122,6 +122,8 @@ def conv1d(
 ) -> Tensor:
     """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
     try:
+        if x.dim() not in (2, 3):
+            raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
         if not isinstance(padding, str):
             sides = [padding] if isinstance(padding, int) else _flat(padding)
             if len(sides) not in (1, 2):

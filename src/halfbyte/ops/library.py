@@ -182,6 +182,6 @@ torch.library.register_fake(
     "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library
 )
 torch.library.register_fake(
-    "halfbyte::embedding", lambda ids, weight, format, n, k, dtype: weight.new_empty((*ids.shape, k), dtype=dtype), lib=_library
+    "halfbyte::embedding", lambda ids, weight, format, n, k, dtype: ids.new_empty((*ids.shape, k), dtype=dtype), lib=_library
 )
 torch.library.register_fake("halfbyte::dequantize", lambda weight, format, n, k, dtype: weight.new_empty((n, k), dtype=dtype), lib=_library)

@@ -18,6 +18,7 @@ _CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatev
 def check_weight(weight: Tensor, name: str) -> None:
     """Raises ArgumentError unless `weight` is a tensor of float32, float16 or bfloat16 [..., K], and has data."""
     check_type(weight, Tensor, f"{name} is a tensor", "pass torch.as_tensor(array), or the weight of a module")
+    check_dense(weight, name)
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ArgumentError(
             f"{name} is {weight.dtype}, only float32, float16 and bfloat16 weights are quantized: convert it with .float() first"
@@ -26,6 +27,13 @@ def check_weight(weight: Tensor, name: str) -> None:
         raise ArgumentError(f"{name} has no dimensions, a weight has at least one: [..., N, K]")
     if weight.is_meta:
         raise ArgumentError(f"{name} has no data (it is on the meta device): load it first")
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Raises ArgumentError for a tensor that is sparse, nested, or in an order of another library."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
+        raise ArgumentError(f"{name} is a dense tensor, got a {kind} one: convert it with .to_dense() first")
 
 
 def check_finite(weight: Tensor, name: str) -> None:

@@ -29,9 +29,11 @@ _forked = False
 
 
 def _after_fork() -> None:
-    # An OpenMP pool does not live on in a forked child: GOMP_parallel would wait for threads that do not exist.
+    # An OpenMP pool does not live on in a forked child: GOMP_parallel would wait for threads that do not exist. So would torch's own
+    # operations, which arrange what kernels read.
     global _forked  # noqa: PLW0603
     _forked = True
+    torch.set_num_threads(1)
     runner.cache_clear()
 
 
