@@ -63,6 +63,7 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     """What is wrong with a module called `module`, one sentence each."""
     tree = ast.parse(text)
     found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
+    found += _kept_bounds(tree)
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:
@@ -165,6 +166,23 @@ def _compiled_by_triton(node: ast.AST) -> bool:
     return any(ast.unparse(mark).startswith(("triton.jit", "gluon.jit")) for mark in getattr(node, "decorator_list", []))
 
 
+def _kept_bounds(tree: ast.AST) -> Iterator[str]:
+    """Variables that bound a `for` inside of another one, which then changes them: unless they have another use, Triton 3.6 takes them for
+    dead and keeps what they were at first (triton-lang/triton#9036). In `while` it does not."""
+    for function in ast.walk(tree):
+        if not _compiled_by_triton(function):
+            continue
+        for outer in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+            changed: dict[str, list[int]] = {}
+            for node in ast.walk(outer):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    changed.setdefault(node.id, []).append(node.lineno)
+            for inner in (node for statement in outer.body for node in ast.walk(statement) if isinstance(node, ast.For)):
+                for name in {node.id for node in ast.walk(inner.iter) if isinstance(node, ast.Name)} & set(changed):
+                    if min(changed[name]) > inner.lineno:
+                        yield f"line {inner.lineno}: {name} bounds a loop and changes in the loop around it: make that `while`"
+
+
 def _logic(module: str, tree: ast.Module) -> Iterator[str]:
     """A package's __init__ holds a docstring, imports and tables. The root may look its names up lazily besides."""
     root = module == "halfbyte"
@@ -240,6 +258,11 @@ def test_the_whole_package_is_read() -> None:
         ("halfbyte.nn.convert", "class A:\n    from rich import table", "imports rich at module level"),
         ("halfbyte.io.gguf", "from gguf import quants", "imports gguf at module level"),
         ("halfbyte.cli.main", "import transformers", "imports transformers at module level"),
+        (
+            "halfbyte.kernels.gpu.a",
+            "@gluon.jit\ndef f(n):\n  for i in range(n):\n    for j in range(n, 9): g(j)\n    n -= n",
+            "line 4: n bounds a loop and changes in the loop around it: make that `while`",
+        ),
         ("halfbyte.ops", "x = 1\n" * 601, "601 lines, over 600"),
         ("halfbyte.ops", "def f(a, b, c, d, e, f, /, g, h, i, *j, k, l, **m): ...", "f has 13 parameters, over 12: group them"),
         ("halfbyte.ops", "f = lambda a, b, c, d, e, f, g, h, i, j, k, l, m: 0", "lambda has 13 parameters, over 12: group them"),
@@ -285,6 +308,7 @@ def test_logic_in_a_package_is_found(line: str) -> None:
         ("halfbyte.ops", "torch.full((), 1.5, device=d)\ntorch.empty(3, device='meta')\nx.new_empty(3)"),
         ("halfbyte.cli.bench", "torch.empty(3)"),
         ("halfbyte.kernels.gpu.a", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i, j, k, l, m): ..."),
+        ("halfbyte.kernels.gpu.a", "@gluon.jit\ndef f(n):\n  for i in range(n):\n    m = g(i)\n    for j in range(m): m = h(j)"),
         ("halfbyte.ops", "class A:\n    def f(self, a, b, c, d, e, f, g, h, i, j, k, l): ..."),
     ],
 )

@@ -98,16 +98,17 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
         ("int4_channel", "row", 1),
         ("int8_channel", "row", 2),
         ("int4_g128", "row", 2),
+        ("int8_g128_zp", "row", 1),
         ("q8_0", "block", 1),
         ("int4_channel", "row", skinny_hopper.Config(64, 1, 1, 3, 2)),
         ("int8_channel", "row", skinny_hopper.Config(64, 2, 1, 2, 3)),
     ],
 )
 def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | int) -> None:
-    """A tile or two for a program; with few rows skinny_int8_hopper."""
-    m = 70 if isinstance(config, int) else 60
-    codes, x, bias = random_codes(as_format(name), (140, 450)), torch.randn(m, 450).to(torch.bfloat16), torch.randn(140)
-    problem = Problem("linear", m, 140, 450, codes.format, x.dtype, "int8", activation)
+    """A tile or two for a program, chains of four records and of one; with few rows skinny_int8_hopper."""
+    m, k = (70, 600) if isinstance(config, int) else (60, 450)
+    codes, x, bias = random_codes(as_format(name), (140, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(140)
+    problem = Problem("linear", m, 140, k, codes.format, x.dtype, "int8", activation)
     views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
     module = gemm_int8_hopper if isinstance(config, int) else skinny_int8_hopper
     assert module.supports(problem, GPU) is None

@@ -107,6 +107,8 @@ class Skill(NamedTuple):
     scaling  of integers, what the scales of a block take, over 128 products of the same rows: of rows of x and blocks of the weight; of
              blocks on both sides
     floats   it multiplies in floating point, whatever becomes of the activations before
+    hides    of weights with a scale a channel: up to so many rows of x are quantized while the weight is on its way, which few
+             multiprocessors read as fast as all
     """
 
     memory: float
@@ -116,17 +118,18 @@ class Skill(NamedTuple):
     unpacks: bool = False
     scaling: tuple[float, float] = (0.0, 0.0)
     floats: bool = True
+    hides: int = 0
 
 
-# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, on an H200.
+# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, and integers of few rows on an H200.
 SKILLS = {
     "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
     "skinny_hopper": Skill(0.90, 3.10, 2.4e-6, norm=1),
     "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
     "dequantized": Skill(0.93, 0.97, 4e-6, norm=2, unpacks=True),
-    "gemm_int8": Skill(0.90, 1.00, 0.5e-6, norm=1, scaling=(0.80, 1.30), floats=False),
-    "skinny_int8_hopper": Skill(0.90, 1.00, 6e-6, norm=1, floats=False),
-    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False),
+    "gemm_int8": Skill(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
+    "skinny_int8_hopper": Skill(0.90, 1.00, 2e-6, norm=1, floats=False),
+    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
     "rounded": Skill(0.90, 1.08, 9e-6, norm=2),
 }
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
@@ -162,7 +165,8 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     if skill.unpacks:
         seconds += (geo.nbytes + n * k * element) / (ceilings.bandwidth * skill.memory)
         nbytes = n * k * element + element * m * (k + n)
-    if problem.compute == "int8":
+    fed = skill.hides > 0 and geo.block_rows == 1
+    if problem.compute == "int8" and not (fed and m <= skill.hides):
         seconds += _QUANTIZE_START + (element + (element if skill.floats else 1)) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
     if not skill.floats:
         rate = ceilings.integer
@@ -175,7 +179,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
             rate *= _OF_SCALED_BYTES if geo.padded < gpu_tiles.RECORD else 1.0
             seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
     arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
-    memory = nbytes * min(idle, 4.0) / (ceilings.bandwidth * skill.memory)
+    memory = nbytes * min(idle, 1.3 if fed else 4.0) / (ceilings.bandwidth * skill.memory)
     if candidate == "skinny":
         memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
     if skill.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache

@@ -237,6 +237,9 @@ def error_bound(
            less than K in blocks, then 2 for each block; bias and residual, 2. n = K + 2 * blocks + 5.
     int8   Integer sums are exact. The terms are the four of each block. Roundings of one: an integer as float32, 1; o, 1; products,
            up to 3; additions, 4 for each block; bias and residual, 2. n = 4 * blocks + 7.
+           Beside blocks of 65 to 128 and one scale a row of x, for 16-bit floats, a float32 sum may hold up to 2^24 scales (2^20 of 4-bit
+           codes) of a block that are taken off again, in 5 roundings: 5 products of codes at the most (5/16), of which rounding x loses
+           tens.
 
     An operation that underflows loses less than 2^-126, times all factors applied afterwards. Infinite where a float32 sum of the terms
     might overflow.
@@ -265,6 +268,9 @@ def error_bound(
     if k:
         of_row, of_scale, of_zero = (t.abs().amax(dim=-1).clamp(min=1) for t in (rows, scale, o))
         lost += operations * _LEAST * factor * of_row.unsqueeze(-1) * of_scale * of_zero
+        if compute == "int8" and activation == "row" and 64 < codes.format.block_size(k) <= 128 < k and x.dtype != torch.float32:
+            of_x = quantize_activation(rows.float(), k, activation).scale.double()
+            lost += of_x * scale.abs().sum(dim=-1) * (5 / 16 if codes.format.bits == 4 else 5)
     error = roundings * _U / (1 - roundings * _U) * size + lost
     error = torch.where(size + error < torch.finfo(torch.float32).max, error, torch.inf)
     return error.reshape(*x.shape[:-1], n)

@@ -199,9 +199,11 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = 
     return out
 
 
-def first(multiply: Callable[..., None], beside: Callable[..., int]) -> Callable[..., None]:
+def first(
+    multiply: Callable[..., None], beside: Callable[..., int], *, early: Callable[[Any], bool] = lambda config: False
+) -> Callable[..., None]:
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
-    `beside(problem, config)` bytes of memory of its own."""
+    `beside(problem, config)` bytes of memory of its own; `early(config)` as in `quantize_activation`."""
 
     def launch_both(
         problem: Problem,
@@ -216,7 +218,7 @@ def first(multiply: Callable[..., None], beside: Callable[..., int]) -> Callable
         """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
         own = plan(problem)
         memory = launch.workspace(out.device, own.nbytes + beside(problem, config))
-        quantized = quantize_activation(x, own, memory)
+        quantized = quantize_activation(x, own, memory, early=early(config))
         multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
 
     return launch_both

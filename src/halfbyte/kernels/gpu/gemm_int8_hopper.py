@@ -3,16 +3,9 @@
 The products, their arithmetic and the order of the operands are those of `gemm_int8.py`; an x with an offset is left to it.
 
 A program computes tiles of 64 * PANELS rows of the weight by BM rows of x, one after the other. One warp keeps STAGES records
-(128 k) of both operands, and the scales of their blocks, on their way to shared memory; each of PANELS warpgroups multiplies 64 rows
-of the weight by all rows of x. Eight nibbles go from shared memory through three instructions into the registers that `wgmma` reads.
-
-Where blocks are scaled, the integers of one half of the rows of x become floats while the wgmma of the other half run (and those of
-other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
-s * C, rounded once: the product in front is exact.
-
-In blocks of 32 there is one such step for each wgmma, so what bounds them is instructions. There one wgmma more, of constants, starts
-the sum at 32 * -128 * -128 = 2^19 >= |C|, which no instruction has to write into 32 registers: the bits of a nonnegative integer p
-are the float p * 2^-149. So sums are kept as 2^-38 of themselves, and those under 2^-88 lose bits.
+(128 k) of both operands, and the scales of their blocks, on their way to shared memory, the weight's first before the kernel that
+quantizes x has ended; each of PANELS warpgroups multiplies 64 rows of the weight by all rows of x. Eight nibbles go from shared memory
+through three instructions into the registers that `wgmma` reads.
 """
 
 from __future__ import annotations
@@ -23,39 +16,28 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
-from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, in_groups
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC_BITS, in_groups
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
+from halfbyte.kernels.gpu.int8_hopper_tile import UP, add_chain, add_records, next_stage, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-# Microseconds of a record of a tile (rows of x, panels) on an H200, by bits; of scaled blocks (0) as they relate.
-_RECORD_US = {
-    4: {(256, 2): 0.684, (128, 2): 0.387, (64, 2): 0.254},
-    8: {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228},
-    0: {(128, 2): 0.580, (64, 2): 0.380},
-}
-_LEAST_M = 17  # fewer rows do not fill a tile: gemm_int8.py reads the weight as fast, with more programs
-_FROM_BITS, _START, _UP = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**38)  # 2^(149 - 38), 2^(19 - 38)
+_LEAST_M, _LEAST_SCALED = 9, 17  # fewer rows do not fill a tile; of blocks gemm_int8.py has more programs
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of 64 * `panels` rows of the weight, a warpgroup each (1 or 2), by block_m of x, `stages` records in flight, `group` tiles
-    along M together in the L2 cache; `unroll` records of scaled blocks overlap."""
+    along M together in the L2 cache; `unroll` records of scaled blocks overlap (4: are one chain); `early`: the weight is on its way while
+    x is quantized."""
 
     block_m: int
     stages: int
@@ -63,6 +45,7 @@ class Config:
     programs: int
     panels: int = 2
     unroll: int = 1
+    early: bool = False
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -70,9 +53,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    if problem.m < _LEAST_M:
-        return f"{problem.m} rows do not fill its tiles: from {_LEAST_M} on"
     plan = activations.plan(problem)
+    if problem.m < (least := _LEAST_M if plan.whole else _LEAST_SCALED):
+        return f"{problem.m} rows do not fill its tiles: from {least} on"
     if plan.with_offset:
         return "an x with an offset takes the sums of the weight's codes, which it does not read"
     if not plan.whole and plan.padded > gpu_tiles.RECORD:
@@ -83,17 +66,40 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all waves of tiles."""
     plan, fmt, found = activations.plan(problem), problem.format, []
-    record_us = _RECORD_US[fmt.bits if plan.whole else 0]
-    if problem.m <= 64:  # one tile of rows
-        block_m = 32 if problem.m <= 32 else 64
-        record_us = {(block_m, 1): 1.0, (block_m, 2): 1.3}  # as they relate
-    # Two records of a tile and all that scales them fit the registers here; 8 bits were faster without.
-    unroll = 2 if fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
-    for (block_m, panels), us in record_us.items():
-        tiles = -(-problem.m // block_m) * -(-problem.n // (64 * panels))
+    fits = gpu_tiles.geometry(fmt, (problem.n, problem.k)).nbytes <= gpu.l2
+    if chains(problem):
+        unroll = 4
+    else:  # two records of a tile and all that scales them fit the registers here; 8 bits were faster without
+        unroll = 2 if fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
+    for (block_m, panels), us in _record_us(problem, plan.whole).items():
+        rows = -(-problem.m // block_m)
+        tiles = rows * -(-problem.n // (64 * panels))
+        waves = -(-tiles // gpu.sms)
         stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
-        found.append((-(-tiles // gpu.sms) * us, Config(block_m, stages, 8, min(gpu.sms, tiles), panels, unroll)))
+        # Programs that start one after the other ask for the same weights at different times.
+        early = not plan.whole or rows == 1 or (rows == 2 and fits)
+        found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll, early)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
+
+
+def chains(problem: Problem) -> bool:
+    """Whether sums of blocks may lose what `add_chain` makes them lose."""
+    plan, fmt = activations.plan(problem), problem.format
+    return plan.whole_row and plan.granule == gpu_tiles.RECORD and fmt.scale == torch.float16 and problem.dtype != torch.float32
+
+
+def _record_us(problem: Problem, whole: bool) -> dict[tuple[int, int], float]:
+    """Microseconds of a record of a tile (rows of x, panels) on an H200; of few rows as they relate."""
+    bits = problem.format.bits
+    if problem.m <= 32:
+        return {(16 if problem.m <= 16 and whole else 32, panels): us for panels, us in ((1, 1.0), (2, 1.3))}
+    if problem.m <= 64:
+        return {(64, 1): 1.0, (64, 2): 1.3, (32, 2): 0.98 if bits == 4 and whole else 1.03}
+    if not whole:
+        return {(128, 2): 0.518, (64, 2): 0.330, (128, 1): 0.307, (64, 1): 0.20}
+    if bits == 4:
+        return {(256, 2): 0.684, (128, 2): 0.387, (64, 2): 0.254, (128, 1): 0.28}
+    return {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228, (128, 1): 0.24}
 
 
 def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
@@ -107,13 +113,7 @@ def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
 
 
 def multiply(
-    problem: Problem,
-    config: Config,
-    x: Quantized,
-    weight: gpu_tiles.Views,
-    out: Tensor,
-    epilogue: Epilogue,
-    memory: Tensor,
+    problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
     """The product alone."""
     plan, geo, fmt = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k)), problem.format
@@ -153,6 +153,7 @@ def multiply(
         UNROLL=config.unroll,
         CLAMP=epilogue.clamps,
         num_warps=4,
+        **({"launch_pdl": True} if config.early else {}),
     )
 
 
@@ -164,14 +165,38 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, lambda problem, config: 0)
+launch = activations.first(multiply, lambda problem, config: 0, early=lambda config: config.early and not INTERPRETED)
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """The buffer after this one, and how often the buffers were filled, modulo 2."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+def _load_weight(wd, ws, full, pn, r, stage, R, BITS: gl.constexpr, PANELS: gl.constexpr, STAGE_BYTES: gl.constexpr):
+    """Record r of a tile of the weight, and how many bytes are to come with it in all."""
+    bar = full.index(stage)
+    mbarrier.expect(bar, STAGE_BYTES)
+    for p in gl.static_range(PANELS):
+        panel = pn * PANELS + p
+        if BITS == 4:
+            tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+        else:
+            tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
+
+
+@gluon.jit
+def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, PANELS: gl.constexpr, PIECES: gl.constexpr):
+    """Of record r the rows of x from first_m on, and what scales both."""
+    xs, _, a, m, s, _ = buffers
+    bar = full.index(stage)
+    tma.async_copy_global_to_shared(xd, [first_m, r * 128], bar, xs.index(stage))
+    for j in gl.static_range(PIECES):
+        row = r * PIECES + j
+        if ad is not None:
+            tma.async_copy_global_to_shared(ad, [row, first_m], bar, a.index(stage * PIECES + j))
+        if md is not None:
+            tma.async_copy_global_to_shared(md, [row, first_m], bar, m.index(stage * PIECES + j))
+        for p in gl.static_range(PANELS):
+            if sd is not None:
+                at = (stage * PANELS + p) * PIECES + j
+                tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
 
 
 @gluon.jit
@@ -180,252 +205,27 @@ def _produce(
     BITS: gl.constexpr, BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
     GROUP: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    xs, ws, a, m, s, _ = buffers
-    tiles = gl.cdiv(N, 64 * PANELS) * gl.cdiv(M, BM)
-    stage = 0
-    phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
-        for r in range(R):
+    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS)
+    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, GROUP)
+    ahead = gl.minimum(R, STAGES)
+    for r in range(ahead):  # the weight, before the kernel before has ended
+        _load_weight(wd, buffers[1], full, pn, r, r, R, BITS, PANELS, STAGE_BYTES)
+    gdc_wait()
+    for r in range(ahead):
+        _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, r, PANELS, PIECES)
+    stage = gl.where(ahead == STAGES, 0, ahead)
+    phase = gl.where(ahead == STAGES, 0, 1)
+    tile = gl.program_id(0)
+    # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
+    while tile < tiles_m * tiles_n:
+        pm, pn = in_groups(tile, tiles_m, tiles_n, GROUP)
+        for r in range(ahead, R):
             mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, STAGE_BYTES)
-            tma.async_copy_global_to_shared(xd, [pm * BM, r * 128], bar, xs.index(stage))
-            for p in gl.static_range(PANELS):
-                panel = pn * PANELS + p
-                if BITS == 4:
-                    tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
-                else:
-                    tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
-            for j in gl.static_range(PIECES):
-                row = r * PIECES + j
-                if ad is not None:
-                    tma.async_copy_global_to_shared(ad, [row, pm * BM], bar, a.index(stage * PIECES + j))
-                if md is not None:
-                    tma.async_copy_global_to_shared(md, [row, pm * BM], bar, m.index(stage * PIECES + j))
-                for p in gl.static_range(PANELS):
-                    if sd is not None:
-                        at = (stage * PANELS + p) * PIECES + j
-                        tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
-            stage, phase = _next(stage, phase, STAGES)
-
-
-@gluon.jit
-def _weight(ws, BITS: gl.constexpr, G: gl.constexpr, OPERAND: gl.constexpr):
-    """A panel's record in registers, as wgmma takes it: of 8 bits its granules, of 4 bits 16 * (u - 8), of the low and of the high
-    nibbles [64, 64] each, or for short blocks of its four planes of 32 k [64, 32]."""
-    if BITS == 4 and G == 128:
-        LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        b = ws.load(LANES).reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
-        b = gl.convert_layout(b, OPERAND, assert_trivial=True)
-        return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-    elif BITS == 4:
-        WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [ws._reinterpret(gl.int16, [32, 64], WORDS).load(PAIRS)],
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8,
-        )  # fmt: skip
-        return _plane(p0, OPERAND), _plane(p1, OPERAND), _plane(p2, OPERAND), _plane(p3, OPERAND)
-    elif G == 128:
-        return (ws.load(OPERAND),)
-    elif G == 64:
-        return _columns(ws, 0, 64, OPERAND), _columns(ws, 64, 64, OPERAND)
-    else:
-        return _columns(ws, 0, 32, OPERAND), _columns(ws, 32, 32, OPERAND), _columns(ws, 64, 32, OPERAND), _columns(ws, 96, 32, OPERAND)
-
-
-@gluon.jit
-def _columns(ws, FIRST: gl.constexpr, COUNT: gl.constexpr, OPERAND: gl.constexpr):
-    return ws.slice(FIRST, COUNT, dim=1).load(OPERAND)
-
-
-@gluon.jit
-def _plane(plane, OPERAND: gl.constexpr):
-    p = plane.reshape([2, 4, 8, 4, 2, 4]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 32])
-    return gl.convert_layout(p, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _fresh(like, BIASED: gl.constexpr):
-    """Where a block's integers start. Each time of its own: what two wgmma have in common the compiler computes once and copies, and
-    lets the second wait for the first."""
-    if BIASED:
-        return gl.inline_asm_elementwise("// any", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _start(xt, w, acc, bias, J: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr, BIASED: gl.constexpr):
-    """Starts acc, or 2^19 where BIASED, + the integers of granule J of a record of some rows of x; w is what `_weight` gave."""
-    if BIASED:
-        acc = warpgroup_mma(bias[0], bias[1], acc, use_acc=False, is_async=True)
-    if BITS == 8 or G == 32:
-        return warpgroup_mma(w[J], xt.slice(J * G, G, dim=1).permute([1, 0]), acc, is_async=True)
-    else:
-        acc = warpgroup_mma(w[2 * J], xt.slice(G * J, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
-        return warpgroup_mma(w[2 * J + 1], xt.slice(G * J + G // 2, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
-
-
-@gluon.jit
-def _sum_whole(
-    buffers, full, empty, stage, phase, R, acc,
-    W: gl.constexpr, BITS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """Integers of all of K."""
-    xs, ws = buffers[0], buffers[1]
-    for _ in range(R):
-        mbarrier.wait(full.index(stage), phase)
-        xt = xs.index(stage)
-        if BITS == 4:
-            acc = _start(xt, _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND), acc, (), 0, BITS, 128, False)
-        else:  # from shared memory, as one reads it
-            acc = warpgroup_mma(ws.index(stage * PANELS + W), xt.permute([1, 0]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, STAGES)
-    return acc, stage, phase
-
-
-@gluon.jit
-def _sum_blocks(
-    buffers, full, empty, stage, phase, R, first, zeros,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
-    """Scaled sums of blocks of 32 or 64, in two halves of the rows of x: while one's wgmma run, the other's integers become floats."""
-    xs, ws, a, m, s, constant = buffers
-    HALF: gl.constexpr = first.shape[1]
-    MMA: gl.constexpr = first.type.layout
-    PIECES: gl.constexpr = 128 // G
-    GROUPS: gl.constexpr = 2 if BIASED or (BITS == 4 and G > 32) else 1  # of wgmma, a half and a granule
-    bias = (gl.full([64, 32], -128, gl.int8, layout=OPERAND), constant.slice(0, HALF, dim=0).slice(0, 32, dim=1).permute([1, 0]))
-    left = gl.zeros_like(first).to(gl.float32)
-    right = left
-    for r in range(R):
-        mbarrier.wait(full.index(stage), phase)
-        xl = xs.index(stage).slice(0, HALF, dim=0)
-        xr = xs.index(stage).slice(HALF, HALF, dim=0)
-        w = _weight(ws.index(stage * PANELS + W), BITS, G, OPERAND)
-        pl = _start(xl, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
-        pr = _start(xr, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
-        for j in gl.static_range(PIECES):
-            of_w = _of_weight(s.index((stage * PANELS + W) * PIECES + j), zeros, r * PIECES + j, MMA, ZERO)
-            of_l = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], 0, HALF, MMA, ZERO, ROW)
-            of_r = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], HALF, HALF, MMA, ZERO, ROW)
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, BIASED)
-            if j + 1 < PIECES:
-                pl = _start(xl, w, pl if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
-                pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
-                pr = _start(xr, w, pr if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
-            else:
-                pr = warpgroup_mma_wait(0, deps=[pr])
-                mbarrier.arrive(empty.index(stage), count=1)
-                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
-        stage, phase = _next(stage, phase, STAGES)
-    if BIASED:
-        left *= _UP
-        right *= _UP
-    return left, right, stage, phase
-
-
-@gluon.jit
-def _records(
-    buffers, full, empty, stage, phase, r, left, right, zeros,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr, COUNT: gl.constexpr,
-):  # fmt: skip
-    """Adds COUNT records, blocks of their own, in two halves of the rows of x: before the integers of one half become floats, the wgmma
-    of the other have started, the next record's too. (Around a loop ptxas would have them wait for each other.)"""
-    xs, ws, a, m, s, _ = buffers
-    HALF: gl.constexpr = left.shape[1]
-    MMA: gl.constexpr = left.type.layout
-    GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
-    mbarrier.wait(full.index(stage), phase)
-    w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
-    for i in gl.static_range(COUNT):
-        of_w = _of_weight(s.index(stage * PANELS + W), zeros, r + i, MMA, ZERO)
-        of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, HALF, MMA, ZERO, ROW)
-        of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, HALF, MMA, ZERO, ROW)
-        done = empty.index(stage)
-        stage, phase = _next(stage, phase, STAGES)
-        if i + 1 < COUNT:
-            mbarrier.wait(full.index(stage), phase)
-            w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
-            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
-            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            mbarrier.arrive(done, count=1)
-            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
-            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
-        else:
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
-            pr = warpgroup_mma_wait(0, deps=[pr])
-            mbarrier.arrive(done, count=1)
-            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
-    return left, right, stage, phase
-
-
-@gluon.jit
-def _of_weight(s, zeros, row, MMA: gl.constexpr, ZERO: gl.constexpr):
-    """Scale and zero (where there is one) of a granule, which is `row` of the zeros: [64, 1]."""
-    of_scale = s.permute([1, 0]).load(MMA)
-    of_zero = of_scale
-    if ZERO != 0:  # lines of 64 bytes are none that TMA writes
-        of_zero = gl.expand_dims(gl.load(zeros[0] + row * zeros[2] + zeros[1]), 1)
-    return of_scale, of_zero
-
-
-@gluon.jit
-def _of_x(a, m, other, FIRST: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
-    """Scale and sums of a granule of COUNT rows: [1, COUNT]; `other` where they are not needed."""
-    of_scale = other
-    if not ROW:
-        of_scale = a.slice(FIRST, COUNT, dim=1).load(MMA)
-    of_sums = of_scale
-    if ZERO != 0:
-        of_sums = m.slice(FIRST, COUNT, dim=1).load(MMA)
-    return of_scale, of_sums
-
-
-@gluon.jit
-def _fold(total, p, w, x, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, BIASED: gl.constexpr):
-    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23, or BIASED at 2^19, when total is 2^-38 of what it stands
-    for; w and x are what `_of_weight` and `_of_x` gave."""
-    v = p.to(gl.float32, bitcast=True)
-    s = w[0].to(gl.float32)
-    if BIASED:
-        v = gl.fma(v, s * _FROM_BITS, s * -_START)
-    elif ZERO == 0 and w[0].dtype == gl.float16:
-        v = gl.fma(v, s, s * -MAGIC)
-    else:
-        v = _scaled(v - MAGIC, s, w[1], x[1], BITS, ZERO)
-    if ROW:
-        total += v
-    else:
-        total += v * x[0]
-    # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
-    return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
-    """Sums v of 16 * (u - 8) or u - 128 times the codes of x, as floats, times the weight's scale, and its zero's term."""
-    if ZERO != 0:
-        point = gl.full_like(s, 0) if ZERO == 2 else z.to(gl.float32)
-        point = (point - 8) * 16 if BITS == 4 else point - 128
-        v -= point * m
-    v *= s
-    if ZERO == 2:
-        v += z.to(gl.float32) * (16 if BITS == 4 else 1) * m
-    return v
+            _load_weight(wd, buffers[1], full, pn, r, stage, R, BITS, PANELS, STAGE_BYTES)
+            _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, stage, PANELS, PIECES)
+            stage, phase = next_stage(stage, phase, STAGES)
+        ahead -= ahead
+        tile += gl.num_programs(0)
 
 
 @gluon.jit
@@ -445,6 +245,7 @@ def _consume(
     first = gl.full([64, COUNT], 0 if WHOLE else MAGIC_BITS, gl.int32, layout=MMA)
     stage = 0
     phase = 0
+    gdc_wait()
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
         n = (pn * PANELS + W) * 64
@@ -452,7 +253,7 @@ def _consume(
         to = (out, bias, residual, low, high, M, N)
         own = (sa, sums, scale, zero)
         if WHOLE:
-            acc, stage, phase = _sum_whole(buffers, full, empty, stage, phase, R, first, W, BITS, PANELS, STAGES, OPERAND)
+            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, R, first, W, BITS, PANELS, STAGES, OPERAND)
             if COUNT == PART:
                 _finish(acc, own, to, n, m, NP, BITS, ZERO, True, True, CLAMP)
             else:
@@ -461,21 +262,35 @@ def _consume(
                 _finish(right, own, to, n, m + PART, NP, BITS, ZERO, True, True, CLAMP)
         else:
             zeros = (zero, gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1), NP)
-            if G == 128:
+            if UNROLL == 4:
                 left = gl.zeros_like(first).to(gl.float32)
                 right = left
                 whole = R // UNROLL * UNROLL
                 for r in range(0, whole, UNROLL):
-                    left, right, stage, phase = _records(
+                    left, right, stage, phase = add_chain(
+                        buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, PANELS, STAGES, OPERAND, UNROLL
+                    )
+                for r in range(whole, R):
+                    left, right, stage, phase = add_chain(
+                        buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, PANELS, STAGES, OPERAND, 1
+                    )
+                left *= UP
+                right *= UP
+            elif G == 128:
+                left = gl.zeros_like(first).to(gl.float32)
+                right = left
+                whole = R // UNROLL * UNROLL
+                for r in range(0, whole, UNROLL):
+                    left, right, stage, phase = add_records(
                         buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, ROW, PANELS, STAGES, OPERAND, UNROLL
                     )
                 if UNROLL > 1:
                     for r in range(whole, R):
-                        left, right, stage, phase = _records(
+                        left, right, stage, phase = add_records(
                             buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, ROW, PANELS, STAGES, OPERAND, 1
                         )
             else:
-                left, right, stage, phase = _sum_blocks(
+                left, right, stage, phase = sum_blocks(
                     buffers, full, empty, stage, phase, R, first, zeros, W, BITS, ZERO, ROW, G, PANELS, STAGES, OPERAND, BIASED
                 )  # fmt: skip
             _finish(left, own, to, n, m, NP, BITS, ZERO, False, ROW, CLAMP)
@@ -502,7 +317,7 @@ def _finish(
         if ZERO != 0:
             z = gl.expand_dims(gl.load(zero + rn), 1)
             m = gl.expand_dims(gl.load(sums + rm), 0)
-        total = _scaled(total.to(gl.float32), s, z, m, BITS, ZERO)
+        total = scaled(total.to(gl.float32), s, z, m, BITS, ZERO)
     if BITS == 4:
         total *= 0.0625
     if ROW:
@@ -527,6 +342,7 @@ def _gemm(
     BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
     UNROLL: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()
     PIECES: gl.constexpr = 128 // G
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, 8 * BITS, 128], wd.layout)

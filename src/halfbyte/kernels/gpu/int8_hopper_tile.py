@@ -1,0 +1,328 @@
+"""What `gemm_int8_hopper.py` does with a record of a tile in shared memory: weights to registers, products, and their sums, which are
+scaled block by block.
+
+Where blocks are scaled, the integers of one half of the rows of x become floats while the wgmma of the other half run (and those of
+other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
+s * C, rounded once: the product in front is exact.
+
+In blocks of 32 there is one such step for each wgmma, so what bounds them is instructions. There one wgmma more, of constants, starts
+the sum at 32 * -128 * -128 = 2^19 >= |C|, which no instruction has to write into 32 registers: the bits of a nonnegative integer p
+are the float p * 2^-149. So sums are kept as 2^-38 of themselves, and those under 2^-88 lose bits.
+
+Blocks of 128 are bound by instructions, too. Where a row of x has one scale, four of them are a chain: their integers C_i, |C_i| < 2^21,
+are added up without a new start, A_i = 2^23 + C_1 + ... + C_i, and sum(s_i * C_i) = sum(A_i * (s_i - s_(i+1))) - 2^23 * s_1 with
+s_5 = 0: one instruction for each, and no start but the first. float32 sums beside 2^24 * s_i lose what `reference.error_bound` says.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from halfbyte.kernels.gpu.arithmetic import MAGIC
+from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
+
+_FROM_BITS, _START, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(19 - 38) …
+_DOWN, UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The buffer after this one, and how often the buffers were filled, modulo 2."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _weight(ws, BITS: gl.constexpr, G: gl.constexpr, OPERAND: gl.constexpr):
+    """A panel's record in registers, as wgmma takes it: of 8 bits its granules, of 4 bits 16 * (u - 8), of the low and of the high
+    nibbles [64, 64] each, or for short blocks of its four planes of 32 k [64, 32]."""
+    if BITS == 4 and G == 128:
+        LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        b = ws.load(LANES).reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
+        b = gl.convert_layout(b, OPERAND, assert_trivial=True)
+        return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    elif BITS == 4:
+        WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [ws._reinterpret(gl.int16, [32, 64], WORDS).load(PAIRS)],
+            dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8,
+        )  # fmt: skip
+        return _plane(p0, OPERAND), _plane(p1, OPERAND), _plane(p2, OPERAND), _plane(p3, OPERAND)
+    elif G == 128:
+        return (ws.load(OPERAND),)
+    elif G == 64:
+        return _columns(ws, 0, 64, OPERAND), _columns(ws, 64, 64, OPERAND)
+    else:
+        return _columns(ws, 0, 32, OPERAND), _columns(ws, 32, 32, OPERAND), _columns(ws, 64, 32, OPERAND), _columns(ws, 96, 32, OPERAND)
+
+
+@gluon.jit
+def _columns(ws, FIRST: gl.constexpr, COUNT: gl.constexpr, OPERAND: gl.constexpr):
+    return ws.slice(FIRST, COUNT, dim=1).load(OPERAND)
+
+
+@gluon.jit
+def _plane(plane, OPERAND: gl.constexpr):
+    p = plane.reshape([2, 4, 8, 4, 2, 4]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 32])
+    return gl.convert_layout(p, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _above(like):
+    """2^23 as an integer, see `add_chain`."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0x00800000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fresh(like, BIASED: gl.constexpr):
+    """Where a block's integers start. Each time of its own: what two wgmma have in common the compiler computes once and copies, and
+    lets the second wait for the first."""
+    if BIASED:
+        return gl.inline_asm_elementwise("// any", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _start(xt, w, acc, bias, J: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr, BIASED: gl.constexpr):
+    """Starts acc, or 2^19 where BIASED, + the integers of granule J of a record of some rows of x; w is what `_weight` gave."""
+    if BIASED:
+        acc = warpgroup_mma(bias[0], bias[1], acc, use_acc=False, is_async=True)
+    if BITS == 8 or G == 32:
+        return warpgroup_mma(w[J], xt.slice(J * G, G, dim=1).permute([1, 0]), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(w[2 * J], xt.slice(G * J, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma(w[2 * J + 1], xt.slice(G * J + G // 2, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def sum_whole(
+    buffers, full, empty, stage, phase, R, acc,
+    W: gl.constexpr, BITS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Integers of all of K."""
+    xs, ws = buffers[0], buffers[1]
+    for _ in range(R):
+        mbarrier.wait(full.index(stage), phase)
+        xt = xs.index(stage)
+        if BITS == 4:
+            acc = _start(xt, _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND), acc, (), 0, BITS, 128, False)
+        else:  # from shared memory, as one reads it
+            acc = warpgroup_mma(ws.index(stage * PANELS + W), xt.permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def sum_blocks(
+    buffers, full, empty, stage, phase, R, first, zeros,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr, PANELS: gl.constexpr,
+    STAGES: gl.constexpr, OPERAND: gl.constexpr, BIASED: gl.constexpr,
+):  # fmt: skip
+    """Scaled sums of blocks of 32 or 64, in two halves of the rows of x: while one's wgmma run, the other's integers become floats."""
+    xs, ws, a, m, s, constant = buffers
+    HALF: gl.constexpr = first.shape[1]
+    MMA: gl.constexpr = first.type.layout
+    PIECES: gl.constexpr = 128 // G
+    GROUPS: gl.constexpr = 2 if BIASED or (BITS == 4 and G > 32) else 1  # of wgmma, a half and a granule
+    bias = (gl.full([64, 32], -128, gl.int8, layout=OPERAND), constant.slice(0, HALF, dim=0).slice(0, 32, dim=1).permute([1, 0]))
+    left = gl.zeros_like(first).to(gl.float32)
+    right = left
+    for r in range(R):
+        mbarrier.wait(full.index(stage), phase)
+        xl = xs.index(stage).slice(0, HALF, dim=0)
+        xr = xs.index(stage).slice(HALF, HALF, dim=0)
+        w = _weight(ws.index(stage * PANELS + W), BITS, G, OPERAND)
+        pl = _start(xl, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
+        pr = _start(xr, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
+        for j in gl.static_range(PIECES):
+            of_w = _of_weight(s.index((stage * PANELS + W) * PIECES + j), zeros, r * PIECES + j, MMA, ZERO)
+            of_l = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], 0, HALF, MMA, ZERO, ROW)
+            of_r = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], HALF, HALF, MMA, ZERO, ROW)
+            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, BIASED)
+            if j + 1 < PIECES:
+                pl = _start(xl, w, pl if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
+                pr = warpgroup_mma_wait(GROUPS, deps=[pr])
+                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
+                pr = _start(xr, w, pr if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
+            else:
+                pr = warpgroup_mma_wait(0, deps=[pr])
+                mbarrier.arrive(empty.index(stage), count=1)
+                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
+        stage, phase = next_stage(stage, phase, STAGES)
+    if BIASED:
+        left *= UP
+        right *= UP
+    return left, right, stage, phase
+
+
+@gluon.jit
+def add_records(
+    buffers, full, empty, stage, phase, r, left, right, zeros,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, PANELS: gl.constexpr,
+    STAGES: gl.constexpr, OPERAND: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """Adds COUNT records, blocks of their own, in two halves of the rows of x: before the integers of one half become floats, the wgmma
+    of the other have started, the next record's too. (Around a loop ptxas would have them wait for each other.)"""
+    xs, ws, a, m, s, _ = buffers
+    HALF: gl.constexpr = left.shape[1]
+    MMA: gl.constexpr = left.type.layout
+    GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
+    mbarrier.wait(full.index(stage), phase)
+    w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+    for i in gl.static_range(COUNT):
+        of_w = _of_weight(s.index(stage * PANELS + W), zeros, r + i, MMA, ZERO)
+        of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, HALF, MMA, ZERO, ROW)
+        of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, HALF, MMA, ZERO, ROW)
+        done = empty.index(stage)
+        stage, phase = next_stage(stage, phase, STAGES)
+        if i + 1 < COUNT:
+            mbarrier.wait(full.index(stage), phase)
+            w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
+            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
+            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
+            mbarrier.arrive(done, count=1)
+            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
+            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+        else:
+            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
+            pr = warpgroup_mma_wait(0, deps=[pr])
+            mbarrier.arrive(done, count=1)
+            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def add_chain(
+    buffers, full, empty, stage, phase, r, left, right, zeros,
+    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
+    COUNT: gl.constexpr,
+):  # fmt: skip
+    """As `add_records`, of a chain of COUNT <= 4 records, and as 2^-38 of themselves."""
+    xs, ws, a, m, s, _ = buffers
+    HALF: gl.constexpr = left.shape[1]
+    MMA: gl.constexpr = left.type.layout
+    GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
+    mbarrier.wait(full.index(stage), phase)
+    w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), (), 0, BITS, 128, False)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), (), 0, BITS, 128, False)
+    scale, shift = _scale_and_shift(s.index(stage * PANELS + W), zeros, r, MMA, BITS, ZERO)
+    left -= scale * _ABOVE
+    right -= scale * _ABOVE
+    for i in gl.static_range(COUNT):
+        _, m_left = _of_x(a.index(stage), m.index(stage), shift, 0, HALF, MMA, ZERO, True)
+        _, m_right = _of_x(a.index(stage), m.index(stage), shift, HALF, HALF, MMA, ZERO, True)
+        done = empty.index(stage)
+        stage, phase = next_stage(stage, phase, STAGES)
+        if i + 1 < COUNT:
+            mbarrier.wait(full.index(stage), phase)
+            w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
+            scale_after, shift_after = _scale_and_shift(s.index(stage * PANELS + W), zeros, r + i + 1, MMA, BITS, ZERO)
+            step = (scale - scale_after) * _FROM_BITS
+            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+            left = _add(left, pl, step, shift, m_left, ZERO)
+            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, (), 0, BITS, 128, False)
+            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
+            mbarrier.arrive(done, count=1)
+            right = _add(right, pr, step, shift, m_right, ZERO)
+            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, (), 0, BITS, 128, False)
+            scale = scale_after
+            shift = shift_after
+        else:
+            step = scale * _FROM_BITS
+            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+            left = _add(left, pl, step, shift, m_left, ZERO)
+            pr = warpgroup_mma_wait(0, deps=[pr])
+            mbarrier.arrive(done, count=1)
+            right = _add(right, pr, step, shift, m_right, ZERO)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def _scale_and_shift(s, zeros, row, MMA: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
+    """Of a record: its scale, and what its zero takes from each sum of codes of x, as 2^-38 of themselves."""
+    scale, zero = _of_weight(s, zeros, row, MMA, ZERO)
+    scale = scale.to(gl.float32)
+    shift = scale
+    if ZERO == 1:
+        shift = (8 - zero.to(gl.float32)) * 16 * scale if BITS == 4 else (128 - zero.to(gl.float32)) * scale
+    elif ZERO == 2:
+        shift = (8 * scale + zero.to(gl.float32)) * 16 if BITS == 4 else 128 * scale + zero.to(gl.float32)
+    return scale, shift * _DOWN
+
+
+@gluon.jit
+def _add(total, p, step, shift, m, ZERO: gl.constexpr):
+    """Integers p that start at 2^23 times the steps of their scales, and the zeros' terms."""
+    total = gl.fma(p.to(gl.float32, bitcast=True), step, total)
+    if ZERO != 0:
+        total = gl.fma(shift, m, total)
+    # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
+    return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _of_weight(s, zeros, row, MMA: gl.constexpr, ZERO: gl.constexpr):
+    """Scale and zero (where there is one) of a granule, which is `row` of the zeros: [64, 1]."""
+    of_scale = s.permute([1, 0]).load(MMA)
+    of_zero = of_scale
+    if ZERO != 0:  # lines of 64 bytes are none that TMA writes
+        of_zero = gl.expand_dims(gl.load(zeros[0] + row * zeros[2] + zeros[1]), 1)
+    return of_scale, of_zero
+
+
+@gluon.jit
+def _of_x(a, m, other, FIRST: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
+    """Scale and sums of a granule of COUNT rows: [1, COUNT]; `other` where they are not needed."""
+    of_scale = other
+    if not ROW:
+        of_scale = a.slice(FIRST, COUNT, dim=1).load(MMA)
+    of_sums = of_scale
+    if ZERO != 0:
+        of_sums = m.slice(FIRST, COUNT, dim=1).load(MMA)
+    return of_scale, of_sums
+
+
+@gluon.jit
+def _fold(total, p, w, x, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, BIASED: gl.constexpr):
+    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23, or BIASED at 2^19, when total is 2^-38 of what it stands
+    for; w and x are what `_of_weight` and `_of_x` gave."""
+    v = p.to(gl.float32, bitcast=True)
+    s = w[0].to(gl.float32)
+    if BIASED:
+        v = gl.fma(v, s * _FROM_BITS, s * -_START)
+    elif ZERO == 0 and w[0].dtype == gl.float16:
+        v = gl.fma(v, s, s * -MAGIC)
+    else:
+        v = scaled(v - MAGIC, s, w[1], x[1], BITS, ZERO)
+    if ROW:
+        total += v
+    else:
+        total += v * x[0]
+    # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
+    return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
+    """Sums v of 16 * (u - 8) or u - 128 times the codes of x, as floats, times the weight's scale, and its zero's term."""
+    if ZERO != 0:
+        point = gl.full_like(s, 0) if ZERO == 2 else z.to(gl.float32)
+        point = (point - 8) * 16 if BITS == 4 else point - 128
+        v -= point * m
+    v *= s
+    if ZERO == 2:
+        v += z.to(gl.float32) * (16 if BITS == 4 else 1) * m
+    return v
