@@ -99,10 +99,10 @@ class Ready:
 def _halfbyte_int8(layer: Layer) -> Ready:
     scales = {"in_scale": IN_SCALE, "in_zero": IN_ZERO, "out_scale": layer.out_scale, "out_zero": 0}
     table = conv.conv_requantization_table(layer.packed, None, **scales)  # type: ignore[arg-type]
-    moves = Window((layer.stride,) * 2, (layer.padding,) * 4).numbers
+    window = Window((layer.stride,) * 2, (layer.padding,) * 4).numbers
 
     def run() -> Tensor:
-        return conv.qconv2d_with(layer.image, layer.packed, table, moves, IN_ZERO)
+        return conv.qconv2d_with(layer.image, layer.packed, table, window, IN_ZERO)
 
     return Ready(run, lambda: run().float() * layer.out_scale, 1.001 * layer.out_scale)
 
@@ -132,8 +132,8 @@ def _torch_int8(layer: Layer) -> Ready:
         zeros = torch.zeros(layer.out, dtype=torch.int64)
         codes = channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
         weight = torch._make_per_channel_quantized_tensor(codes, layer.codes.scale.flatten().double(), zeros, 0)
-        moves = [layer.stride] * 2, [layer.padding] * 2, [1, 1], layer.groups
-        packed = torch.ops.quantized.conv2d_prepack(weight, None, *moves)
+        settings = [layer.stride] * 2, [layer.padding] * 2, [1, 1], layer.groups
+        packed = torch.ops.quantized.conv2d_prepack(weight, None, *settings)
         unsigned = (layer.image.int() + 128).to(torch.uint8)
         x = torch._make_per_tensor_quantized_tensor(unsigned, IN_SCALE, IN_ZERO + 128)
 

@@ -48,9 +48,9 @@ def _integers(layer: Layer, images: Sequence[Tensor], _: str, out_scale: float) 
     packed = conv.pack_conv(layer.codes, layer.kernel, layer.groups, "cuda")
     scales = {"in_scale": IN_SCALE, "in_zero": IN_ZERO, "out_scale": out_scale, "out_zero": 0}
     table = conv.conv_requantization_table(packed, None, **scales)  # type: ignore[arg-type]
-    moves = Window((layer.stride,) * 2, (layer.padding,) * 4).numbers
+    window = Window((layer.stride,) * 2, (layer.padding,) * 4).numbers
     codes = [(x.float() / IN_SCALE + IN_ZERO).round().clamp(-128, 127).to(torch.int8) for x in images]
-    return [lambda x=x: conv.qconv2d_with(x, packed, table, moves, IN_ZERO) for x in codes]  # type: ignore[misc]
+    return [lambda x=x: conv.qconv2d_with(x, packed, table, window, IN_ZERO) for x in codes]  # type: ignore[misc]
 
 
 CONTENDERS: dict[str, tuple[Callable[..., Launches], str]] = {

@@ -91,14 +91,14 @@ class _Writer:
         return [self._constant(f"{name}_{part}", dtype, value) for part, dtype, value in parts], self._constant(f"{name}_b", INT32, steps)
 
     def _convolution(self, node: fx.Node, module: IntegerConv2d) -> None:
-        codes, sizes, moves = module.codes(), module.packed.sizes, module.moves
-        assert moves is not None
-        top, bottom, left, right = moves.padding
+        codes, sizes, window = module.codes(), module.packed.sizes, module.window
+        assert window is not None
+        top, bottom, left, right = window.padding
         weight, bias = self._weight(node, module, channels_first(codes.data, sizes.kernel), codes.scale.float().flatten())
         attributes = (
-            ("strides", list(moves.stride), INTS),
+            ("strides", list(window.stride), INTS),
             ("pads", [top, left, bottom, right], INTS),
-            ("dilations", list(moves.dilation), INTS),
+            ("dilations", list(window.dilation), INTS),
             ("group", sizes.groups, INT),
         )
         inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.source), *weight, *self._scale(node.name, module.result), bias]

@@ -59,7 +59,7 @@ class QuantConv2d(QuantModule):
         self.dilation = tuple(like.dilation)
         self.padding_mode = "zeros"
         self.compute, self.activation = compute, activation
-        self._window = conv.module_moves(like)
+        self._window = conv.module_window(like)
         bias = like.bias
         self.register_parameter("bias", bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -72,8 +72,8 @@ class QuantConv2d(QuantModule):
         return y if clamp is None else y.clamp(*clamp)
 
     def _convolve(self, x: Tensor, **more: Any) -> Tensor:
-        moves = self.stride, self.padding, self.dilation
-        return conv.conv2d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation, **more)
+        window = self.stride, self.padding, self.dilation
+        return conv.conv2d(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
 
     def _is_residual(self, added: Tensor, x: Tensor) -> bool:
         """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
@@ -101,5 +101,5 @@ class QuantConv1d(QuantConv2d):
 
     def _convolve(self, x: Tensor, **more: Any) -> Tensor:
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]
-        moves = self.stride[0], padding, self.dilation[0]
-        return conv.conv1d(x, self.packed, self.bias, *moves, compute=self.compute, activation=self.activation, **more)
+        window = self.stride[0], padding, self.dilation[0]
+        return conv.conv1d(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)

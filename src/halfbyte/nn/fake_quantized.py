@@ -16,7 +16,7 @@ from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.transposed import is_conv1d, is_transposed
-from halfbyte.ops.conv import module_moves
+from halfbyte.ops.conv import module_window
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
 from halfbyte.ops.images import depthwise
 from halfbyte.quantizers import quantize_to_grid
@@ -148,7 +148,7 @@ class _FakeQuantConvolution(FakeQuantized):
     def _on_patches(self, images: Tensor, sizes: Filter, activation: str) -> Tensor:
         """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded by itself, so all are materialized: [groups, B, Ho, Wo, K]."""
         block = sizes.matrix_format.block_size(sizes.k)
-        rows = fake_quantize_activation(patches(images, sizes, module_moves(self)), block, activation)  # type: ignore[arg-type]
+        rows = fake_quantize_activation(patches(images, sizes, module_window(self)), block, activation)  # type: ignore[arg-type]
         weight = self.rounded_rows().reshape(sizes.out, sizes.taps, sizes.channels)
         weight = functional.pad(weight, (0, sizes.padded - sizes.channels)).reshape(sizes.groups, -1, sizes.k)
         y = torch.einsum("gbhwk,gnk->bgnhw", rows, weight.to(rows.dtype)).flatten(1, 2)

@@ -158,7 +158,7 @@ class IntegerModule(QuantModule):
     bias     [outputs] or None; kept in floating point, frozen
     source, result   what codes of the input and of the output stand for
     clamp    in codes of the output
-    moves    of a convolution: how it goes over the image
+    window   of a convolution: its stride, padding and dilation
     """
 
     bias: nn.Parameter | None
@@ -171,20 +171,20 @@ class IntegerModule(QuantModule):
         source: Scale,
         result: Scale,
         clamp: tuple[int, int],
-        moves: Window | None = None,
+        window: Window | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         error: float | None = None,
     ) -> None:
         super().__init__(packed, dtype, error)
-        self.source, self.result, self.clamp, self.moves = source, result, clamp, moves
+        self.source, self.result, self.clamp, self.window = source, result, clamp, window
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.register_buffer("table", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.refresh()
 
     def with_weight(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> IntegerModule:
         """The same layer with another weight of the same sizes."""
-        return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.moves, dtype=dtype, error=error)
+        return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.window, dtype=dtype, error=error)
 
     def refresh(self) -> None:
         global _made  # noqa: PLW0603
@@ -201,17 +201,17 @@ class IntegerConv2d(IntegerModule):
     packed: PackedConv
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.moves is not None
-        return conv.qconv2d_with(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
+        assert self.window is not None
+        return conv.qconv2d_with(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp)
 
     def added(self, x: Tensor, addition: Addition) -> Tensor:
         """The same, added to other codes at once."""
-        assert self.moves is not None
-        return conv.qconv2d_added(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp, addition)
+        assert self.window is not None
+        return conv.qconv2d_added(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp, addition)
 
     def step(self, x: Tensor) -> Step | None:
-        assert self.moves is not None
-        return qconv2d_step(x, self.packed, self.table, self.moves.numbers, self.source.zero, self.clamp)
+        assert self.window is not None
+        return qconv2d_step(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp)
 
     def extra_repr(self) -> str:
         out, channels, kh, kw = self.packed.shape

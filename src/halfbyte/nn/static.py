@@ -335,7 +335,7 @@ class _Rewriter:
 
     def _convolution(self, node: fx.Node, layer: tuple[nn.Conv1d | nn.Conv2d, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
-        settings = {"moves": conv.module_moves(module), "dtype": module.weight.dtype, "error": weight.error}
+        settings = {"window": conv.module_window(module), "dtype": module.weight.dtype, "error": weight.error}
         form = IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
         made = form(weight.packed, weight.bias, source, result, clamp, **settings)  # type: ignore[arg-type]
         return self._call(node, made, x), result, covers

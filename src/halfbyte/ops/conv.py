@@ -32,8 +32,8 @@ _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
 # (sums of codes per tap, scales) for requantization, by the packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
-_KEPT_MOVES = 4096
-_kept_moves: dict[tuple[Any, ...], tuple[int, ...]] = {}
+_KEPT_WINDOWS = 4096
+_windows: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
 # Codes and layouts
@@ -97,11 +97,11 @@ def conv2d(
             settings = {"compute": compute, "activation": activation, "clamp": clamp}
             return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-        moves = _moves(packed.sizes.kernel, stride, padding, dilation)
+        window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
         run: Any = _ops.conv2d.default
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
-        return run(x, packed.data, bias, residual, packed.name, packed.numbers, moves, compute, activation, low, high)  # type: ignore[no-any-return]
+        return run(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, compute, activation, low, high)  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -156,29 +156,29 @@ def qconv2d(
     try:
         low, high = (-128, 127) if clamp is None else clamp
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-        return qconv2d_with(x, packed, table, _moves(packed.sizes.kernel, stride, padding, dilation), in_zero, (low, high))
+        return qconv2d_with(x, packed, table, _window_numbers(packed.sizes.kernel, stride, padding, dilation), in_zero, (low, high))
     except Exception:
         check_operands(x, packed, PackedConv, bias, clamp=clamp)
         raise
 
 
 def qconv2d_with(
-    x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
 ) -> Tensor:
     """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`."""
     run: Any = _ops.qconv2d.default
     if plain(x):
         run = (cpu_conv if x.is_cpu else cuda_conv).qconv2d
-    return run(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp)  # type: ignore[no-any-return]
+    return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)  # type: ignore[no-any-return]
 
 
 def qconv2d_added(
-    x: Tensor, packed: PackedConv, table: Tensor, moves: tuple[int, ...], in_zero: int, clamp: tuple[int, int], addition: Addition
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int], addition: Addition
 ) -> Tensor:
     """`qconv2d_with` whose codes are added to others, int8 [B, Co, Ho, Wo], on GPUs before they are written."""
     if x.is_cuda and plain(x, None, addition.other):
-        return cuda_conv.qconv2d(x, packed.data, table, packed.name, packed.numbers, moves, in_zero, *clamp, addition)
-    return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, moves, in_zero, clamp)))
+        return cuda_conv.qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
+    return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, window_numbers, in_zero, clamp)))
 
 
 def conv_requantization_table(
@@ -206,35 +206,34 @@ def _pair(value: _Sizes, what: str) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def module_moves(module: Any) -> Window:
+def module_window(module: Any) -> Window:
     """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
-    return Window.from_numbers(written_moves(kernel, stride, padding, dilation))
+    return _window(kernel, stride, padding, dilation)
 
 
 def _flat(value: Sequence[Any]) -> list[int]:
     return [n for item in value for n in (_flat(item) if isinstance(item, Sequence) else [item])]
 
 
-def _moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`written_moves`, cached: parsing takes longer than a small kernel."""
+def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
-        return written_moves(kernel, stride, padding, dilation)
+        return _window(kernel, stride, padding, dilation).numbers
     key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
-    if key not in _kept_moves:
-        if len(_kept_moves) >= _KEPT_MOVES:
-            _kept_moves.clear()
-        _kept_moves[key] = written_moves(kernel, stride, padding, dilation)
-    return _kept_moves[key]
+    if key not in _windows:
+        if len(_windows) >= _KEPT_WINDOWS:
+            _windows.clear()
+        _windows[key] = _window(kernel, stride, padding, dilation).numbers
+    return _windows[key]
 
 
 def _frozen(value: Any) -> Any:
     return value if isinstance(value, int | str) else tuple(map(_frozen, value))
 
 
-def written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    """`Window.numbers` of a caller's arguments."""
+def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
     strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
     if padding == "same":
         if strides != (1, 1):
@@ -250,7 +249,7 @@ def written_moves(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, di
         if len(flat) not in (2, 4):
             raise ArgumentError(f"padding is one number, (height, width) or ((top, bottom), (left, right)), got {padding!r}")
         sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
-    return Window(strides, sides, dilations).numbers
+    return Window(strides, sides, dilations)
 
 
 # Custom ops
@@ -267,29 +266,29 @@ _library.define("dequantize_conv(Tensor weight, str format, int[] sizes, ScalarT
 _ops = torch.ops.halfbyte
 
 
-def _dequantize(weight: Tensor, format: str, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-    sizes = filter_from_numbers(format, numbers)
+def _dequantize(weight: Tensor, format: str, filter_numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    sizes = filter_from_numbers(format, filter_numbers)
     layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
     return convolution.dequantize(PackedConv(sizes, layout, weight), dtype).contiguous()
 
 
-def _dequantize_fake(weight: Tensor, format: str, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-    out, channels, kh, kw, _ = numbers
+def _dequantize_fake(weight: Tensor, format: str, filter_numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    out, channels, kh, kw, _ = filter_numbers
     return weight.new_empty((out, channels, kh, kw), dtype=dtype)
 
 
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    format, numbers, moves = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
-    return x.new_empty(out_shape(x, *from_numbers(format, numbers, moves))).contiguous(memory_format=torch.channels_last)
+    format, filter_numbers, window_numbers = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
+    return x.new_empty(out_shape(x, *from_numbers(format, filter_numbers, window_numbers))).contiguous(memory_format=torch.channels_last)
 
 
 def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
     """The gradient of a convolution with the dequantized weight."""
-    format, numbers, moves = settings[:3]
-    sizes, window = from_numbers(format, numbers, moves)
+    format, filter_numbers, window_numbers = settings[:3]
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
     top, bottom, left, right = window.padding
     batch, channels, height, width = shape
-    floats = _ops.dequantize_conv.default(weight, format, numbers, grad.dtype)
+    floats = _ops.dequantize_conv.default(weight, format, filter_numbers, grad.dtype)
     padded = (batch, channels, height + top + bottom, width + left + right)
     whole: Tensor = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
     return whole[:, :, top : top + height, left : left + width]

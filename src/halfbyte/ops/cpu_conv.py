@@ -111,17 +111,17 @@ class _Plan(NamedTuple):
 _plans: dict[tuple[Any, ...], _Plan] = {}
 
 
-def _plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
-    key = format, tuple(numbers), tuple(moves), tuple(x.shape), x.dtype, compute, activation
+def _plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
+    key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _KEPT_PLANS:
             _plans.clear()
-        plan = _plans[key] = _new_plan(x, format, numbers, moves, compute, activation)
+        plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation)
     return plan
 
 
-def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int], compute: str, activation: str) -> _Plan:
+def _new_plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
     from halfbyte.dispatch.rules import choose_linear
     from halfbyte.kernels.cpu import arranged, conv_amx, depthwise_dot, stem, winograd
     from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
@@ -133,7 +133,7 @@ def _new_plan(x: Tensor, format: str, numbers: Sequence[int], moves: Sequence[in
     from halfbyte.kernels.cpu.stem import StemKernel
     from halfbyte.kernels.cpu.winograd import WinogradKernel
 
-    sizes, window = from_numbers(format, numbers, moves)
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
     shape = out_shape(x, sizes, window)
     check_activation(activation, ACTIVATIONS)
     _, c, h, w = x.shape
@@ -198,15 +198,15 @@ def conv2d(
     bias: Tensor | None,
     residual: Tensor | None,
     format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
     compute: str,
     activation: str,
     low: float,
     high: float,
 ) -> Tensor:
     check_floats(x, "conv2d takes images")
-    plan = _plan(x, format, numbers, moves, compute, activation)
+    plan = _plan(x, format, filter_numbers, window_numbers, compute, activation)
     check_conv2d(x, bias, residual, plan.out_shape, low, high)
     _check_weight(weight, plan)
     bias = None if bias is None else bias.to(torch.float32).contiguous()
@@ -240,17 +240,17 @@ def qconv2d(
     weight: Tensor,
     table: Tensor,
     format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
     in_zero: int,
     low: int,
     high: int,
 ) -> Tensor:
     check_codes(x)
-    key = id(weight), id(table), x.shape, format, tuple(numbers), tuple(moves), in_zero, low, high
+    key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
     ready = _ready.plans.get(key)
     if ready is None or ready.weight() is not weight or ready.table() is not table or ready.threads != ready.threads_now():
-        plan = _plan(x, format, numbers, moves, "int8", "block")
+        plan = _plan(x, format, filter_numbers, window_numbers, "int8", "block")
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
         if plan.kernel is None:
@@ -270,11 +270,13 @@ def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: in
     return _Ready(weakref.ref(weight), weakref.ref(table), plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
 
 
-def qconv2d_step(x: Tensor, packed: PackedConv, table: Tensor, moves: Sequence[int], in_zero: int, clamp: tuple[int, int]) -> Step | None:
+def qconv2d_step(
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: Sequence[int], in_zero: int, clamp: tuple[int, int]
+) -> Step | None:
     """`qconv2d` of images of the sizes and strides of x, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.steps import conv_step
 
-    plan = _plan(x, packed.name, packed.numbers, moves, "int8", "block")
+    plan = _plan(x, packed.name, packed.numbers, window_numbers, "int8", "block")
     if plan.kernel is None or x.stride() != plan.strides:
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)

@@ -89,20 +89,20 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(shape: torch.Size, format: str, numbers: tuple[int, ...], moves: tuple[int, ...]) -> _Plan:
-    sizes, window = from_numbers(format, numbers, moves)
+def _plan(shape: torch.Size, format: str, filter_numbers: tuple[int, ...], window_numbers: tuple[int, ...]) -> _Plan:
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
     out = out_shape(torch.empty(shape, device="meta"), sizes, window)
     if depthwise(sizes):
-        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*numbers, *moves))
+        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*filter_numbers, *window_numbers))
     nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
     linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
-    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", (*numbers, *moves))
+    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", (*filter_numbers, *window_numbers))
 
 
-def _fitting(x: Tensor, weight: Tensor, format: str, numbers: Sequence[int], moves: Sequence[int]) -> _Plan:
+def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> _Plan:
     if x.dim() != 4:
         raise ArgumentError(f"a convolution takes images [B, C, H, W], got {list(x.shape)}")
-    plan = _plan(x.shape, format, tuple(numbers), tuple(moves))
+    plan = _plan(x.shape, format, tuple(filter_numbers), tuple(window_numbers))
     check_bytes(weight, plan.weight_bytes, x.device, plan.sizes, "pack_conv")
     return plan
 
@@ -113,8 +113,8 @@ def conv2d(
     bias: Tensor | None,
     residual: Tensor | None,
     format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
     compute: str,
     activation: str,
     low: float,
@@ -122,7 +122,7 @@ def conv2d(
 ) -> Tensor:
     check_floats(x, "conv2d takes images")
     check_activation(activation, ACTIVATIONS)
-    plan = _fitting(x, weight, format, numbers, moves)
+    plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     # What asks for a scale of the image asks for integers; depthwise convolutions are always computed in floating point.
     wanted = compute_of("int8" if activation == "image" and compute == "auto" else compute)
     integers = wanted == "int8" and plan.way != "depthwise"
@@ -237,8 +237,8 @@ def qconv2d(
     weight: Tensor,
     table: Tensor,
     format: str,
-    numbers: Sequence[int],
-    moves: Sequence[int],
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
     in_zero: int,
     low: int,
     high: int,
@@ -246,10 +246,10 @@ def qconv2d(
 ) -> Tensor:
     """`addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
     check_codes(x)
-    plan = _fitting(x, weight, format, numbers, moves)
+    plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
     if addition is not None and (0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)):
-        codes = qconv2d(x, weight, table, format, numbers, moves, in_zero, low, high)
+        codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes))
     if 0 in plan.shape:
         return _image(x.new_empty(0, plan.sizes.out), plan)

@@ -21,13 +21,13 @@ ACTIVATIONS = (*checks.ACTIVATIONS, "image")
 Shape = tuple[int, int, int, int]
 
 
-def from_numbers(format: str, numbers: Sequence[int], moves: Sequence[int]) -> tuple[Filter, Window]:
+def from_numbers(format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> tuple[Filter, Window]:
     """The Filter and Window from the numbers that custom ops take instead."""
-    return filter_from_numbers(format, numbers), Window.from_numbers(moves)
+    return filter_from_numbers(format, filter_numbers), Window.from_numbers(window_numbers)
 
 
-def filter_from_numbers(format: str, numbers: Sequence[int]) -> Filter:
-    out, channels, kh, kw, groups = numbers
+def filter_from_numbers(format: str, filter_numbers: Sequence[int]) -> Filter:
+    out, channels, kh, kw, groups = filter_numbers
     return Filter(as_format(format), out, channels, (kh, kw), groups)
 
 

@@ -274,9 +274,9 @@ class _Winograd(Emitter):
 
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
-    moves = window.stride == window.dilation == (1, 1)
+    dense = window.stride == window.dilation == (1, 1)
     plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
-    return isa.minimal is not None and plain and moves and sizes.channels % (2 * isa.lanes) == 0
+    return isa.minimal is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
 
 
 def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:

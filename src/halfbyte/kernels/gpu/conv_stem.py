@@ -69,8 +69,8 @@ def stem_of(problem: Convolution) -> Stem | None:
     if problem.batch * image[0] * width * right >= 1 << 31:
         return None
     of_pieces = replace(sizes, channels=piece, kernel=(sizes.kernel[0], 1))
-    moves = Window((down, 1), (0, 0, 0, 0), (dilation, 1))
-    return Stem(of_pieces, moves, problem.batch, image, problem.dtype, wide, problem)
+    window = Window((down, 1), (0, 0, 0, 0), (dilation, 1))
+    return Stem(of_pieces, window, problem.batch, image, problem.dtype, wide, problem)
 
 
 def weight_of(weight: Tensor, stem: Stem) -> Tensor:
