@@ -57,6 +57,7 @@ _MODULES: dict[Any, type[nn.Module]] = {
     torch.avg_pool1d: nn.AvgPool1d,
     torch.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
 }
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, torch.relu_)
 _Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 
 
@@ -150,7 +151,11 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     model = copy.deepcopy(model).eval()
     folded = fold_(model)
     traced = fx.symbolic_trace(model)
+    modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
+        if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
+            behind = {user for user in _first(node).users if user > node}
+            _first(node).replace_all_uses_with(node, behind.__contains__)
         _make_module(node, traced)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
@@ -159,6 +164,16 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
             traced.graph.erase_node(node)
     traced.recompile()
     return traced, folded
+
+
+def _writes_its_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.op == "call_module":
+        return getattr(modules[str(node.target)], "inplace", False) is True
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    return node.op == "call_function" and (node.target in _IN_PLACE or node.kwargs.get("inplace") is True)
 
 
 def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
