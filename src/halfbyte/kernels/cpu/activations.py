@@ -21,6 +21,7 @@ from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
 
 _TOGETHER = 16  # blocks whose scales are found at once
+_ONE_BITS = 0x3F800000  # of 1.0
 _AHEAD = 4096  # bytes: from where the memory that a row is read from is asked for
 
 
@@ -30,7 +31,8 @@ class RowSpec:
 
     source    "f32", "bf16" or "f16", or "i8": already quantized, to be copied
     paired   tiles make products of sums
-    inner, bits, unit, single, by_row, shifted   as in TileSpec
+    inner, bits, unit, single, shifted   as in TileSpec
+    by_row   one scale is for the whole row
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
     folded, biased    as in TileSpec
@@ -157,6 +159,7 @@ class _Int8Row(_Row):
             return
         # The scales of several blocks at once: one block's are a long chain of operations, and one division takes as long as many.
         extents, scales, inverses = (f.alloca(vector(kind, _TOGETHER), 1, 64) for kind in ("i32", "float", "float"))
+        extents.store(f.value(vector("i32", _TOGETHER), _ONE_BITS), align=64)  # of fewer: dividing what lies there by chance may take long
         blocks = self.get("blocks")
         for first in f.loop(blocks, step=_TOGETHER):
             count = f.umin(blocks - first, f.value("i64", _TOGETHER))

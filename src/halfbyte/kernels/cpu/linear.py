@@ -127,7 +127,8 @@ class LinearKernel:
         self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded, biased=biased)
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
-        of_rows = inner, fmt.bits, self.paired, self.unit, single, whole_row, shifted
+        one_scale = whole_row or (inner == "int8" and geo.blocks == 1)
+        of_rows = inner, fmt.bits, self.paired, self.unit, single, one_scale, shifted
         row_spec = RowSpec(kind, *of_rows, correction, sums, zeroed, folded, biased)
         self.row_function = compiled(activations.build, row_spec, self.isa)
         self.run = runtime.runner()
