@@ -10,7 +10,7 @@ help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
 test: lint types ## ruff, mypy, then pytest (ARGS="-k name" for some tests)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check
