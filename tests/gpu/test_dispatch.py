@@ -16,7 +16,7 @@ from halfbyte.dispatch import tune
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
 from halfbyte.dispatch.gpu_grouped import GPU_GROUPED, choose_gpu_grouped
-from halfbyte.dispatch.roofline import SKILLS, Tiles, gpu_ceilings, predict
+from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels import reference
@@ -68,7 +68,7 @@ def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str)
 
 
 def test_the_fastest_expected_is_taken_and_each_candidate_is_rated() -> None:
-    assert {candidate.name for candidate in rules.GPU_LINEAR} == set(SKILLS)
+    assert {candidate.name for candidate in rules.GPU_LINEAR} == set(COST_MODELS)
     choice = rules.choose_gpu_linear(problem(64), GPUS["sm_90"])
     assert choice.taken is not None
     assert all(choice.taken.seconds <= other.seconds for other in choice.others)
@@ -77,7 +77,7 @@ def test_the_fastest_expected_is_taken_and_each_candidate_is_rated() -> None:
 
 def test_predictions_grow_with_the_work() -> None:
     gpu = GPUS["sm_90"]
-    for name in SKILLS:
+    for name in COST_MODELS:
         times = [predict(problem(m, 8192, 8192), gpu, name, Tiles(16, 64)) for m in (1, 16, 256, 4096)]
         assert times == sorted(times)
         assert times[0] > 8192 * 8192 / 2 / gpu_ceilings(gpu).bandwidth

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfbyte.dispatch.gpu import GpuCandidate, GpuChoice, GpuOption
-from halfbyte.dispatch.roofline import SKILLS, Tiles, gpu_ceilings, predict
+from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -62,10 +62,10 @@ def _seconds(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -
         ordered = candidate.name == "grouped_hopper" or config.sort
         count = active * -(-problem.m // (active * tiles.rows)) if ordered else problem.m
         alike = replace(problem, op="linear", m=min(tiles.rows, -(-problem.m // active)), n=n * count, experts=1)
-        skilled = "skinny" if candidate.name == "grouped" else "gemm_hopper"
-        return predict(alike, gpu, skilled, tiles) + (ceilings.start if ordered else 0.0)
-    skill, element = SKILLS["dequantized"], problem.dtype.itemsize
+        cost_model = "skinny" if candidate.name == "grouped" else "gemm_hopper"
+        return predict(alike, gpu, cost_model, tiles) + (ceilings.start if ordered else 0.0)
+    cost, element = COST_MODELS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)
     read = active * n * k * element + 2 * element * problem.m * (k + n)
-    arithmetic = 2 * problem.m * n * k / (ceilings.half * skill.arithmetic)
-    return 4 * ceilings.start + skill.more + written / (ceilings.bandwidth * skill.memory) + max(arithmetic, read / ceilings.bandwidth)
+    arithmetic = 2 * problem.m * n * k / (ceilings.half * cost.arithmetic)
+    return 4 * ceilings.start + cost.overhead + written / (ceilings.bandwidth * cost.memory) + max(arithmetic, read / ceilings.bandwidth)

@@ -99,7 +99,7 @@ def gpu_ceilings(gpu: Gpu) -> GpuCeilings:
     return GpuCeilings(_OF_BANDWIDTH * bandwidth, _OF_HALF * half * cycles, _OF_INTEGER * integer * cycles, _START, cycles)
 
 
-class Skill(NamedTuple):
+class CostModel(NamedTuple):
     """What part of the ceilings a kernel reaches where it is at its best, and seconds that it needs besides.
 
     norm     how the times of reading and of arithmetic add up: 1, one after the other, as where the same warps do both; 2, partly at once
@@ -113,7 +113,7 @@ class Skill(NamedTuple):
 
     memory: float
     arithmetic: float
-    more: float
+    overhead: float
     norm: int
     unpacks: bool = False
     scaling: tuple[float, float] = (0.0, 0.0)
@@ -122,15 +122,15 @@ class Skill(NamedTuple):
 
 
 # Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, and integers of few rows on an H200.
-SKILLS = {
-    "skinny": Skill(0.90, 1.00, 0.5e-6, norm=1),
-    "skinny_hopper": Skill(0.90, 3.10, 2.4e-6, norm=1),
-    "gemm_hopper": Skill(0.90, 1.08, 9e-6, norm=2),
-    "dequantized": Skill(0.93, 0.97, 4e-6, norm=2, unpacks=True),
-    "gemm_int8": Skill(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
-    "skinny_int8_hopper": Skill(0.90, 1.00, 2e-6, norm=1, floats=False),
-    "gemm_int8_hopper": Skill(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
-    "rounded": Skill(0.90, 1.08, 9e-6, norm=2),
+COST_MODELS = {
+    "skinny": CostModel(0.90, 1.00, 0.5e-6, norm=1),
+    "skinny_hopper": CostModel(0.90, 3.10, 2.4e-6, norm=1),
+    "gemm_hopper": CostModel(0.90, 1.08, 9e-6, norm=2),
+    "dequantized": CostModel(0.93, 0.97, 4e-6, norm=2, unpacks=True),
+    "gemm_int8": CostModel(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
+    "skinny_int8_hopper": CostModel(0.90, 1.00, 2e-6, norm=1, floats=False),
+    "gemm_int8_hopper": CostModel(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
+    "rounded": CostModel(0.90, 1.08, 9e-6, norm=2),
 }
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
 # Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
@@ -148,7 +148,7 @@ _OF_QUANTIZE = 0.6
 
 def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     """Seconds of a linear layer: bytes over bandwidth, operations of whole waves of tiles over the matrix units' rate."""
-    ceilings, skill = gpu_ceilings(gpu), SKILLS[candidate]
+    ceilings, cost = gpu_ceilings(gpu), COST_MODELS[candidate]
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     geo = gpu_tiles.geometry(problem.format, (n, k))
     row_tiles, column_tiles = -(-m // tiles.rows), -(-n // tiles.columns)
@@ -161,27 +161,27 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     # What does not stay in the cache is read again.
     again = max(1.0, row_tiles * tiles.rows * k * element / gpu.l2) if row_tiles > 1 else 1.0
     nbytes = geo.nbytes * again + element * m * (k + n) + partial_sums
-    seconds = ceilings.start + skill.more
-    if skill.unpacks:
-        seconds += (geo.nbytes + n * k * element) / (ceilings.bandwidth * skill.memory)
+    seconds = ceilings.start + cost.overhead
+    if cost.unpacks:
+        seconds += (geo.nbytes + n * k * element) / (ceilings.bandwidth * cost.memory)
         nbytes = n * k * element + element * m * (k + n)
-    fed = skill.hides > 0 and geo.block_rows == 1
-    if problem.compute == "int8" and not (fed and m <= skill.hides):
-        seconds += _QUANTIZE_START + (element + (element if skill.floats else 1)) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
-    if not skill.floats:
+    fed = cost.hides > 0 and geo.block_rows == 1
+    if problem.compute == "int8" and not (fed and m <= cost.hides):
+        seconds += _QUANTIZE_START + (element + (element if cost.floats else 1)) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
+    if not cost.floats:
         rate = ceilings.integer
         if geo.block_rows > 1:
-            scaling = skill.scaling[not problem.activation.startswith("row")]
+            scaling = cost.scaling[not problem.activation.startswith("row")]
             rate /= _BETWEEN_SCALES + scaling * max(1.0, 128 / geo.padded)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)
         if candidate == "skinny" and gpu.arch == "sm_90" and problem.format.bits == 8:
             rate *= _OF_SCALED_BYTES if geo.padded < gpu_tiles.RECORD else 1.0
             seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
-    arithmetic = operations * waves * min(idle, 8.0) / (rate * skill.arithmetic)
-    memory = nbytes * min(idle, 1.3 if fed else 4.0) / (ceilings.bandwidth * skill.memory)
+    arithmetic = operations * waves * min(idle, 8.0) / (rate * cost.arithmetic)
+    memory = nbytes * min(idle, 1.3 if fed else 4.0) / (ceilings.bandwidth * cost.memory)
     if candidate == "skinny":
         memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
-    if skill.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
+    if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
-    return float(seconds + (arithmetic**skill.norm + memory**skill.norm) ** (1 / skill.norm))
+    return float(seconds + (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm))

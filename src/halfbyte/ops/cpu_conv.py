@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.kept import Kept
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -232,7 +232,7 @@ class _Ready(NamedTuple):
     threads_now: Callable[[], int]
 
 
-_ready = Kept[_Ready]()
+_ready = PlanCache[_Ready]()
 
 
 def qconv2d(
@@ -248,7 +248,7 @@ def qconv2d(
 ) -> Tensor:
     check_codes(x)
     key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
-    ready = _ready.plans.get(key)
+    ready = _ready.entries.get(key)
     if ready is None or ready.weight() is not weight or ready.table() is not table or ready.threads != ready.threads_now():
         plan = _plan(x, format, filter_numbers, window_numbers, "int8", "block")
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")

@@ -28,9 +28,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, phase, shares
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
@@ -71,7 +71,7 @@ class Layer:
     kv_heads: int
     dim: int
     scale: float
-    plans: Kept[Any] = field(default_factory=Kept)  # of _Plan
+    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of _Plan
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,7 +153,7 @@ def _attention(layer: Layer, memory: _Memory, size: _Size) -> ctypes.Array[ctype
     return arguments(ATTEND, compiled(attend.build, spec, current()), fields)
 
 
-_memories: Kept[_Memory] = Kept()
+_memories: PlanCache[_Memory] = PlanCache()
 
 
 def _shared(sizes: tuple[int, ...]) -> _Memory:
@@ -203,7 +203,7 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
     plans = []
     for layer, (keys, values, length) in zip(layers, entries, strict=True):
         size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
-        plan: _Plan = layer.plans.plans.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
+        plan: _Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
         places = []
         for tensor in (keys, values):
             nbytes, strides = tensor.element_size(), tensor.stride()
@@ -218,10 +218,10 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
 def _chain(first: Layer, plans: tuple[_Plan, ...], threads: int) -> Chain:
     """The steps of all plans, kept with the first layer until others follow it."""
     key = "chain", len(plans), threads
-    found = first.plans.plans.get(key)
+    found = first.plans.entries.get(key)
     if found is None or found[0] != plans:
         found = plans, Chain([block for plan in plans for block in plan.blocks], threads)
-        first.plans.plans.pop(key, None)
+        first.plans.entries.pop(key, None)
         first.plans.get(key, lambda: found)
     chain: Chain = found[1]
     return chain

@@ -16,9 +16,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Call, Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
+from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Combination
@@ -30,7 +30,7 @@ _TOGETHER = 4  # vectors in flight
 _ELEMENTS_A_THREAD = 1 << 16
 
 
-_kept = Kept[Call]()
+_plans = PlanCache[Call]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     isa = current()
     out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
     key = a.dtype, None if b is None else b.dtype, how, a.numel(), runtime.threads()
-    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(a, b, out.dtype, how))
+    call = _plans.entries.get(key) or _plans.get(key, lambda: _prepare(a, b, out.dtype, how))
     _pack_tensors(call.buffer, _TENSORS, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out if out.dtype == how.dtype else out.to(how.dtype)

@@ -34,9 +34,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase, run_lanes
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 
 _BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
 _LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
@@ -87,7 +87,7 @@ class Layer:
     heads: int
     dim: int
     scale: float
-    plans: Kept[Any] = field(default_factory=lambda: Kept(_PLANS))  # of _Plan, for this layer and those behind it
+    plans: PlanCache[Any] = field(default_factory=lambda: PlanCache(_PLANS))  # of _Plan, for this layer and those behind it
 
     @property
     def row_bytes(self) -> int:
@@ -266,9 +266,9 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
             if start == stop:
                 continue
             size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
-            plan: _Plan | None = first.plans.plans.get(size)
+            plan: _Plan | None = first.plans.entries.get(size)
             if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
-                first.plans.plans.pop(size, None)
+                first.plans.entries.pop(size, None)
                 plan = first.plans.get(size, lambda size=size: _Plan(key, size))  # type: ignore[misc]
             at = 4 * start * tokens * width
             scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))

@@ -20,8 +20,8 @@ from halfbyte.kernels.cpu import jit, linear, runtime
 from halfbyte.kernels.cpu.arguments import GROUPED, LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 
 _BLOCK_BYTES = 8 * len(LINEAR.fields)
 _CALL = GROUPED.struct()
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
     rows: int
 
 
-_arguments: Kept[tuple[bytes, int]] = Kept()
+_arguments: PlanCache[tuple[bytes, int]] = PlanCache()
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.kept import Kept
 from halfbyte.kernels.cpu.linear import CALL, pack_call, thread
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
 
 
@@ -41,7 +41,7 @@ class OwnWeights(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
-_kept = Kept[ConvCall]()
+_plans = PlanCache[ConvCall]()
 _numbers = itertools.count()
 
 
@@ -63,7 +63,7 @@ class PlannedConv:
     def planned(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """The same, prepared once in each Python thread."""
         key = self._number, x.shape, window.numbers, outside, weights.shape, runtime.threads(), *more
-        return _kept.plans.get(key) or _kept.get(key, lambda: self.prepare(x, window, outside, weights, *more))
+        return _plans.entries.get(key) or _plans.get(key, lambda: self.prepare(x, window, outside, weights, *more))
 
 
 class CodesConv(PlannedConv):

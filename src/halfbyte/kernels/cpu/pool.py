@@ -22,8 +22,8 @@ from halfbyte.kernels.cpu.direct import power_of_two
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kept import Call, Kept
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
@@ -88,7 +88,7 @@ def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
     return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
 
 
-_kept = Kept[Call]()
+_plans = PlanCache[Call]()
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     batch, channels, _, _ = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
     key = x.shape, kernel, window, out_size, zero, runtime.threads()
-    call = _kept.plans.get(key) or _kept.get(key, lambda: _prepare(x.shape, kernel, window, out_size, zero))
+    call = _plans.entries.get(key) or _plans.get(key, lambda: _prepare(x.shape, kernel, window, out_size, zero))
     _pack_tensors(call.buffer, _TENSORS, x.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out

@@ -29,12 +29,12 @@ import torch
 
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.asking import Asking
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
+from halfbyte.kernels.cpu.prefetch import Prefetcher
 from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
 
 Inner = Literal["int8", "float", "bf16"]
@@ -99,7 +99,7 @@ class TileSpec:
 def build(spec: TileSpec, isa: ISA, f: Function) -> None:
     """A function of (arguments, weights, activations, out, bias, columns, ahead, turn, turns).
 
-    ahead, turn, turns   as `asking.Asking` has them
+    ahead, turn, turns   as `prefetch.Prefetcher` has them
     """
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     sides = PANEL // (isa.lanes * spec.vectors)
@@ -131,8 +131,8 @@ class Part:
 class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
-        self.args, self.weights, self.activations, self.out, self.bias, self.columns, *asking = parameters or f.parameters
-        self.asking = Asking(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, *asking) if asking else None
+        self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
+        self.prefetcher = Prefetcher(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, *ahead) if ahead else None
         self.unit_bytes = PANEL * spec.unit * spec.bits // 8
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
@@ -185,8 +185,8 @@ class Tile:
             for n in f.loop(panels * sides):
                 side, panel = n & (sides - 1), n // sides
                 self.scratch = totals + n * size
-                if self.asking is not None and sides > 1:
-                    self.asking.side = side
+                if self.prefetcher is not None and sides > 1:
+                    self.prefetcher.side = side
                 yield Part(n, panel * LINEAR.load(self.args, "panel_bytes"), side * width, n * width)
 
         for part in each():
@@ -210,10 +210,10 @@ class Tile:
             weights, activations = w.value, a.value
             tail = weights + (self.unit_bytes if spec.single else n * self.unit_bytes)
             fields = activations + (unit_activations if spec.single else n * unit_activations)
-            if self.asking is not None:
-                self.asking.begin_block(done.value)
+            if self.prefetcher is not None:
+                self.prefetcher.begin_block(done.value)
                 if spec.single:
-                    self.asking.begin_unit()
+                    self.prefetcher.begin_unit()
                 done.value = done.value + n * self.unit_bytes + self.tail_bytes
             if spec.single or self.accumulators is None:
                 for part in parts():
@@ -245,8 +245,8 @@ class Tile:
         for part in parts():
             keep(part, self._block_start(tail + part.weights, fields, part.first))
         for u in f.loop(units):
-            if self.asking is not None:
-                self.asking.begin_unit()
+            if self.prefetcher is not None:
+                self.prefetcher.begin_unit()
             at, activations = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
             for part in parts():
                 keep(part, self._unit(at + part.weights, activations, part.first, values(part)))
@@ -291,8 +291,8 @@ class Tile:
         else:
             kept = [f.variable(v) for v in start]
             for u in f.loop(units):
-                if self.asking is not None:
-                    self.asking.begin_unit()
+                if self.prefetcher is not None:
+                    self.prefetcher.begin_unit()
                 at = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
                 for k, v in zip(kept, self._unit(*at, first, [k.value for k in kept]), strict=True):
                     k.value = v
@@ -309,8 +309,8 @@ class Tile:
 
     def _block_end(self, sums: list[Value], tail: Value, fields: Value, units: Value, first: Value) -> None:
         totals, weight_sums = sums[: self.count], sums[self.count :]
-        if self.asking is not None and not self.spec.single:
-            self.asking.ask(tail, self.tail_bytes)
+        if self.prefetcher is not None and not self.spec.single:
+            self.prefetcher.issue(tail, self.tail_bytes)
         if self.spec.inner == "int8":
             totals = self.isa.turned(self.int8, totals)
         if self.apart and not self.spec.folded:  # now, so that it takes no registers meanwhile; for the same reason scales come late
@@ -360,8 +360,8 @@ class Tile:
     def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
         """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
         spec, f = self.spec, self.f
-        if self.asking is not None:
-            self.asking.ask(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
+        if self.prefetcher is not None:
+            self.prefetcher.issue(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + first * 4
         if spec.inner == "int8":
             activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]

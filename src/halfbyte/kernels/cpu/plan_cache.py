@@ -19,20 +19,20 @@ class Call(NamedTuple):
     threads: int
 
 
-class Kept(threading.local, Generic[T]):
+class PlanCache(threading.local, Generic[T]):
     """Each Python thread has its own plans, since calls may run side by side."""
 
     def __init__(self, most: int = _MOST) -> None:
-        self.plans: dict[Hashable, T] = {}
+        self.entries: dict[Hashable, T] = {}
         self._most = most
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The plan for `key`, made where there is none yet."""
-        plan = self.plans.get(key)
+        plan = self.entries.get(key)
         return self.put(key, make()) if plan is None else plan
 
     def put(self, key: Hashable, plan: T) -> T:
-        if len(self.plans) >= self._most:
-            self.plans.clear()
-        self.plans[key] = plan
+        if len(self.entries) >= self._most:
+            self.entries.clear()
+        self.entries[key] = plan
         return plan

@@ -1,4 +1,4 @@
-"""Asking memory for weights before they are needed, unit by unit.
+"""Prefetches of weights, unit by unit.
 
 near   a tile's own, so far ahead; near a panel's end, those that it begins with when it is called next
 far    where row tiles take turns: each a share of what all of them pass over next, so that memory is read all the time
@@ -10,8 +10,8 @@ from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 
 
-class Asking:
-    """What a tile asks for.
+class Prefetcher:
+    """What a tile prefetches.
 
     panels        most that it takes at once
     ahead         bytes from its weights to those that come next; 0: none do
@@ -43,7 +43,7 @@ class Asking:
             self.left.value = mine.select(self.turns, self.left.value) - 1
             self.far.value = (mine & (self.turns > 0)).select(self.ahead, 0)
 
-    def ask(self, weights: Value, size: int) -> None:
+    def issue(self, weights: Value, size: int) -> None:
         """For what is ahead of so many bytes."""
         ways = [(self.near, 3)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
         for distance, locality in ((asked.value, locality) for asked, locality in ways):
