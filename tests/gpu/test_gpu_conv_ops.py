@@ -278,6 +278,8 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
         (256, 160, 3, 1, "conv_few", True),
         (256, 96, 1, 1, "conv", False),
         (256, 1024, 1, 32, "conv_hopper", True),
+        (144, 24, 1, 32, "conv_hopper", True),
+        (144, 24, 1, 16, "conv", False),
     ],
 )
 def test_choice_of_pixels(outputs: int, channels: int, kernel: int, batch: int, taken: str, beats: bool) -> None:

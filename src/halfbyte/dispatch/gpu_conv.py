@@ -55,7 +55,8 @@ def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
         return False
     if _against_teams(problem, gpu) is None and problem.m > _FEW_ROWS:
         return True
-    if _against_few(problem, gpu) is None or (problem.m >= _LEAST_WRITTEN and _against_hopper(problem, gpu) is None):
+    many = problem.m >= _LEAST_WRITTEN or problem.window.stride != (1, 1)  # whose pixels would be copied before
+    if _against_few(problem, gpu) is None or (many and _against_hopper(problem, gpu) is None):
         return True
     # 196 pixels of 1024 channels and bytes with one scale take 7.4 us on an H100, as a linear layer 9.0.
     fmt = problem.sizes.format

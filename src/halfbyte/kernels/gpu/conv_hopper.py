@@ -1,9 +1,10 @@
-"""y = x * W, a convolution of stride 1 on Hopper's tensor cores: TMA, warp specialization, a persistent grid.
+"""y = x * W, a convolution of stride 1 or 2 on Hopper's tensor cores: TMA, warp specialization, a persistent grid.
 
 The sums of `conv.py`: int8 to int8, or in float16 and bfloat16 with the weight written out in x's type first. A program computes tiles
 of 64 or 128 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one warp
 asks TMA for the same box of x, moved by the tap: a patch is never addressed pixel by pixel, and what lies outside of the image comes
-as 0. Two warpgroups multiply, both operands from shared memory.
+as 0. Two warpgroups multiply, both operands from shared memory. Where the stride is 2, a box is of every second row and column: x is then
+[image, row / 2, row % 2, column / 2, column % 2 and channel].
 
 Small tiles wait for shared memory, not for the matrix unit. There a box is a row of y, with its images next to each other in shared
 memory and then its columns: a step to the right is then a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one
@@ -83,6 +84,7 @@ class _Static:
     clamp: bool
     leads: bool
     unit: int
+    stride: int
 
     @property
     def together(self) -> int:
@@ -143,8 +145,10 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
     if problem.dtype == torch.float32 or (integer and sizes.format.bits != 8):
         return f"it takes 16 bits, or 8 bits and a weight of 8 bits, not {problem.dtype} and {sizes.format}"
-    if problem.window.stride != (1, 1) or sizes.groups > 1:
-        return "it takes stride 1 and no groups"
+    if problem.window.stride not in ((1, 1), (2, 2)) or sizes.groups > 1:
+        return "it takes strides of 1 or 2 in both directions and no groups"
+    if problem.window.stride == (2, 2) and (problem.image[0] % 2 or problem.image[1] % 2 or sizes.channels % 64):
+        return f"with stride 2 it takes even sizes and channels by 64, not {problem.image} and {sizes.channels}"
     if problem.n % 8:
         return f"outputs come by 8, not {problem.n}"
     if sizes.taps > 1 and (sizes.channels % 64 or convolution.padded_for_gpu(sizes).padded != sizes.channels):
@@ -160,13 +164,15 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
         if rows > 64 >= problem.n:
             continue
-        if problem.sizes.kernel[1] > 1:
+        if problem.sizes.kernel[1] > 1 and problem.window.stride == (1, 1):
             sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
                 box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))
                 found.append(_config(problem, gpu, rows, box, sweep=True))
-        paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64
+        paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64 and problem.window.stride == (1, 1)
         boxes = [box for box in boxes_of(pixels) if not paired or box[2] == 2]
+        if problem.dtype == torch.int8 and problem.window.stride == (2, 2) and any(problem.window.padding):
+            boxes = [box for box in boxes if box[1] == 1]  # of one row it takes far less time to add what lies outside
         found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (count_boxes(problem, box), -box[2])), paired=paired))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
@@ -284,11 +290,15 @@ def _start(
         clamp=epilogue.clamps,
         leads=addition is not None and addition.leads,
         unit=16 if problem.n % 16 == 0 else 8,
+        stride=window.stride[0],
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
     elif config.paired:
         images, box = x.flatten(2), [*config.box[:2], static.line]
+    elif static.stride == 2:
+        b, h, w, c = x.shape
+        images, box = x.view(b, h // 2, 2, w // 2, 2 * c), [*config.box[:2], 1, config.box[2], step]
     else:
         images, box = x, [*config.box, step]
     of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=2)
@@ -334,8 +344,10 @@ def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
     BOX: gl.constexpr = xd.block_shape
     tap = t // S.parts * S.together
     part = t % S.parts * S.step
-    iy = y + tap // S.kernel_w * window[2] - window[0]
-    ix = x + tap % S.kernel_w * window[3] - window[1]
+    down = tap // S.kernel_w * window[2] - window[0]
+    right = tap % S.kernel_w * window[3] - window[1]
+    iy = y + down
+    ix = x + right
     if S.sweep:
         for i in gl.static_range(COLUMNS):
             to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
@@ -343,6 +355,10 @@ def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
     elif S.paired:
         to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
         tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
+    elif S.stride == 2:
+        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
+        at = (right & 1) * (S.parts * S.step) + part
+        tma.async_copy_global_to_shared(xd, [b, y + (down >> 1), down & 1, x + (right >> 1), at], full.index(stage), to)
     else:
         to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
         tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)

@@ -70,10 +70,12 @@ def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
     TALL: gl.constexpr = S.taps // S.kernel_w
     WIDE: gl.constexpr = S.kernel_w
     _b, oy, ox, _real = _pixels(at, image, acc.shape[1], S, gl.SliceLayout(0, acc.type.layout))
-    top = at[3] - window[0]
-    left = at[4] - window[1]
-    bottom = gl.minimum(at[3] + S.height, image[3]) - 1 - window[0]
-    right = gl.minimum(at[4] + S.width, image[4]) - 1 - window[1]
+    top = at[3] * S.stride - window[0]
+    left = at[4] * S.stride - window[1]
+    bottom = (gl.minimum(at[3] + S.height, image[3]) - 1) * S.stride - window[0]
+    right = (gl.minimum(at[4] + S.width, image[4]) - 1) * S.stride - window[1]
+    oy = oy * S.stride
+    ox = ox * S.stride
     for ky in gl.static_range(TALL):
         if (top + ky * window[2] < 0) | (bottom + ky * window[2] >= image[1]):
             term = told[4 + ky * WIDE]
