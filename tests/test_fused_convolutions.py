@@ -17,7 +17,7 @@ class _Block(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.d = (nn.Conv2d(16, 16, size, padding=size // 2) for size in (1, 3, 1, 3))
         self.line = nn.Conv1d(16, 16, 3, padding=1)
-        self.act, self.short, self.drop = nn.ReLU(inplace=True), nn.ReLU6(), nn.Dropout(0.5)
+        self.act, self.short, self.drop, self.pool = nn.ReLU(inplace=True), nn.ReLU6(), nn.Dropout(0.5), nn.MaxPool2d(3, 1, 1)
         self.offset = nn.Parameter(torch.randn(1, 16, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class _Block(nn.Module):
         kept = self.a(y)
         y = (self.c(y) + y) * self.act(y)  # none: y may be written into behind the convolution
         y = self.act(self.line(y.flatten(2))).view_as(y) - y
-        return kept.relu() + y  # none: of an activation
+        return self.pool(kept.relu() + y)  # none: of an activation
 
 
 class _Outer(nn.Module):

@@ -36,6 +36,11 @@ def test_largest(
     y = pool(x.to(device), kernel, window, tuple(expected.shape[2:]))  # type: ignore[arg-type]
     assert torch.equal(y.cpu().double(), expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
+    floats = x.half() / 7
+    floats[1, 2, 3, 4] = torch.nan
+    y = pool(floats.to(device), kernel, window, tuple(expected.shape[2:]))  # type: ignore[arg-type]
+    wanted = nn.functional.max_pool2d(floats.double(), kernel, stride, padding, dilation)
+    assert torch.equal(y.cpu().double().nan_to_num(99), wanted.nan_to_num(99))
 
 
 @pytest.mark.parametrize("size", [(7, 7), (9, 11)])

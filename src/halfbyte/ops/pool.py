@@ -1,9 +1,9 @@
-"""Pools of int8 images on the codes themselves."""
+"""Pools of int8 images on the codes themselves, and on GPUs those of largest numbers in 16 bits."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.kernels.problem import Window
 from halfbyte.ops import cuda
 from halfbyte.ops.images import channels_last
+from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -20,7 +21,7 @@ _KEPT = 4096
 
 
 class Pooling(NamedTuple):
-    """A pool of int8 images [B, C, H, W]: the kernel's sizes, how it moves, the sizes of what comes of it, and for a pool of means the
+    """A pool of images [B, C, H, W]: the kernel's sizes, how it moves, the sizes of what comes of it, and for a pool of means the
     code that means 0."""
 
     kernel: tuple[int, int]
@@ -47,7 +48,7 @@ class Pooling(NamedTuple):
 
 
 def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
-    """What `pool` does to int8 images; None where torch does it."""
+    """What `pool` does to images; None where torch does it."""
     if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and triton_trouble() is not None):
         return None
     if isinstance(pool, nn.MaxPool2d):
@@ -55,6 +56,14 @@ def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)):
         return Pooling((x.shape[2], x.shape[3]), Window((1, 1), (0, 0, 0, 0), (1, 1)), (1, 1), zero)
     return None
+
+
+def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
+    """pool(x)"""
+    ours = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not pool.return_indices
+    if ours and plain(x) and not (x.requires_grad and torch.is_grad_enabled()) and (found := pooling(x, pool)):
+        return found(x)
+    return cast(Tensor, pool(x))
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -1,10 +1,10 @@
-"""The largest code under each place of a window, or their mean: pools of int8 images.
+"""The largest number under each place of a window, or the mean of codes: pools of images in int8, the former also in 16 bits.
 
     y[b, c, oy, ox] = max over kh, kw that lie inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
     y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
 
-A mean is exact but for its division and its one rounding, ties to even, as `kernels/cpu/pool.py` has it. Images and results have their
-channels together (channels_last).
+A NaN under a window is its largest number. A mean is exact but for its division and its one rounding, ties to even, as
+`kernels/cpu/pool.py` has it. Images and results have their channels together (channels_last).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PLACES = 64  # that a program looks at together: outputs, of a mean places of t
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
-    """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
+    """int8, float16 or bfloat16 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
 
     window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
     zero     of a mean, the code that means 0
     """
     batch, channels, height, width = x.shape
-    out = torch.empty((batch, channels, *out_size), dtype=torch.int8, device=x.device, memory_format=torch.channels_last)
+    out = torch.empty((batch, channels, *out_size), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     top, _, left, _ = window.padding
     outputs, early = batch * out_size[0] * out_size[1], early_after(x)
     run(
@@ -74,25 +74,28 @@ def _largest(
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     b, y0, x0 = _first(tl.minimum(m, outputs - 1), sizes, window)
     real = (c < channels)[None, :]
-    largest = tl.full((PLACES, CHANNELS), -128, tl.int8)
+    least: tl.constexpr = -128 if x.dtype.element_ty == tl.int8 else float("-inf")
+    largest = tl.full((PLACES, CHANNELS), least, x.dtype.element_ty)
     if SMALL:
         for place in tl.static_range(SMALL):
-            largest = tl.maximum(largest, _codes(x, place, b, y0, x0, c, real, sizes, window))
+            seen = _seen(x, place, b, y0, x0, c, real, sizes, window, least)
+            largest = tl.maximum(largest, seen, propagate_nan=tl.PropagateNan.ALL)
     else:
         for place in range(window[0] * window[1]):
-            largest = tl.maximum(largest, _codes(x, place, b, y0, x0, c, real, sizes, window))
+            seen = _seen(x, place, b, y0, x0, c, real, sizes, window, least)
+            largest = tl.maximum(largest, seen, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & real)
 
 
 @triton.jit
-def _codes(x, place, b, y0, x0, c, real, sizes, window):
-    """Of a place of the window; -128 where it is outside."""
+def _seen(x, place, b, y0, x0, c, real, sizes, window, least: tl.constexpr):
+    """Of a place of the window; `least` where it is outside."""
     iy = y0 + place // window[1] * window[6]
     ix = x0 + place % window[1] * window[7]
     inside = ((iy >= 0) & (iy < sizes[1]) & (ix >= 0) & (ix < sizes[2]))[:, None] & real
     at = ((b * sizes[1] + iy) * sizes[2] + ix) * sizes[0]
-    codes = tl.load(x + (at[:, None] + c[None, :]), mask=inside, other=0)
-    return tl.where(inside, codes, -128)  # of four bytes that are read together, `other` is put into one
+    numbers = tl.load(x + (at[:, None] + c[None, :]), mask=inside, other=0)
+    return tl.where(inside, numbers, least)  # of four bytes that are read together, `other` is put into one
 
 
 @triton.jit
