@@ -34,6 +34,7 @@ _ROWS = 32  # of a strip at most: two rows more are read than written
 _LEAST_ROWS = 4  # as a program's weights take as long to read as some rows
 _PROGRAMS = 2  # of a multiprocessor at least, if there is as much to do
 _STAGES = 5
+_ROWS_APART, _STAGES_APART = 7, 3  # where rows of y share none of x, or few
 _HELD = 9  # taps whose weights fit the registers
 
 # Of four channels, those of three columns: bytes a, b, c -> words (a, b, c, anything).
@@ -57,10 +58,13 @@ class Config:
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess: strips as high as leaves all multiprocessors enough to do."""
     ho, line = problem.out[0], problem.out[1] * problem.sizes.out // _width(problem)
+    slides = problem.window.stride[0] == problem.window.dilation[0] == 1
     vectors = min(_VECTORS, triton.next_power_of_2(line))
-    most = min(_ROWS, ho, max(_LEAST_ROWS, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms)))
+    enough = max(_LEAST_ROWS, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms))
+    most = min(_ROWS if slides else _ROWS_APART, ho, enough)
+    stages = _STAGES if slides else 1 if problem.dtype == torch.int8 else _STAGES_APART  # of codes, words are made first
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    return (Config(vectors, -(-ho // -(-ho // most)), _STAGES, ptx),)
+    return (Config(vectors, -(-ho // -(-ho // most)), stages, ptx),)
 
 
 def _width(problem: Convolution) -> int:
@@ -165,7 +169,7 @@ def _depthwise(
                 _finish(moved[0], out, added, at, real, numbers, bounds, CLAMP, table is not None)
             sums = moved[1:] + (zero,)  # noqa: RUF005
     else:
-        for oy in range(first, end):
+        for oy in tl.range(first, end, num_stages=STAGES):
             total = zero
             for ky in tl.static_range(KH):
                 iy = oy * window[0] + ky * window[4] - window[2]
