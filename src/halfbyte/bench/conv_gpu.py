@@ -87,7 +87,7 @@ def run(layers: Sequence[Layer], rounds: int) -> Iterator[list[dict[str, Any]]]:
 
 def _wanted(layer: Layer, image: Tensor, format: str) -> Tensor:
     weight = ops.dequantize(conv.pack_conv(_codes(layer, format), layer.kernel, layer.groups))
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return torch.nn.functional.conv2d(image.float(), weight.cuda(), None, layer.stride, layer.padding, 1, layer.groups)
 
 

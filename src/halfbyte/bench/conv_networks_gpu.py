@@ -38,14 +38,15 @@ CONTENDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
 
 def run(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[list[dict[str, Any]]]:
     """For each network and batch a row a contender: seconds. Raises KernelError where a result is off by more than is allowed."""
-    torch.backends.cudnn.benchmark = True
     for name in names:
         model = Inference(name).model.cuda()
+        torch.backends.cudnn.benchmark = False
         made = {contender: make(copy.deepcopy(model)) for contender, (make, _) in CONTENDERS.items()}
+        torch.backends.cudnn.benchmark = True
         for batch in batches:
             x = images(batch).cuda()
             with torch.inference_mode():
-                with torch.backends.cudnn.flags(allow_tf32=False):
+                with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                     wanted = model(x).double()
                 x = x.bfloat16()
                 for contender, (_, allowed) in CONTENDERS.items():
