@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
@@ -119,6 +119,15 @@ def sum_whole(
 
 
 @gluon.jit
+def _release(bar, READ: gl.constexpr):
+    """A buffer may be filled again. Where scales or sums of x were READ from it late, TMA writes there only after that: without a fence a
+    load may still be on its way, on an H200 once in some thousand tiles of 64 rows."""
+    if READ:
+        fence_async_shared()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
 def sum_blocks(
     buffers, full, empty, stage, phase, R, first, zeros,
     W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr, PANELS: gl.constexpr,
@@ -153,7 +162,7 @@ def sum_blocks(
                 pr = _start(xr, w, pr if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
             else:
                 pr = warpgroup_mma_wait(0, deps=[pr])
-                mbarrier.arrive(empty.index(stage), count=1)
+                _release(empty.index(stage), True)
                 right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
         stage, phase = next_stage(stage, phase, STAGES)
     if BIASED:
@@ -191,14 +200,14 @@ def add_records(
             left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
             pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
             pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            mbarrier.arrive(done, count=1)
+            _release(done, ZERO != 0 or not ROW)
             right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
             pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
         else:
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
             left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
             pr = warpgroup_mma_wait(0, deps=[pr])
-            mbarrier.arrive(done, count=1)
+            _release(done, ZERO != 0 or not ROW)
             right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
     return left, right, stage, phase
 
@@ -210,7 +219,7 @@ def add_chain(
     COUNT: gl.constexpr,
 ):  # fmt: skip
     """As `add_records`, of a chain of COUNT <= 4 records, and as 2^-38 of themselves."""
-    xs, ws, a, m, s, _ = buffers
+    xs, ws, _a, m, s, _ = buffers
     HALF: gl.constexpr = left.shape[1]
     MMA: gl.constexpr = left.type.layout
     GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
@@ -222,8 +231,9 @@ def add_chain(
     left -= scale * _ABOVE
     right -= scale * _ABOVE
     for i in gl.static_range(COUNT):
-        _, m_left = _of_x(a.index(stage), m.index(stage), shift, 0, HALF, MMA, ZERO, True)
-        _, m_right = _of_x(a.index(stage), m.index(stage), shift, HALF, HALF, MMA, ZERO, True)
+        if ZERO != 0:  # while the products run
+            left = gl.fma(shift, m.index(stage).slice(0, HALF, dim=1).load(MMA), left)
+            right = gl.fma(shift, m.index(stage).slice(HALF, HALF, dim=1).load(MMA), right)
         done = empty.index(stage)
         stage, phase = next_stage(stage, phase, STAGES)
         if i + 1 < COUNT:
@@ -232,21 +242,21 @@ def add_chain(
             scale_after, shift_after = _scale_and_shift(s.index(stage * PANELS + W), zeros, r + i + 1, MMA, BITS, ZERO)
             step = (scale - scale_after) * _FROM_BITS
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _add(left, pl, step, shift, m_left, ZERO)
+            left = _add(left, pl, step)
             pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, (), 0, BITS, 128, False)
             pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            mbarrier.arrive(done, count=1)
-            right = _add(right, pr, step, shift, m_right, ZERO)
+            _release(done, ZERO != 0)
+            right = _add(right, pr, step)
             pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, (), 0, BITS, 128, False)
             scale = scale_after
             shift = shift_after
         else:
             step = scale * _FROM_BITS
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _add(left, pl, step, shift, m_left, ZERO)
+            left = _add(left, pl, step)
             pr = warpgroup_mma_wait(0, deps=[pr])
-            mbarrier.arrive(done, count=1)
-            right = _add(right, pr, step, shift, m_right, ZERO)
+            _release(done, ZERO != 0)
+            right = _add(right, pr, step)
     return left, right, stage, phase
 
 
@@ -264,11 +274,9 @@ def _scale_and_shift(s, zeros, row, MMA: gl.constexpr, BITS: gl.constexpr, ZERO:
 
 
 @gluon.jit
-def _add(total, p, step, shift, m, ZERO: gl.constexpr):
-    """Integers p that start at 2^23 times the steps of their scales, and the zeros' terms."""
+def _add(total, p, step):
+    """Integers p that start at 2^23 times the steps of their scales."""
     total = gl.fma(p.to(gl.float32, bitcast=True), step, total)
-    if ZERO != 0:
-        total = gl.fma(shift, m, total)
     # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
     return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
 
