@@ -131,7 +131,7 @@ def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, siz
 
 
 def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int, rows: int, head_norms: bool) -> None:
-    from halfbyte.kernels.gpu import attend, gates, norm, skinny
+    from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_hopper
     from halfbyte.kernels.problem import Epilogue
     from halfbyte.ops.decoding import NormedPlan, normed_plan
 
@@ -155,7 +155,9 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         if not plan.norm_inside:
             norm.launch(gpu, empty(rows, k), empty(k), 1e-5, empty(rows, k))
         before, out = (empty(k), 1e-5) if plan.norm_inside else None, empty(rows, n // 2 if gated else n)
-        if plan.config is not None:
+        if plan.config is not None and plan.kernel == "skinny_hopper":
+            skinny_hopper.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, Epilogue(gated=gated))
+        elif plan.config is not None:
             skinny.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, Epilogue(gated=gated), before)
         elif gated:
             gates.launch(gpu, empty(rows, n), out)

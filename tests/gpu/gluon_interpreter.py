@@ -116,7 +116,7 @@ def _divided(a: Tensor, b: Any) -> Tensor:
 
 
 for _name, _work in {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "floordiv": _divided, "mod": torch.fmod,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "floordiv": _divided, "mod": torch.fmod,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "lshift": torch.bitwise_left_shift,
     "rshift": torch.bitwise_right_shift,
 }.items():  # fmt: skip
@@ -380,11 +380,11 @@ def _store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
 _atomics = threading.Lock()
 
 
-def _atomic_add(pointer: Pointer, value: int, **_: Any) -> Value:
+def _atomic_add(pointer: Pointer, value: Any, **_: Any) -> Value:
     with _atomics:
         at, _mask = pointer.places(None)
         before = pointer.memory[at].clone()
-        pointer.memory[at] += value
+        pointer.memory[at] += _raw(value)
     return Value(before)
 
 
@@ -440,6 +440,8 @@ _LANGUAGE = _Language(
     cdiv=lambda a, b: (a + (b - 1)) // b,
     fma=lambda a, b, c: Value((a.t.double() * b.t.double() + c.t.double()).float()),
     max=lambda value, axis: Value(value.t.amax(axis)),
+    exp=lambda value: Value(value.t.exp()),
+    abs=lambda value: Value(value.t.abs()),
     where=_where,
     minimum=_minimum,
     umulhi=lambda a, b: Value((a.t.long() * torch.as_tensor(_raw(b)).long() >> 32).to(torch.int32)),

@@ -15,7 +15,7 @@ from halfbyte.machine import GPUS, Gpu
 H, B = torch.float16, torch.bfloat16
 CONFIGS = {
     4: [(64, 256, 6), (64, 128, 5), (128, 128, 4), (128, 64, 6)],
-    8: [(64, 256, 5), (64, 128, 9), (64, 64, 13), (64, 32, 16), (128, 128, 6), (128, 64, 9)],
+    8: [(64, 256, 5), (64, 128, 4), (64, 64, 6), (64, 32, 9), (128, 128, 3), (128, 64, 4)],
 }
 FORMATS = {
     4: ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "int4_g64_zp", "int4_channel_f16", "int4_channel", "int4_g256_f16"],
@@ -87,6 +87,5 @@ def test_configs_fit(name: str, m: int) -> None:
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
-            parts = parts_of(asked.format.bits, config.block_m)
-            weight = 128 * config.rows if asked.format.bits == 8 else 128 * config.rows // parts
-            assert config.stages * (256 * config.block_m // parts + weight) + (8 << 10) <= gpu.shared
+            parts = parts_of(config.block_m)
+            assert config.stages * (256 * config.block_m + 32 * asked.format.bits * config.rows) // parts + (8 << 10) <= gpu.shared

@@ -7,7 +7,8 @@ kernels on an NVIDIA GPU:
     h   = normed_linear(x, norm, gate | up, gated)            silu(gate) * up
     x   = linear(h, down, residual=x)
 
-With several sequences the norms have separate kernels before the products, and gates may have one after theirs.
+With several sequences the norms have separate kernels before the products, and gates may have one after theirs; on Hopper the norm before
+the gates has one, too, where the product with gates is `skinny_hopper`'s.
 Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
 says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 The model's last norm remains an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time
@@ -47,8 +48,8 @@ QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> nn.Module:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels (on a GPU), and
-    encoder layers whole sequences, and what embeds these, in one call each (on a CPU), in place; returns `model`.
+    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels or so (on a GPU),
+    and encoder layers whole sequences, and what embeds these, in one call each (on a CPU), in place; returns `model`.
 
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
@@ -150,12 +151,12 @@ def one_call() -> tuple[Step, ...]:
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:
-    """Describes the computation of a product after a norm. A kernel other than `skinny` is not named here, but before."""
+    """Describes the computation of a product after a norm. The kernel of a plain linear layer is not named here, but before."""
     if plan.norm_inside:
-        return f"skinny with the norm{' and silu(gate) * up' if gated else ''}"
+        return f"{plan.kernel} with the norm{' and silu(gate) * up' if gated else ''}"
     if plan.config is None:
         return f"after a kernel of the norm{', before one of silu(gate) * up' if gated else ''}"
-    return f"skinny{' with silu(gate) * up' if gated else ''}, after a kernel of the norm"
+    return f"{plan.kernel}{' with silu(gate) * up' if gated else ''}, after a kernel of the norm"
 
 
 class _OneToken(Shortened):

@@ -135,7 +135,8 @@ class Epilogue:
 
     bias      floating point [n], or None
     residual  [m, n] in the activations' type, or None
-    gated     the sum is that of two: silu(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns. `skinny` alone has it
+    gated     the sum is that of two: silu(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns. `skinny` and
+              `skinny_hopper` have it
     """
 
     bias: Tensor | None = None

@@ -151,7 +151,7 @@ def _normed_cuda(
     plan = normed_plan(format, rows, n, k, x.dtype, here, gated=gated, biased=bias is not None)
     if isinstance(plan, str):
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
-    from halfbyte.kernels.gpu import gates, skinny
+    from halfbyte.kernels.gpu import gates, skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
@@ -161,10 +161,12 @@ def _normed_cuda(
         z = (x.contiguous() if plan.norm_inside else _rms_norm_cuda(x, norm, eps)).view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(plan.problem.format, (n, k)))
-            epilogue = Epilogue(bias, gated=gated)
-            skinny.launch(
-                plan.problem, plan.config, z, *views, out.view(rows, -1), epilogue, (norm.contiguous(), eps) if plan.norm_inside else None
-            )
+            epilogue, y = Epilogue(bias, gated=gated), out.view(rows, -1)
+            if plan.kernel == "skinny":
+                inside = (norm.contiguous(), eps) if plan.norm_inside else None
+                skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
+            else:
+                skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
         else:
             infinite = float("inf")
             product: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
@@ -176,10 +178,11 @@ def _normed_cuda(
 
 @dataclass(frozen=True, slots=True)
 class NormedPlan:
-    """How `normed_linear` is computed: with a `config`, by `kernels/gpu/skinny.py`, gates included; otherwise the product by the kernel of
-    a plain linear layer, and the gates by a separate one. A norm outside of the product has a separate kernel before it."""
+    """How `normed_linear` is computed: with a `config`, by that `kernel` of kernels/gpu, gates included; otherwise the product by the
+    kernel of a plain linear layer, and the gates by a separate one. A norm outside of the product has a separate kernel before it."""
 
     problem: Problem
+    kernel: str
     config: Any
     norm_inside: bool
 
@@ -195,7 +198,7 @@ def normed_plan(
 
 @lru_cache(maxsize=1024)
 def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
-    from halfbyte.kernels.gpu import skinny
+    from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     if not n or not rows:
         return f"{rows} rows of {n} outputs are nothing to compute"
@@ -209,12 +212,17 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
-        return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
-    found = (skinny.gated(problem, o.config) for o in options)
+        return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
+    if choice.taken.candidate.home == "skinny_hopper" and not biased:
+        alike = (o.config for o in (choice.taken, *choice.others) if o.candidate.home == "skinny_hopper" and o.seconds <= longest)
+        best = next((found for config in alike if (found := skinny_hopper.gated(problem, config, here))), None)
+        if best is not None:
+            return NormedPlan(problem, "skinny_hopper", best, False)
+    gates = (skinny.gated(problem, o.config) for o in options)
     # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
-    fitting = sorted((config for config in found if config is not None), key=lambda config: config.batch > 1)
+    fitting = sorted((config for config in gates if config is not None), key=lambda config: config.batch > 1)
     config = fitting[0] if fitting and not biased else None
-    return NormedPlan(problem, config, config is not None and skinny.takes_norm(config))
+    return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
 
 
 # attend

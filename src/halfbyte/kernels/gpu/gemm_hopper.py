@@ -28,6 +28,8 @@ from halfbyte.kernels.gpu.hopper_tile import (
     HIGH_BYTES,
     PIECES,
     Static,
+    as_held,
+    as_summed,
     keep_free,
     load_stage,
     load_weight,
@@ -52,6 +54,7 @@ RECORD_US = {
 _START_US = 3.0
 _MEETINGS_US = 12.0
 _MOST = gl.constexpr(2**31 - 1)
+_PATIENCE = gl.constexpr(256)  # looks at a lock, each a trip to the L2 cache
 _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the weight as fast
 
 
@@ -110,8 +113,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 def most_stages(bits: int, rows: int, block_m: int, gpu: Gpu) -> int:
     """That fit beside barriers and what is written by lanes."""
-    parts = parts_of(bits, block_m)
-    return min(2 * bits, (gpu.shared - (8 << 10)) // (256 * block_m // parts + (128 if bits == 8 else 128 // parts) * rows))
+    return min(2 * bits, (gpu.shared - (8 << 10)) * parts_of(block_m) // (256 * block_m + 32 * bits * rows))
 
 
 def launch(
@@ -144,8 +146,9 @@ def multiply(
     if geo.format.bits == 4:
         weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
     else:
-        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        weight = TensorDescriptor.from_tensor(codes, [2 * config.rows, 64], of_bytes)
+        width = gpu_tiles.RECORD // parts_of(config.block_m)
+        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
+        weight = TensorDescriptor.from_tensor(codes, [2 * config.rows, width], of_bytes)
     static = Static(
         rows=config.rows,
         block_m=config.block_m,
@@ -319,19 +322,18 @@ def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds,
         tile, pm, pn, first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
         rn = _rows(pn, sizes, HALF, OPERAND, S)
         now = tails_of(tails, first, rn, sizes, S)
-        ready = done == sizes[3]
         if scratch is not None:
             if done < sizes[3]:
                 number = before - whole * gl.num_programs(0)
-                acc, ready = _meet(acc, before, number, rest, scratch, sizes, HALF, S)
+                _meet(acc, tails[0], out, added, first_n, first_m, before, number, rest, at < end, scratch, sizes, bounds, HALF, S)
         if S.sent:
             place = step + HALF // S.beside
             mbarrier.wait(full.index(place % S.stages), (place // S.stages) & 1)
-            if ready:
+            if done == sizes[3]:
                 send_tile(acc, tails[0], yd, added[0], xs.index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
             step += S.places
             owed = 1
-        elif ready:
+        elif done == sizes[3]:
             _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
     if S.sent:
         tma.store_wait(0)
@@ -345,62 +347,65 @@ def _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S: gl.conste
 
 
 @gluon.jit
-def _meet(acc, tile, number, rest, scratch, sizes, HALF: gl.constexpr, S: gl.constexpr):
-    """What to do with the sums of a part of a tile's records: of the programs that share the tile, the last to come adds all up.
+def _meet(acc, scale, out, added, first_n, first_m, tile, number, rest, busy, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    """Sums of a part of a tile's records -> `out`, with those of the programs that share the tile: each adds up some of its columns.
 
-    `number` counts the tiles that are left over, `rest` their records. Returns the tile's sums, and whether these are they.
+    A program that is not `busy` with more waits for the others' sums, but for a while only: then it leaves its columns to the last to
+    come. It may be that others cannot begin before it ends. `number` counts the tiles that are left over, `rest` their records.
     """
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
+    WIDTH: gl.constexpr = BM // PIECES
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     sharers = _sharers(rest, sizes)
     record = number * sizes[3]
     leader = ((record + 1) * sharers - 1) // rest  # the program that has the tile's first record
     others = ((record + sizes[3]) * sharers - 1) // rest - leader
     me = gl.program_id(0) - leader
+    adding = gl.minimum(others + 1, PIECES)  # programs that do
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
     away: gl.constexpr = 2 * ROWS * BM
     place = scratch[0] + (leader.to(gl.int64) * 4 + HALF) * (ROWS * BM)
-    place += gl.expand_dims(gl.arange(0, ROWS * BM // 512, layout=gl.SliceLayout(1, LANES)), 1) * 512
+    place += gl.expand_dims(gl.arange(0, ROWS * WIDTH // 512, layout=gl.SliceLayout(1, LANES)), 1) * 512
     place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
     own = place + gl.where(me == 0, 1, 2 * me) * away
+    pieces = pieces_of(acc, S)
+    for i in gl.static_range(PIECES):
+        gl.store(own + i * (ROWS * WIDTH), as_held(pieces[i]), mask=busy | (i * adding // PIECES != me))
+    gl.thread_barrier()  # what this warpgroup wrote comes before what it says
+    # How many have written, and from bit 16 on whose columns are left to the last of them.
     lock = scratch[1] + (tile * 2 + HALF) * 2
-    # The last to come waits for sums that are being written, so that no program waits for one that may not have begun.
-    ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
-    if (not ready) | (others > 1):
-        gl.store(own, _as_held(acc, S))
-    if ready:
-        written = gl.atomic_add(lock + 1, 0, sem="acq_rel")
-        while written < others:
-            written = gl.atomic_add(lock + 1, 0, sem="acq_rel")
-        if others == 1:
-            total = _as_held(acc, S) + gl.load(place + gl.where(me == 0, 2, 1) * away, cache_modifier=".cg")
-        else:
-            total = gl.load(place + away, cache_modifier=".cg")
-            for j in range(1, others + 1):
-                total += gl.load(place + 2 * j * away, cache_modifier=".cg")
-        acc = gl.convert_layout(_as_summed(total, S), acc.type.layout, assert_trivial=True)
+    mark = gl.where(me < adding, 1 << (16 + gl.minimum(me, PIECES)), 0)
+    seen = gl.atomic_add(lock, gl.where(busy, mark, 0) + 1, sem="acq_rel")
+    last = seen % (1 << 16) == others
+    there = seen + 1
+    if (mark > 0) & (not busy):
+        polls = 0
+        while (there % (1 << 16) <= others) & (polls < _PATIENCE):
+            there = gl.atomic_add(lock, 0, sem="acq_rel")
+            polls += 1
+        if there % (1 << 16) <= others:
+            for i in gl.static_range(PIECES):
+                gl.store(own + i * (ROWS * WIDTH), as_held(pieces[i]), mask=i * adding // PIECES == me)
+            gl.thread_barrier()
+            there = gl.atomic_add(lock, mark, sem="acq_rel")
+    for i in gl.static_range(PIECES):
+        owner = i * adding // PIECES
+        mine = (owner == me) & (there % (1 << 16) > others)
+        if mine | (last & ((seen >> (16 + owner)) % 2 == 1)):
+            held = as_held(pieces[i])
+            total = gl.zeros_like(held)
+            for j in range(0, others + 1, 2):
+                at = place + i * (ROWS * WIDTH)
+                one = gl.load(at + gl.where(j == 0, 1, 2 * j) * away, mask=j != me, other=0.0, cache_modifier=".cg")
+                two = gl.load(at + (2 * j + 2) * away, mask=(j < others) & (j + 1 != me), other=0.0, cache_modifier=".cg")
+                total += gl.where(j == me, held, one)
+                total += gl.where(j + 1 == me, held, two)
+            total = gl.convert_layout(as_summed(total, ROWS), pieces[i].type.layout, assert_trivial=True)
+            write_tile(total, scale, out, added, first_n, first_m + i * WIDTH, None, sizes, bounds, S)
+    if gl.atomic_add(lock + 1, 1, sem="acq_rel") == others:  # nobody looks any more
         gl.store(lock, 0)
         gl.store(lock + 1, 0)
-    else:
-        gl.thread_barrier()  # what this warpgroup wrote comes before what it says
-        gl.atomic_add(lock + 1, 1, sem="acq_rel")
-    return acc, ready
-
-
-@gluon.jit
-def _as_held(acc, S: gl.constexpr):
-    """Sums [rows, block_m] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
-    held = acc.reshape([S.rows // 64, 4, 2, 8, S.block_m // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(held.reshape([S.rows * S.block_m // 512, 512]), LANES, assert_trivial=True)
-
-
-@gluon.jit
-def _as_summed(held, S: gl.constexpr):
-    """The inverse."""
-    acc = held.reshape([S.rows // 64, S.block_m // 8, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6])
-    return acc.reshape([S.rows, S.block_m])
 
 
 @gluon.jit(do_not_specialize=["M"])

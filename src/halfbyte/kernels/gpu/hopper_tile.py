@@ -1,10 +1,10 @@
 """float32 sums [rows, block_m] of many rows of x with a weight in 4 or 8 bits on Hopper: the tile that `gemm_hopper.py` and
 `grouped_hopper.py` are made of.
 
-One warp keeps records (128 k; of bytes and of large tiles half a record) of both operands on their way to shared memory; two warpgroups
-multiply `rows` rows of the weight each by `block_m` rows of x. Half a record (two planes) becomes floating point while the wgmma of the
-half before it runs, and one warpgroup's waits lie under the other's products. They never wait for each other, so that one multiplies while
-the other ends its tile: it puts the sums into a stage of the ring that the first warp has kept free, from where TMA writes them.
+One warp keeps records (128 k; of large tiles half a record) of both operands on their way to shared memory; two warpgroups multiply `rows`
+rows of the weight each by `block_m` rows of x. A plane of a record (32 k), of large tiles two, becomes floating point while the wgmma of
+those before it run, and one warpgroup's waits lie under the other's products. They never wait for each other, so that one multiplies
+while the other ends its tile: it puts the sums into a stage of the ring that the first warp has kept free, from where TMA writes them.
 
     4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
              and constant, one that multiplies by the scale
@@ -33,7 +33,6 @@ def _plane_text(shift: int, mask: str, magic: str) -> str:
     return f"{{.reg .b32 t; shr.b32 t, $1, {shift}; lop3.b32 $0, t, {mask}, {magic}, 0xea;}}"
 
 
-_TWOS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 # Two bytes of a register and a constant -> two numbers, as decode.py makes them of four.
 TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
 TWO_BF16 = gl.constexpr(
@@ -46,9 +45,9 @@ PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000
 PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 
 
-def parts_of(bits: int, block_m: int) -> int:
+def parts_of(block_m: int) -> int:
     """Stages that a record takes: two where few whole ones fit."""
-    return 2 if bits == 8 or block_m > 128 else 1
+    return 2 if block_m > 128 else 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Static:
     @property
     def parts(self) -> int:
         """Stages that a record takes."""
-        return parts_of(self.bits, self.block_m)
+        return parts_of(self.block_m)
 
     @property
     def weights(self) -> int:
@@ -84,6 +83,11 @@ class Static:
     def block_n(self) -> int:
         """Rows of the weight that a stage holds."""
         return 2 * self.rows
+
+    @property
+    def twos(self) -> gl.NVMMASharedLayout:
+        """Shared memory of the bytes of a stage, by twos."""
+        return gl.NVMMASharedLayout(swizzle_byte_width=self.width, element_bitwidth=16, rank=2)
 
     @property
     def pairs(self) -> gl.DistributedLinearLayout:
@@ -118,7 +122,7 @@ def ring(xd, wd, S: gl.constexpr):
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
-    ws = gl.allocate_shared_memory(wd.dtype, [S.weights, ROWS * S.bits // 4, 64], wd.layout)
+    ws = gl.allocate_shared_memory(wd.dtype, [S.weights, ROWS * S.bits // 4, 64 if S.bits == 4 else S.width], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -145,8 +149,8 @@ def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
     bar = full.index(step % S.stages)
     to = weight_stage(ws, step, S)
     if S.bits == 8:
-        mbarrier.expect(bar, X_BYTES + S.rows * 128)
-        tma.async_copy_global_to_shared(wd, [pn * S.rows * 2, r * S.width], bar, to)
+        mbarrier.expect(bar, X_BYTES + S.block_n * S.width)
+        tma.async_copy_global_to_shared(wd, [pn * S.block_n, r * S.width], bar, to)
     elif r % S.each == S.each - 1:  # with the last of its stages of x: with the first, another record would still be read where it goes
         mbarrier.expect(bar, X_BYTES + S.rows * 128)
         for p in gl.static_range(PANELS):
@@ -254,8 +258,8 @@ def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S
     """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
     if S.bits == 8:  # by twos: [rows, 16]
-        twos = ws._reinterpret(gl.int16, [S.block_n, 32], _TWOS)
-        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE % 2 * 16, 16, dim=1).load(S.pairs)
+        twos = ws._reinterpret(gl.int16, [S.block_n, S.width // 2], S.twos)
+        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * 16 % (S.width // 2), 16, dim=1).load(S.pairs)
     else:
         PANELS: gl.constexpr = S.rows // 64
         LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -361,7 +365,11 @@ def sums(
             w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
         a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
         if ONE:
+            if S.bits == 8:
+                codes = _codes(weight_stage(ws, step, S), 2, HALF, OPERAND, S)
             w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
+            if S.bits == 8:
+                codes = _codes(weight_stage(ws, step, S), 3, HALF, OPERAND, S)
         else:
             w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
         a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
@@ -450,3 +458,21 @@ def send_tile(acc, scale, yd, bias, place, first_n, first_m, sizes, bounds, HALF
     place.permute([1, 0]).store(y)
     fence_async_shared()
     tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
+
+
+@gluon.jit
+def as_held(acc):
+    """Sums [rows, columns] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    held = acc.reshape([ROWS // 64, 4, 2, 8, WIDTH // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(held.reshape([ROWS * WIDTH // 512, 512]), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def as_summed(held, ROWS: gl.constexpr):
+    """The inverse."""
+    WIDTH: gl.constexpr = held.shape[0] * 512 // ROWS
+    acc = held.reshape([ROWS // 64, WIDTH // 8, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6])
+    return acc.reshape([ROWS, WIDTH])

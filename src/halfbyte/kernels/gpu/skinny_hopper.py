@@ -15,7 +15,7 @@ What a partition does with a stage, and its arithmetic: `skinny_hopper_tile.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES
+from halfbyte.kernels.gpu.epilogue import gated as gates
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, as_held, as_summed
 from halfbyte.kernels.gpu.skinny_hopper_tile import ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -36,6 +37,7 @@ from halfbyte.machine import Gpu
 _PARTITIONS = gl.constexpr(4)
 _MOST_M = 64
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
+_MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first. From measurements on an H200: programs that share no tile, or each tile among as many, save 2 us; where that
-    leaves many multiprocessors without work, all of them take equal shares."""
+    """The best guess first, from measurements on an H200."""
     words = problem.format.bits == 4
     if problem.m <= 16:
         tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
@@ -91,34 +92,46 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
     if many:
         tiles.sort(key=lambda tile: tile[0] != 4)
-    found = []
-    for panels, each in tiles:
-        even = _config(problem, gpu, panels, each, even=True)
-        if even.programs < 0.95 * gpu.sms:
-            found += [_config(problem, gpu, panels, each, even=alike) for alike in (not many, many)]
-        else:
-            found.append(even)
-    return tuple(dict.fromkeys(config for config in found if config.stages > 1))
+    found = [_configs(problem, gpu, panels, each, 1.0 if many else _MEETING_US) for panels, each in tiles]
+    best, others = [of_tile[0] for of_tile in found], [config for of_tile in found for config in of_tile[1:]]
+    return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
 
 
-def _config(problem: Problem, gpu: Gpu, panels: int, each: int, *, even: bool) -> Config:
+def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float) -> list[Config]:
+    """Numbers of programs for a tile, the best first: by the records of 64 rows that each multiplies, and whether programs share tiles."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     columns = _columns(problem.m)
     static = compiled_for(problem, Config(columns, panels, each, 1, 1), clamp=False)
     stages = min(12, (gpu.shared - _BESIDE - (4 - panels) * 256 * columns) // static.stage_bytes)
     tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
-    programs = min(gpu.sms, tiles * steps)
-    if even:
-        cut = tiles * min(gpu.sms // tiles, steps) if tiles <= gpu.sms else -(-tiles // -(-tiles // gpu.sms))
-        programs = cut if cut >= 0.8 * gpu.sms else programs
-    return Config(columns, panels, each, stages, programs)
+    whole = -(-tiles // -(-tiles // gpu.sms))
+    record_us = 0.10 + 0.0016 * columns
+
+    def us(programs: int) -> float:
+        meeting = 0.0 if tiles % programs == 0 else meeting_us if programs % tiles == 0 else 2 * meeting_us
+        return panels * tiles * geo.records / programs * record_us + meeting
+
+    alike = tiles * max(1, min(gpu.sms // tiles, steps))  # for each tile as many
+    programs = sorted({count for count in (whole, alike, min(gpu.sms, tiles * steps)) if count <= gpu.sms}, key=us)
+    return [Config(columns, panels, each, stages, count) for count in programs]
 
 
 def _columns(m: int) -> int:
     return next((size for size in (8, 16, 32) if m <= size), 64)
 
 
-def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
+def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
+    """`config` as gates need it: whole tiles of two panels of them and two of what they gate, for about half of the multiprocessors or
+    more; None where the shape or the format has no such."""
+    short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
+    if problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4 or 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
+        return None
+    static = compiled_for(problem, config, clamp=False, gated=True)
+    stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
+    return replace(config, stages=stages, programs=min(config.programs, problem.n // static.rows)) if stages > 1 else None
+
+
+def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool = False) -> Static:
     """Of floats, or of integers: as the problem computes."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     groups = max(1, gpu_tiles.RECORD // geo.padded)
@@ -139,6 +152,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         scaled=problem.compute == "float" and geo.block_rows > 1 and fewer,
         integers=problem.compute == "int8",
         clamp=clamp,
+        gated=gated,
     )
 
 
@@ -148,8 +162,8 @@ def launch(
     """x [M, K] (unit stride along K) times the weight whose sections are codes and scale -> out [M, N], contiguous."""
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
-    static = compiled_for(problem, config, clamp=epilogue.clamps)
-    memory = launcher.workspace(out.device, beside(problem, config))
+    static = compiled_for(problem, config, clamp=epilogue.clamps, gated=epilogue.gated)
+    memory = launcher.workspace(out.device, 0 if epilogue.gated else beside(problem, config))
     multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
 
 
@@ -172,7 +186,7 @@ def multiply(
     """The same with `beside(problem, config)` bytes of memory; integers have scales of the rows of x besides."""
     (rows, row_scale), (codes, scale, zero) = x, weight
     scratch = None
-    if beside(problem, config):
+    if not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
         scratch = sums, launcher.locks(out.device, -(-problem.n // static.rows) * static.panels)
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -181,7 +195,7 @@ def multiply(
     if static.bits == 4:
         read = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], words)
     else:
-        read = TensorDescriptor.from_tensor(codes, [static.rows, 128], bytes_)
+        read = TensorDescriptor.from_tensor(codes, [static.rows // 2 if static.gated else static.rows, 128], bytes_)
     launcher.run(
         _skinny,
         (config.programs,),
@@ -207,7 +221,8 @@ def multiply(
 def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
     """Scales or points, those of a stage at once."""
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(of_blocks, [static.blocks, static.rows], flat)
+    box = [1, static.rows // 2] if static.gated else [static.blocks, static.rows]
+    return TensorDescriptor.from_tensor(of_blocks, box, flat)
 
 
 # The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a row, steps of a tile).
@@ -216,7 +231,10 @@ def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
 @gluon.jit
 def _share(sizes, S: gl.constexpr):
     """The first of all tiles' steps that this program takes, and the first after them."""
-    steps = gl.cdiv(sizes[1], S.rows) * sizes[4]
+    tiles = gl.cdiv(sizes[1], S.rows)
+    if S.gated:  # whole tiles
+        return gl.program_id(0) * tiles // gl.num_programs(0) * sizes[4], (gl.program_id(0) + 1) * tiles // gl.num_programs(0) * sizes[4]
+    steps = tiles * sizes[4]
     return gl.program_id(0) * steps // gl.num_programs(0), (gl.program_id(0) + 1) * steps // gl.num_programs(0)
 
 
@@ -235,26 +253,47 @@ def _after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _panel(pn, p, sizes, S: gl.constexpr):
+    """The weight's panel that is the p-th of tile pn."""
+    HALF: gl.constexpr = S.panels // 2
+    if S.gated:
+        return pn * HALF + p % HALF + p // HALF * (sizes[1] // (2 * ROWS))
+    else:
+        return pn * S.panels + p
+
+
+@gluon.jit
 def _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
     """The weight's half of a stage, its scales and points, and how many bytes are to come in all. Beyond the last record of a row there is
     the next one's, or nothing: x has zeros there."""
     PANELS: gl.constexpr = S.panels
     DEPTH: gl.constexpr = S.depth
     ws = buffers[1]
+    BLOCKS: gl.constexpr = S.blocks
+    PARTS: gl.constexpr = 2 if S.gated else 1  # of a tile's rows, which follow each other in each
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
     if S.bits == 4:
         for p in gl.static_range(PANELS):
             place = ws.index(stage).slice(p * 32 * DEPTH, 32 * DEPTH, dim=0)
-            tma.async_copy_global_to_shared(wd, [((pn * PANELS + p) * sizes[3] + t * DEPTH) * 32, 0], bar, place)
+            tma.async_copy_global_to_shared(wd, [(_panel(pn, p, sizes, S) * sizes[3] + t * DEPTH) * 32, 0], bar, place)
     else:
         for j in gl.static_range(DEPTH):
-            tma.async_copy_global_to_shared(wd, [pn * S.rows, (t * DEPTH + j) * 128], bar, ws.index(stage * DEPTH + j))
+            for h in gl.static_range(PARTS):
+                place = ws.index(stage * DEPTH + j).slice(h * (S.rows // PARTS), S.rows // PARTS, dim=0)
+                tma.async_copy_global_to_shared(wd, [_panel(pn, h * (PANELS // PARTS), sizes, S) * ROWS, (t * DEPTH + j) * 128], bar, place)
     for i in gl.static_range(2):
         if tails[i] is not None:
-            to = buffers[2 + i].index(stage * S.blocks)
-            to = to._reinterpret(to.dtype, [S.blocks, S.rows], to.layout)
-            tma.async_copy_global_to_shared(tails[i], [0 if S.whole else t * DEPTH // S.wide * S.groups, pn * S.rows], bar, to)
+            block = 0 if S.whole else t * DEPTH // S.wide * S.groups
+            if S.gated:
+                for j in gl.static_range(BLOCKS):
+                    for h in gl.static_range(PARTS):
+                        to = buffers[2 + i].index(stage * S.blocks + j).slice(h * (S.rows // PARTS), S.rows // PARTS, dim=1)
+                        tma.async_copy_global_to_shared(tails[i], [block + j, _panel(pn, h * (PANELS // PARTS), sizes, S) * ROWS], bar, to)
+            else:
+                to = buffers[2 + i].index(stage * S.blocks)
+                to = to._reinterpret(to.dtype, [S.blocks, S.rows], to.layout)
+                tma.async_copy_global_to_shared(tails[i], [block, pn * S.rows], bar, to)
 
 
 @gluon.jit
@@ -321,7 +360,7 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
             stage, phase = _after(stage, phase, STAGES)
         if FIRST > 0:
             mbarrier.wait(met.index(PANELS + PANEL), (turn & 1) ^ 1)
-            sums.index(NUMBER - PANELS).store(_as_held(acc, S))
+            sums.index(NUMBER - PANELS).store(as_held(acc))
             mbarrier.arrive(met.index(PANEL), count=1)
         else:
             if S.parts > 1:
@@ -332,8 +371,22 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
             if scratch is not None:
                 if count < sizes[4]:
                     acc, ready = _meet(acc, pn, scratch, sizes, PANEL, S)
-            if ready:
-                _write(acc, scales, out, added, (pn * PANELS + PANEL) * ROWS, sizes, bounds, S)
+            row = _panel(pn, PANEL, sizes, S) * ROWS
+            if S.gated:
+                half = (sizes[0], sizes[1] // 2)
+                if PANEL >= PANELS // 2:
+                    mbarrier.wait(met.index(PANELS + PANEL), (turn & 1) ^ 1)
+                    sums.index(PANEL - PANELS // 2).store(as_held(_scaled(acc, scales, row, sizes, S)))
+                    mbarrier.arrive(met.index(PANEL), count=1)
+                else:
+                    mbarrier.wait(met.index(PANELS // 2 + PANEL), turn & 1)
+                    acc = _scaled(acc, scales, row, sizes, S)
+                    held = sums.index(PANEL).load(as_held(acc).type.layout)
+                    mbarrier.arrive(met.index(PANELS + PANELS // 2 + PANEL), count=1)
+                    up = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
+                    _write(gates(acc, up), out, added, row, half, bounds, S)
+            elif ready:
+                _write(_scaled(acc, scales, row, sizes, S), out, added, row, sizes, bounds, S)
         at += count
         turn += 1
 
@@ -342,10 +395,10 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
 def _with_parts(acc, sums, PANEL: gl.constexpr, S: gl.constexpr):
     """acc + what the partitions of the panel's other parts of K have left."""
     PARTS: gl.constexpr = S.parts
-    held = _as_held(acc, S)
+    held = as_held(acc)
     for j in gl.static_range(PARTS - 1):
         held += sums.index(j * S.panels + PANEL).load(held.type.layout)
-    return gl.convert_layout(_as_summed(held, S), acc.type.layout, assert_trivial=True)
+    return gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -354,7 +407,7 @@ def _meet(acc, pn, scratch, sizes, PANEL: gl.constexpr, S: gl.constexpr):
 
     Returns the panel's sums, and whether these are they.
     """
-    held = _as_held(acc, S)
+    held = as_held(acc)
     LANES: gl.constexpr = held.type.layout
     COLUMNS: gl.constexpr = S.columns
     AWAY: gl.constexpr = S.rows * COLUMNS
@@ -375,27 +428,28 @@ def _meet(acc, pn, scratch, sizes, PANEL: gl.constexpr, S: gl.constexpr):
         held = gl.load(place + AWAY, cache_modifier=".cg")
         for j in range(1, others + 1):
             held += gl.load(place + 2 * j * AWAY, cache_modifier=".cg")
-        acc = gl.convert_layout(_as_summed(held, S), acc.type.layout, assert_trivial=True)
+        acc = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
         gl.store(lock, 0)
     return acc, ready
 
 
 @gluon.jit
-def _as_held(acc, S: gl.constexpr):
-    """Sums [64, columns] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
-    held = acc.reshape([4, 2, 8, S.columns // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([S.columns // 8, 512])
-    return gl.convert_layout(held, LANES, assert_trivial=True)
+def _scaled(total, scales, first, sizes, S: gl.constexpr):
+    """Sums of the rows of the weight from `first` on in float32, with the scales that all of a row or a column have in common."""
+    MMA: gl.constexpr = total.type.layout
+    total = total.to(gl.float32)
+    if S.whole:
+        row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+        total *= gl.expand_dims(gl.load(scales[0] + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
+    if S.integers:
+        if S.bits == 4:
+            total *= 0.0625
+        total *= gl.expand_dims(gl.load(scales[1] + gl.arange(0, S.columns, layout=gl.SliceLayout(0, MMA))), 0)
+    return total
 
 
 @gluon.jit
-def _as_summed(held, S: gl.constexpr):
-    """The inverse."""
-    return held.reshape([S.columns // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, S.columns])
-
-
-@gluon.jit
-def _write(total, scales, out, added, first, sizes, bounds, S: gl.constexpr):
+def _write(total, out, added, first, sizes, bounds, S: gl.constexpr):
     COLUMNS: gl.constexpr = S.columns
     MMA: gl.constexpr = total.type.layout
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
@@ -405,13 +459,6 @@ def _write(total, scales, out, added, first, sizes, bounds, S: gl.constexpr):
     mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    total = total.to(gl.float32)
-    if S.whole:
-        total *= gl.expand_dims(gl.load(scales[0] + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
-    if S.integers:
-        if S.bits == 4:
-            total *= 0.0625
-        total *= gl.expand_dims(gl.load(scales[1] + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))), 0)
     if added[1] is not None:
         total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
     y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
@@ -438,8 +485,9 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
             of_blocks = gl.allocate_shared_memory(tails[i].dtype, [STAGES * S.blocks, 1, S.rows], tails[i].layout)
         buffers += (of_blocks,)  # type: ignore[assignment]
     sums = xs
-    if S.parts > 1:
-        sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [_PARTITIONS - PANELS, S.columns // 8, 512], PLAIN)
+    if S.parts > 1 or S.gated:
+        OTHERS: gl.constexpr = PANELS // 2 if S.gated else _PARTITIONS - PANELS
+        sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [OTHERS, S.columns // 8, 512], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     met = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())

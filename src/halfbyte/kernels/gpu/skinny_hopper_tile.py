@@ -49,6 +49,7 @@ class Static:
     scaled: bool  # the weight is multiplied by its scale, not the sums
     integers: bool
     clamp: bool
+    gated: bool = False  # half of a tile's panels are gates of the others
 
     @property
     def parts(self) -> int:
