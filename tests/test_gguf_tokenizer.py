@@ -26,12 +26,12 @@ TEXTS = [
 CORPUS = [*TEXTS, (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")[:4000]]
 
 
-def byte_level(steps: list[Any], **settings: Any) -> Any:
+def byte_level(steps: list[Any], texts: list[str] = CORPUS, **settings: Any) -> Any:
     made: Any = Tokenizer(models.BPE(**settings))
     made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "<|x|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(CORPUS, trainer)
+    made.train_from_iterator(texts, trainer)
     made.add_tokens([AddedToken("<tool>", normalized=False)])
     return made
 
@@ -83,6 +83,23 @@ def test_byte_level(steps: list[Any], settings: dict[str, Any], name: str, tmp_p
     path, tokenizer, notes = written(tmp_path, byte_level(steps, **settings), add_bos_token=False)
     assert gguf.read_header(path).metadata["tokenizer.ggml.pre"] == name
     assert not notes
+    assert same(gguf_tokenizer.load(path), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["glm4", "deepseek-v3"])
+def test_cuts_of_models_that_are_only_read(name: str, tmp_path: Path) -> None:
+    """The texts are cut as by these models' tokenizer.json; the vocabulary has tokens across the cuts, so that they matter."""
+    numbers, rest = r"\p{N}{1,3}", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    signs = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    patterns = [gguf_tokenizer.LLAMA3] if name == "glm4" else [numbers, "[一-龥\u3040-ゟ゠-ヿ]+", f"{signs}|{rest}"]
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)], texts=TEXTS * 50)
+    whole = [len(backend.encode(text).ids) for text in TEXTS]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*(split(pattern)[0] for pattern in patterns), backend.pre_tokenizer])
+    assert sum(len(backend.encode(text).ids) for text in TEXTS) > sum(whole) + 10
+    path, tokenizer, _ = written(tmp_path, backend, add_bos_token=False)
+    metadata = {**gguf.read_header(path).metadata, "tokenizer.ggml.pre": name}
+    path.unlink()
+    gguf.Writer(path, metadata, {}).finish()
     assert same(gguf_tokenizer.load(path), tokenizer)
 
 

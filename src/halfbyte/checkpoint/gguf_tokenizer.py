@@ -31,14 +31,23 @@ _GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# DeepSeek's, one after the other: numbers, Chinese and Japanese, then the rest.
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT2 = None  # the default of ByteLevel
 _DIGITS = ""  # the same, after digits have been split one by one
-_CUTS: dict[str, str | None] = {
+_CUTS: dict[str, str | tuple[str, ...] | None] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     "tekken": _TEKKEN,
+    "deepseek-v3": _DEEPSEEK3,
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3,)),  # GLM's words are merged from pieces, and its texts begin with no token
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
 _WHOLE = (LLAMA3, _TEKKEN)  # with these, a word that is a token is not merged from pieces, and texts begin with a token by default
@@ -89,8 +98,8 @@ def _sequence(metadata: Mapping[str, Value], name: str) -> Any:
     return value
 
 
-def _cut(metadata: Mapping[str, Value]) -> str | None:
-    """The pattern that splits text into words."""
+def _cut(metadata: Mapping[str, Value]) -> str | tuple[str, ...] | None:
+    """The pattern that splits text into words, or several, of which each splits what the last one left."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _CUTS:
         raise CheckpointError(
@@ -109,7 +118,8 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     if cut == _DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     elif cut:
-        steps.insert(0, pre_tokenizers.Split(Regex(cut), behavior="isolated"))
+        patterns = (cut,) if isinstance(cut, str) else cut
+        steps = [*(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns), *steps]
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     backend.decoder = decoders.ByteLevel()
     _add_tokens(backend, metadata, tokens)
