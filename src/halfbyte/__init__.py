@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.experts import QuantExperts as QuantExperts
     from halfbyte.nn.fused import fuse_ as fuse_
     from halfbyte.nn.modules import QuantEmbedding as QuantEmbedding
+    from halfbyte.nn.modules import QuantEmbeddingBag as QuantEmbeddingBag
     from halfbyte.nn.modules import QuantLinear as QuantLinear
     from halfbyte.nn.modules import QuantModule as QuantModule
     from halfbyte.nn.parallel import parallel_report as parallel_report
@@ -78,7 +79,7 @@ _HOMES = {
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.convert": ("Config", "quantize_", "report"),
-    "halfbyte.nn.modules": ("QuantModule", "QuantLinear", "QuantEmbedding"),
+    "halfbyte.nn.modules": ("QuantModule", "QuantLinear", "QuantEmbedding", "QuantEmbeddingBag"),
     "halfbyte.nn.conv": ("QuantConv1d", "QuantConv2d"),
     "halfbyte.nn.experts": ("QuantExperts",),
     "halfbyte.nn.fused": ("fuse_",),
