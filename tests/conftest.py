@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-# Threads of OpenMP that wait for work don't spin: with a worker of pytest on each core that took two thirds of the time. Read by
-# OpenMP when torch is imported.
+# Threads of OpenMP that wait for work don't spin: with a worker of pytest on each core that took half of all CPU time. OpenMP reads
+# this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
