@@ -59,7 +59,7 @@ class _Static(hopper_tile.Static):
 
     images: int = 1
     height: int = 1
-    width: int = 1
+    columns: int = 1
     kernel_w: int = 1
     taps: int = 1
     pieces: int = 1
@@ -72,6 +72,11 @@ class _Static(hopper_tile.Static):
     @property
     def block_n(self) -> int:
         return self.rows
+
+    @property
+    def width(self) -> int:
+        """Elements along K of a stage of the weight in 8 bits."""
+        return 64
 
     @property
     def ring(self) -> bool:
@@ -154,7 +159,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         clamp=epilogue.clamps,
         images=config.box[0],
         height=config.box[1],
-        width=config.box[2],
+        columns=config.box[2],
         kernel_w=sizes.kernel[1],
         taps=sizes.taps,
         pieces=sizes.channels // 64,
@@ -307,9 +312,9 @@ def _finish(acc, factor, term, out, added, N, at, image, bounds, S: gl.constexpr
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out.dtype.element_ty
     i = gl.arange(0, S.block_m, layout=gl.SliceLayout(0, OUT))
-    b = at[1] + i // (S.width * S.height)
-    y = at[2] + i // S.width % S.height
-    x = at[3] + i % S.width
+    b = at[1] + i // (S.columns * S.height)
+    y = at[2] + i // S.columns % S.height
+    x = at[3] + i % S.columns
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     place = gl.expand_dims(((b.to(gl.int64) * image[3] + y) * image[4] + x) * N, 0) + gl.expand_dims(rn, 1)
     mask = gl.expand_dims(rn < N, 1) & gl.expand_dims((b < image[0]) & (y < image[3]) & (x < image[4]), 0)
@@ -351,7 +356,7 @@ def _conv(xd, wd, tails, out, added, N, n_padded, covers, image, window, bounds,
         gl.program_id(0) % tiles_n * 64,
         rest // covers[1] * S.images,
         rest % covers[1] * S.height,
-        box % covers[2] * S.width,
+        box % covers[2] * S.columns,
     )
     sizes = (0, N, n_padded, S.records)
     gl.warp_specialize(
