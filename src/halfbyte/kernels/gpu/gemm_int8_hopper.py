@@ -76,8 +76,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         tiles = rows * -(-problem.n // (64 * panels))
         waves = -(-tiles // gpu.sms)
         stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
-        # Programs that start one after the other ask for the same weights at different times: with 8 bits that is what is waited for.
-        early = fmt.bits == 4 or not plan.whole or rows == 1 or (rows == 2 and fits)
+        # Programs that start one after the other ask for the same weights at different times.
+        early = rows == 1 or (rows == 2 and fits)
         found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll, early)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
