@@ -81,6 +81,8 @@ def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
 def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := conv_hopper.supports(problem, gpu):
         return reason
+    if problem.dtype == torch.int8 and problem.sizes.taps > 1 and problem.window.stride != (1, 1):
+        return "integers of several taps with a stride take longer there: what lies outside of the image is added pixel by pixel"
     if problem.sizes.channels % 64 and problem.m < _LEAST_WRITTEN:
         return f"{problem.sizes.channels} channels are not a multiple of 64, and {problem.m} patches few: from {_LEAST_WRITTEN} on"
     tiles = conv_hopper.configs(problem, gpu)[0].tiles(problem)

@@ -171,8 +171,6 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
                 found.append(_config(problem, gpu, rows, box, sweep=True))
         paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64 and problem.window.stride == (1, 1)
         boxes = [box for box in boxes_of(pixels) if not paired or box[2] == 2]
-        if problem.dtype == torch.int8 and problem.window.stride == (2, 2) and any(problem.window.padding):
-            boxes = [box for box in boxes if box[1] == 1]  # of one row it takes far less time to add what lies outside
         found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (count_boxes(problem, box), -box[2])), paired=paired))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
