@@ -237,3 +237,11 @@ def test_formats_and_overrides_by_name() -> None:
     rows = hb.report(hb.quantize_(build("qwen3"), config)).quantized
     assert {str(row.format) for row in rows if row.name.endswith("experts.down_proj")} == {"int8_channel"}
     assert {str(row.format) for row in rows if row.name.endswith("experts.gate_up_proj")} == {"q4_0"}
+
+
+def test_the_experts_share_the_models_config() -> None:
+    """`quantize_` replaces the model's config by a copy: that of modules which torch does not see, too."""
+    model = build("mixtral")
+    hb.quantize_(model, "int4_g32")
+    model.dequantize()
+    assert model.model.layers[0].mlp.experts.config is model.config

@@ -400,7 +400,8 @@ def _own_config(model: Any) -> Any:
     """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
     shared = model.config
     own = copy(shared)
-    for module in model.modules():
+    hidden = [module.float_module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    for module in (*model.modules(), *hidden):
         for name in [name for name, value in vars(module).items() if value is shared]:
             setattr(module, name, own)
     return own

@@ -114,6 +114,12 @@ class MixtureOfExperts(nn.Module):
     def _bias(self, stack: str) -> Tensor | None:
         return self.get_parameter(f"{stack}_bias") if self.biased else None
 
+    @property
+    def float_module(self) -> nn.Module:
+        """The module that this one replaces."""
+        module: nn.Module = self._float[0]
+        return module
+
     def release(self) -> None:
         """Removes the float module's parameters."""
         for name in _own(self._float[0]):
@@ -121,7 +127,7 @@ class MixtureOfExperts(nn.Module):
 
     def collapsed(self) -> nn.Module:
         """The float module again, with the current weights and biases."""
-        module: nn.Module = self._float[0]
+        module = self.float_module
         for name, child in self.named_children():
             if isinstance(child, StackedExperts) and not self.transposed:
                 module.register_parameter(name, child.weight)
