@@ -105,19 +105,28 @@ def placed(t: Tensor, flush: str, gap: int = 0) -> Tensor:
 @contextmanager
 def guarded_allocations(flush: str) -> Iterator[None]:
     """What kernels allocate lies flush too."""
-    empty, empty_like = torch.empty, torch.empty_like
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
 
-    def new(*sizes: int | tuple[int, ...], dtype: torch.dtype = torch.float32, memory_format: torch.memory_format | None = None) -> Tensor:
+    def new(
+        *sizes: int | tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format | None = None,
+        device: str = "cpu",
+    ) -> Tensor:
+        assert torch.device(device).type == "cpu"
         shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
         if memory_format is torch.channels_last:
             return guarded((shape[0], *shape[2:], shape[1]), dtype, flush).permute(0, 3, 1, 2)
         return guarded(shape, dtype, flush)
 
-    torch.empty, torch.empty_like = new, lambda t, dtype=None: new(t.shape, dtype=dtype or t.dtype)
+    def new_like(t: Tensor, *sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return new(*(sizes or (tuple(t.shape),)), dtype=dtype or t.dtype)
+
+    torch.empty, torch.empty_like, Tensor.new_empty = new, lambda t, dtype=None: new_like(t, dtype=dtype), new_like
     try:
         yield
     finally:
-        torch.empty, torch.empty_like = empty, empty_like
+        torch.empty, torch.empty_like, Tensor.new_empty = empty, empty_like, new_empty
 
 
 def scratch(flush: str) -> None:

@@ -30,7 +30,7 @@ def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA
         linear.thread.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
         out, untouched = poisoned(batch, tokens, count, dim, dtype=torch.float32)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *_, out=out: out)
+            patch.setattr(torch, "empty", lambda *_, out=out, **__: out)
             assert attend_whole.supports(q, k, v, mask)
             y = attend_whole.attend(q, k, v, mask, dim**-0.5, added)
         wanted, error = reference(q, k, v, mask, dim**-0.5, bias=added)
