@@ -38,6 +38,7 @@ HOPPER = {
     "int8, 7": ("launch_hopper", "int8", "int8_channel", 512, 512, 7),
     "float": ("launch_hopper", "float16", "int4_g32", 128, 128, 28),
     "teams": ("launch_teams", "bfloat16", "int4_g32", 512, 512, 3),
+    "teams, 8 bits": ("launch_teams", "bfloat16", "int8_channel", 512, 512, 3),
 }
 
 

@@ -1,6 +1,6 @@
 """Which kernel convolves on a GPU: the literal list, the rules, and why each may not be taken.
 
-The rules follow what was measured on an H100 (`benchmarks/conv.py --device cuda`).
+The rules follow what was measured on an H100 and an H200 (`benchmarks/conv.py --device cuda`).
 """
 
 from __future__ import annotations
