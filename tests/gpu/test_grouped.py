@@ -169,8 +169,8 @@ def test_many_rows_an_expert(gpu: Gpu, device: torch.device, interpreted: bool) 
 @pytest.mark.parametrize("tile", [(256, 6), (128, 5), (64, 6)])
 def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """Tiles cut short by the next expert, experts without rows, unknown ids, more tiles than programs; N and K that tiles do not divide."""
-    if interpreted and tile[0] > 64:
-        pytest.skip("the smallest tile is enough for the interpreter")
+    if interpreted and tile[0] > 64 and (tile[0], name) != (256, "int4_g128"):
+        pytest.skip("the interpreter takes the smallest tile, and the one whose stages are half records")
     if not interpreted and gpu.capability != (9, 0):
         pytest.skip("needs a Hopper GPU")
     block_m, stages = tile

@@ -137,7 +137,7 @@ def _produce(xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S
         e, first, _count, pn = _tile(number, table, sizes, S)
         e = gl.minimum(e, experts - 1)
         mine = _tails_of(e, tails, steps)
-        for r in range(sizes[3]):
+        for r in range(sizes[3] * S.parts):
             load_stage(xd, wd, mine, xs, ws, full, empty, first, e * steps[0], pn, r, step, sizes, S)
             step += 1
 
