@@ -90,7 +90,7 @@ def test_the_same_bits_as_one_expert_alone() -> None:
     x, ids = torch.randn(200, K), ids_of(200)
     y = hb.grouped_linear(x, hb.pack(codes), ids)
     for e in range(E):
-        assert torch.equal(y[ids == e], hb.linear(x[ids == e], hb.pack(experts.matrix_of(codes, e))))
+        assert torch.equal(y[ids == e], hb.linear(x[ids == e], hb.pack(codes.select(e))))
 
 
 def test_more_rows_than_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ def test_a_stack_is_its_matrices() -> None:
     codes = random_codes(as_format("q4_1"), (E, N, K))
     packed = hb.pack(codes)
     for e, matrix in enumerate(experts.matrices(packed)):
-        assert torch.equal(matrix.data, hb.pack(experts.matrix_of(codes, e)).data)
+        assert torch.equal(matrix.data, hb.pack(codes.select(e)).data)
         assert matrix.data.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
     with pytest.raises(FormatError, match="begins with stacked_"):
-        experts.matrices(hb.pack(experts.matrix_of(codes, 0)))
+        experts.matrices(hb.pack(codes.select(0)))
 
 
 def test_nothing_to_do() -> None:
@@ -207,7 +207,7 @@ def test_errors(x: torch.Tensor, ids: torch.Tensor, how: dict[str, object], sent
 def test_one_matrix_is_for_linear_and_a_stack_is_not() -> None:
     codes = random_codes(as_format("q4_0"), (E, N, K))
     with pytest.raises(ArgumentError, match=re.escape(f"takes stacked weights [E, N, K], got one of shape [{N}, {K}]: use linear")):
-        hb.grouped_linear(X, hb.pack(experts.matrix_of(codes, 0)), IDS)
+        hb.grouped_linear(X, hb.pack(codes.select(0)), IDS)
     with pytest.raises(ArgumentError, match=re.escape("takes a weight [N, K]")):
         hb.linear(X, hb.pack(codes))
     wrong = hb.Packed(codes.format, (E + 1, N, K), "stacked_cpu_tiles", hb.pack(codes).data)

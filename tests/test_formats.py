@@ -247,6 +247,18 @@ def test_values_that_are_no_integers_are_refused() -> None:
         Codes.from_values(codes.format, codes.values().float(), codes.scale)
 
 
+@given(small_formats, st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40)), st.integers(0, 99))
+def test_parts_put_together_are_the_whole(fmt: Format, shape: tuple[int, int, int], seed: int) -> None:
+    codes = random_codes(fmt, shape, seed)
+    stacked = Codes.joined([codes.select(e) for e in range(shape[0])], torch.stack)
+    rows = codes.reshape((shape[0] * shape[1], shape[2]))
+    joined = Codes.joined([rows.select(slice(0, 1)), rows.select(torch.arange(1, rows.shape[0]))], torch.cat).reshape(shape)
+    for whole in (stacked, joined):
+        assert whole.shape == shape
+        assert all(torch.equal(tensor, codes.tensors()[name]) for name, tensor in whole.tensors().items())
+    assert torch.equal(rows.select(0).dequantize(), codes.dequantize()[0, 0])
+
+
 def test_codes_move_between_devices() -> None:
     codes = random_codes(as_format("int4_g16_zp"), (2, 33)).to("meta")
     assert {t.device.type for t in codes.tensors().values()} == {"meta"}

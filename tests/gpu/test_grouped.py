@@ -58,7 +58,7 @@ def run(
     rounded = (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
     for expert in ids[known].unique().tolist():
         rows = (ids == expert).nonzero().flatten()
-        matrix, inputs = experts.matrix_of(codes, expert), x[rows // share]
+        matrix, inputs = codes.select(expert), x[rows // share]
         one = None if biases is None else biases[expert]
         expected, error = reference.linear(inputs, matrix, one), 2 * reference.error_bound(inputs, matrix, one)
         size = inputs.double().abs() @ matrix.dequantize(torch.float64).abs().T

@@ -158,12 +158,9 @@ def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Ten
     back = None if order is None else order.long().argsort()
     rows, k = codes.rows, codes.shape[-1]
     out = torch.empty(rows, k, dtype=dtype, device="cpu")
-    # A scale of the whole tensor has no rows.
-    flat = {name: t if codes.format.block == "tensor" and name != "data" else t.reshape(rows, -1) for name, t in codes.tensors().items()}
-    step = max(1, _CHUNK // max(1, k))
+    matrix, step = codes.reshape((rows, k)), max(1, _CHUNK // max(1, k))
     for first in range(0, rows, step):
-        last = min(rows, first + step)
-        parts = {name: t[first:last] if len(t) == rows and t.dim() == 2 else t.reshape(1, 1) for name, t in flat.items()}
-        piece = Codes.from_tensors(codes.format, (last - first, k), parts).dequantize(dtype)
-        out[first:last] = piece if back is None else piece[:, back]
+        part = slice(first, first + step)
+        piece = matrix.select(part).dequantize(dtype)
+        out[part] = piece if back is None else piece[:, back]
     return out.reshape(codes.shape)

@@ -16,7 +16,7 @@ from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf_config import drafts, to_config
 from halfbyte.checkpoint.gguf_names import Architecture, convolves, layer_of, of_file, unimportant
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.codes import Codes
 from halfbyte.io import gguf
 from halfbyte.io.tensors import Spec
 
@@ -146,13 +146,12 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     def read(wanted: torch.dtype | None) -> Codes | Tensor:
         values = [tensor.read() for tensor in tensors]
         if quantized is not None:
-            codes = [value.tensors() for value in values if isinstance(value, Codes)]
-            turns = {name: torch.stack([each[name] for each in codes], dim=2).flatten(1, 2) for name in codes[0]}
-            return Codes.from_tensors(quantized.format, (experts, n * count, k), turns)
+            codes = [value for value in values if isinstance(value, Codes)]
+            return Codes.joined(codes, lambda parts: torch.stack(parts, dim=2).flatten(1, 2))
         out = torch.empty(experts, k, n * count, dtype=wanted or dtype, device="cpu")
         for i in range(experts):
             for j, value in enumerate(values):
-                out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else floats(_expert(value, i), out.dtype)).T
+                out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else floats(value.select(i), out.dtype)).T
         return out
 
     def read_bias(wanted: torch.dtype | None) -> Tensor:
@@ -216,10 +215,6 @@ def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
     return value.T.to(dtype or value.dtype)
 
 
-def _expert(codes: Codes, i: int) -> Codes:
-    return Codes.from_tensors(codes.format, codes.shape[1:], {name: tensor[i] for name, tensor in codes.tensors().items()})
-
-
 _MXFP4 = "GGUF mxfp4"
 _LATENTS = ("attn_k_b.weight", "attn_v_b.weight")
 _HALVES = (torch.bfloat16, torch.float16)
@@ -237,8 +232,8 @@ def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: f
     """A tensor with its rows in transformers' order."""
     value = tensor.read()
     if isinstance(value, Codes):
-        value = value if value.shape == shape else _reshaped(value, shape)
-        return value if rows is None else take_rows(value, rows)
+        value = value.reshape(shape)
+        return value if rows is None else value.select(rows)
     value = value.reshape(shape)
     if rows is not None:
         value = value[rows]
@@ -252,20 +247,6 @@ def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None)
     values = [part.read() for part in parts]
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
-        shape = (codes[0].shape[0], sum(each.shape[1] for each in codes), codes[0].shape[2])
-        tensors = {name: torch.cat([each.tensors()[name] for each in codes], dim=1) for name in codes[0].tensors()}
-        return Codes.from_tensors(codes[0].format, shape, tensors)
+        return Codes.joined(codes, partial(torch.cat, dim=1))
     plain = [floats(value, dtype or torch.float32) if isinstance(value, Codes) else value.to(dtype or value.dtype) for value in values]
     return torch.cat(plain, dim=1)
-
-
-def _reshaped(codes: Codes, shape: tuple[int, ...]) -> Codes:
-    """Codes in a shape with the same last size."""
-    stored = stored_tensors(codes.format, shape)
-    return Codes.from_tensors(codes.format, shape, {name: tensor.reshape(stored[name][1]) for name, tensor in codes.tensors().items()})
-
-
-def take_rows(codes: Codes, rows: Tensor) -> Codes:
-    """The rows `rows` of codes [N, K]."""
-    shape = (len(rows), *codes.shape[1:])
-    return Codes.from_tensors(codes.format, shape, {name: tensor[rows.to(tensor.device)] for name, tensor in codes.tensors().items()})

@@ -9,7 +9,7 @@ zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scal
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +144,31 @@ class Codes:
         """Codes whose tensors are all zero bytes, for shapes without elements."""
         stored = stored_tensors(fmt, shape)
         return cls.from_tensors(fmt, shape, {name: torch.zeros(size, dtype=dtype, device=device) for name, (dtype, size) in stored.items()})
+
+    def select(self, index: int | slice | Tensor) -> Codes:
+        """A part along the first dimension, as of a tensor: one expert, some experts or rows. A scale of the whole tensor stays."""
+        tensors = {name: t if self._has_one(name) else t[index] for name, t in self.tensors().items()}
+        return self._reshaped((*tensors["data"].shape[:-1], self.shape[-1]), tensors)
+
+    def reshape(self, shape: tuple[int, ...]) -> Codes:
+        """The same codes with other leading dimensions; K stays."""
+        return self._reshaped(shape, self.tensors())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> Codes:
+        """Codes of one format and K put together by torch.cat or torch.stack along other dimensions. A scale of the whole tensor is the
+        first one's."""
+        first = parts[0]
+        tensors = {n: t if first._has_one(n) else join([part.tensors()[n] for part in parts]) for n, t in first.tensors().items()}
+        return first._reshaped((*tensors["data"].shape[:-1], first.shape[-1]), tensors)
+
+    def _has_one(self, name: str) -> bool:
+        """Whether the tensor called `name` has one value for all codes."""
+        return self.format.block == "tensor" and name != "data"
+
+    def _reshaped(self, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
+        stored = stored_tensors(self.format, shape)
+        return Codes.from_tensors(self.format, shape, {name: tensor.reshape(stored[name][1]) for name, tensor in tensors.items()})
 
     def to(self, device: torch.device | str) -> Codes:
         return Codes.from_tensors(self.format, self.shape, {name: tensor.to(device) for name, tensor in self.tensors().items()})

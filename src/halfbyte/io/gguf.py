@@ -347,8 +347,7 @@ def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any) -> Codes:
         fill(file, raw, entry.place.path)
         for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw).tensors().items():
             parts[name][first:last] = tensor
-    stored = stored_tensors(kind.format, entry.shape)
-    return Codes.from_tensors(kind.format, entry.shape, {name: part.reshape(stored[name][1]) for name, part in parts.items()})
+    return Codes.from_tensors(kind.format, (count, kind.weights), parts).reshape(entry.shape)
 
 
 class Writer(Placed):

@@ -22,7 +22,6 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK as MAX_BLOCK
 from halfbyte.layouts.cpu_tiles import piece
-from halfbyte.layouts.experts import matrix_of
 
 _U = 2.0**-24  # unit roundoff of float32
 _LEAST = 2.0**-126  # exceeds the underflow error of a float32 operation, even with subnormal numbers flushed to 0
@@ -171,7 +170,7 @@ def _by_expert(
         )
     y = torch.zeros(*ids.shape, n, dtype=torch.float64, device="cpu")
     for e in ids.unique().tolist():
-        y[ids == e] = function(rows[ids == e], matrix_of(codes, e), None if bias is None else bias[e], **settings)
+        y[ids == e] = function(rows[ids == e], codes.select(e), None if bias is None else bias[e], **settings)
     return y
 
 

@@ -180,24 +180,12 @@ class PackedConv:
 def groups_of(codes: Codes, sizes: Filter) -> list[Codes]:
     """The matrix of each group, [Co/groups, K]."""
     matrix, n = to_matrix(codes, sizes), sizes.out // sizes.groups
-
-    def part(t: Tensor, g: int) -> Tensor:
-        return t if len(t) < sizes.out else t[g * n : (g + 1) * n]  # one scale for a tensor stays
-
-    return [
-        Codes.from_tensors(matrix.format, (n, sizes.k), {name: part(t, g) for name, t in matrix.tensors().items()})
-        for g in range(sizes.groups)
-    ]
+    return [matrix.select(slice(g * n, (g + 1) * n)) for g in range(sizes.groups)]
 
 
 def join_groups(parts: Sequence[Codes], sizes: Filter) -> Codes:
     """The inverse of `groups_of`."""
-    fmt = sizes.matrix_format
-    tensors = {
-        name: t if fmt.block == "tensor" and name != "data" else torch.cat([p.tensors()[name] for p in parts])
-        for name, t in parts[0].tensors().items()
-    }
-    return from_matrix(Codes.from_tensors(fmt, (sizes.out, sizes.k), tensors), sizes)
+    return from_matrix(Codes.joined(parts, torch.cat), sizes)
 
 
 def unpack(packed: PackedConv) -> Codes:

@@ -6,7 +6,7 @@ The layout is called `stacked_` and the name of the matrices' layout. Every matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -22,7 +22,7 @@ def pack(codes: Codes, pack_matrix: Callable[[Codes], Packed], layout: str) -> P
     """Codes [E, N, K] -> Packed, with each matrix as `pack_matrix` arranges it in `layout`, on the device of the codes."""
     data = torch.empty(0, dtype=torch.uint8, device=codes.data.device)
     for e in range(codes.shape[0]):
-        matrix = pack_matrix(matrix_of(codes, e)).data
+        matrix = pack_matrix(codes.select(e)).data
         if e == 0:
             nbytes = codes.shape[0] * matrix.numel()
             data = torch.empty(nbytes, dtype=torch.uint8, device=matrix.device) if matrix.is_cuda else cpu_tiles.allocate(nbytes)
@@ -32,27 +32,8 @@ def pack(codes: Codes, pack_matrix: Callable[[Codes], Packed], layout: str) -> P
 
 def unpack(packed: Packed, unpack_matrix: Callable[[Packed], Codes]) -> Codes:
     """The exact inverse of `pack`."""
-    return join([unpack_matrix(matrix) for matrix in matrices(packed)], packed)
-
-
-def matrix_of(codes: Codes, e: int) -> Codes:
-    """Expert e of stacked codes [E, N, K]: [N, K]."""
-    one = codes.format.block == "tensor"  # one scale for all experts
-    tensors = {name: t[0 if one and name != "data" else e] for name, t in codes.tensors().items()}
-    return Codes.from_tensors(codes.format, codes.shape[1:], tensors)
-
-
-def join(parts: Sequence[Codes], packed: Packed) -> Codes:
-    """The inverse of `matrix_of`, for all experts of `packed`."""
-    fmt, tensors = packed.format, {}
-    if not parts:
-        return Codes.zeros(fmt, packed.shape, packed.device)
-    for name in parts[0].tensors():
-        if fmt.block == "tensor" and name != "data":
-            tensors[name] = parts[0].tensors()[name].unsqueeze(0)
-        else:
-            tensors[name] = torch.stack([part.tensors()[name] for part in parts])
-    return Codes.from_tensors(fmt, packed.shape, tensors)
+    parts = [unpack_matrix(matrix) for matrix in matrices(packed)]
+    return Codes.joined(parts, torch.stack) if parts else Codes.zeros(packed.format, packed.shape, packed.device)
 
 
 def matrices(packed: Packed) -> list[Packed]:

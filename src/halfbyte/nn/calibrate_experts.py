@@ -90,9 +90,8 @@ def _each(
                 _divide(up[e : e + 1], weight[e : e + 1], scale.unsqueeze(0))
                 moments.divide(scale)
             codes.append(codes_of(name, weight[e], moments).to("cpu"))
-    tensors = {part: torch.stack([each.tensors()[part] for each in codes]) for part in codes[0].tensors()}
     notes = (f"few calibration tokens reach experts {', '.join(few)}: mse without calibration is used",) if few else ()
-    return Codes.from_tensors(fmt, tuple(weight.shape), tensors), notes
+    return Codes.joined(codes, torch.stack), notes
 
 
 def _floats(block: nn.Module) -> int:

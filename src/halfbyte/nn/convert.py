@@ -464,15 +464,11 @@ def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
     """
     if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution
         weight = (weight if kind == "Experts" else channels_last(weight, codes.format)).reshape(-1, codes.shape[-1])
-        tensors = {
-            name: t if codes.format.block == "tensor" and name != "data" else t.flatten(0, -2) for name, t in codes.tensors().items()
-        }
-        codes = Codes.from_tensors(codes.format, (weight.shape[0], weight.shape[1]), tensors)
-    n, k = codes.shape
+        codes = codes.reshape((weight.shape[0], weight.shape[1]))
+    n = codes.shape[0]
     rows = torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float32, device=weight.device).round().long()
     w = weight.detach()[rows].float()
-    tensors = {name: t if len(t) < n else t[rows.to(t.device)] for name, t in codes.tensors().items()}  # one scale for a tensor stays
-    rounded = Codes.from_tensors(codes.format, (len(w), k), tensors).dequantize().to(w.device)
+    rounded = codes.select(rows.to(codes.data.device)).dequantize().to(w.device)
     norm = float(w.norm())
     return float((w - rounded).norm()) / norm if norm else 0.0
 

@@ -120,10 +120,8 @@ class _Group:
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
         codes = [linear.codes() for linear in linears]
-        first = codes[0]
-        tensors = {part: torch.cat([c.tensors()[part] for c in codes]) for part in first.tensors()}
         sizes = [c.shape[0] for c in codes]
-        packed = ops.pack(Codes.from_tensors(first.format, (sum(sizes), first.shape[1]), tensors), linears[0].packed.device)
+        packed = ops.pack(Codes.joined(codes, torch.cat), linears[0].packed.device)
         group = cls(packed, sizes, [packed.data.new_empty(0)] * len(sizes), linears[0].compute, linears[0].activation)
         for i, linear in enumerate(linears):
             group.set_bias(i, linear.bias)
@@ -173,8 +171,7 @@ class FusedLinear(QuantLinear):
         return self._group.packed, self._group.bias
 
     def codes(self) -> Codes:
-        whole, rows = ops.unpack(self._group.packed), self._group.rows(self._index)
-        return Codes.from_tensors(whole.format, self._packed.shape, {name: t[rows] for name, t in whole.tensors().items()})
+        return ops.unpack(self._group.packed).select(self._group.rows(self._index))
 
     @property
     def weight(self) -> Tensor:
