@@ -23,6 +23,7 @@ RANKS = {
     "timing": 0.3,
     "memory": 0.4,
     "plot": 0.5,
+    "bounded": 0.6,
     "formats": 1,
     "quantizers": 2,
     "layouts": 2,

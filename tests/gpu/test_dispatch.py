@@ -15,7 +15,6 @@ from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch import tune
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
-from halfbyte.dispatch.gpu_grouped import GPU_GROUPED, choose_gpu_grouped
 from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -51,7 +50,7 @@ def clear() -> None:
     tune._table.cache_clear()
     tune._shipped.cache_clear()
     rules._failures.clear()
-    rules.choose_gpu_linear.cache_clear()
+    rules.choose_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -60,7 +59,7 @@ def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str)
     for fmt in ("q4_0", "q4_1", "q8_0", "int4_g128", "int4_g48_offset", "int8_channel", "int8_g33_zp", "int4_tensor"):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for m, n, k in ((1, 1, 1), (1, 4096, 4096), (7, 33, 100), (128, 512, 512), (129, 512, 512), (5000, 64, 640)):
-                choice = rules.choose_gpu_linear(problem(m, n, k, fmt, compute, dtype), GPUS[arch])
+                choice = rules.choose_gpu(problem(m, n, k, fmt, compute, dtype), GPUS[arch])
                 assert choice.taken is not None
                 assert choice.taken.candidate.compute == compute
                 names = {option.candidate.name for option in (choice.taken, *choice.others)} | {c.name for c, _ in choice.rejected}
@@ -69,7 +68,7 @@ def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str)
 
 def test_the_fastest_expected_is_taken_and_each_candidate_is_rated() -> None:
     assert {candidate.name for candidate in rules.GPU_LINEAR} == set(COST_MODELS)
-    choice = rules.choose_gpu_linear(problem(64), GPUS["sm_90"])
+    choice = rules.choose_gpu(problem(64), GPUS["sm_90"])
     assert choice.taken is not None
     assert all(choice.taken.seconds <= other.seconds for other in choice.others)
     assert all(reason for _, reason in choice.rejected)
@@ -90,7 +89,7 @@ def test_predictions_grow_with_the_work() -> None:
 def test_where_nothing_was_measured_the_choice_is_sound(arch: str, fmt: str) -> None:
     """More rows never look cheaper; few are read with the weight, many go to the library."""
     for n, k in ((4096, 4096), (28672, 8192), (151936, 896)):
-        taken = [rules.choose_gpu_linear(problem(1 << i, n, k, fmt), GPUS[arch]).taken for i in range(14)]
+        taken = [rules.choose_gpu(problem(1 << i, n, k, fmt), GPUS[arch]).taken for i in range(14)]
         assert all(option is not None and not option.measured for option in taken)
         seconds = [option.seconds for option in taken if option is not None]
         slack = 1.01 if GPUS[arch].backend == "cuda" else 1.6  # AMD's matrix units have 16 columns at least
@@ -109,31 +108,31 @@ def test_ceilings_come_from_the_clocks_or_from_a_relative() -> None:
 
 def test_what_was_measured_decides() -> None:
     gpu, asked = GPUS["sm_90"], problem(100)
-    before = rules.choose_gpu_linear(asked, gpu)
+    before = rules.choose_gpu(asked, gpu)
     assert before.taken is not None
     assert not before.taken.measured
     [*_, last] = before.others or (before.taken,)
     config = str(last.candidate.module.configs(asked, gpu)[-1])
     tune.keep(gpu, problem(128), {last.candidate.name: {config: 1e-9}})
-    rules.choose_gpu_linear.cache_clear()
-    after = rules.choose_gpu_linear(asked, gpu).taken
+    rules.choose_gpu.cache_clear()
+    after = rules.choose_gpu(asked, gpu).taken
     assert after is not None
     assert (after.candidate.name, str(after.config), after.seconds, after.measured) == (last.candidate.name, config, 1e-9, gpu.name)
-    other = rules.choose_gpu_linear(problem(300), gpu).taken
+    other = rules.choose_gpu(problem(300), gpu).taken
     assert other is not None
     assert not other.measured
 
 
 def test_what_fails_here_is_passed_over_and_explained() -> None:
     gpu, asked = GPUS["sm_90"], problem(1)
-    first = rules.choose_gpu_linear(asked, gpu).taken
+    first = rules.choose_gpu(asked, gpu).taken
     assert first is not None
     rules.report_failure(asked, gpu, first, "no room")
-    second = rules.choose_gpu_linear(asked, gpu)
+    second = rules.choose_gpu(asked, gpu)
     assert second.taken is None or str(second.taken.config) != str(first.config)
     assert (first.candidate, f"{first.config} failed: no room") in second.rejected
     assert "no room" in str(explain(1, 4032, 4096, "int4_g128", dtype=torch.float16, device="sm_90"))
-    assert rules.choose_gpu_linear(problem(1), GPUS["sm_80"]).taken is not None
+    assert rules.choose_gpu(problem(1), GPUS["sm_80"]).taken is not None
 
 
 def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> None:
@@ -226,11 +225,11 @@ def test_rows_are_counted_in_powers_of_two() -> None:
 
 def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "triton_trouble", lambda: "Triton is not installed: install triton>=3.6")
-    choice = rules.choose_gpu_linear(problem(1), GPUS["sm_90"])
+    choice = rules.choose_gpu(problem(1), GPUS["sm_90"])
     assert choice.taken is None
     assert {reason for _, reason in choice.rejected} == {"Triton is not installed: install triton>=3.6"}
     with pytest.raises(UnsupportedError, match="install triton"):
-        rules.choose_gpu_linear(problem(1, compute="int8"), GPUS["sm_90"])
+        rules.choose_gpu(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
     assert "torch dequantizes" in str(found)
 
@@ -265,7 +264,7 @@ def test_explain_experts(rows: int, taken: str) -> None:
     found = explain(rows, 1024, 1024, "int4_g128", dtype=torch.bfloat16, device="sm_90", experts=8)
     said = found.to_json()
     assert (said["op"], said["experts"], said["kernel"], said["expected_from"]) == ("grouped_linear", 8, taken, "prediction")
-    assert set(said["rejected"]) | {taken} == {candidate.name for candidate in GPU_GROUPED}
+    assert set(said["rejected"]) | {taken} == {candidate.name for candidate in rules.GPU_GROUPED}
     assert (
         said["weight_bytes"] == 8 * explain(rows, 1024, 1024, "int4_g128", dtype=torch.bfloat16, device="sm_90").to_json()["weight_bytes"]
     )
@@ -282,7 +281,7 @@ def test_explain_experts(rows: int, taken: str) -> None:
 def test_predictions_of_experts(experts: int, n: int, k: int, rows: int, measured: float) -> None:
     """Of times on an H100, in µs (docs/experts.md): near enough to plan by."""
     asked = Problem("grouped_linear", rows, n, k, as_format("int4_g128"), torch.bfloat16, experts=experts)
-    choice = choose_gpu_grouped(asked, GPUS["sm_90"])
+    choice = rules.choose_gpu(asked, GPUS["sm_90"])
     assert choice.taken is not None
     assert measured / 1.5 < choice.taken.seconds * 1e6 < measured * 1.5
 
@@ -305,6 +304,6 @@ def test_explain_and_tune_here() -> None:
     asked = problem(3, 512, 512)
     times = tune_linear(asked, found.gpu)
     assert times == tune_linear(asked, found.gpu, anew=False)
-    taken = rules.choose_gpu_linear(asked, found.gpu).taken
+    taken = rules.choose_gpu(asked, found.gpu).taken
     assert taken is not None
     assert taken.measured

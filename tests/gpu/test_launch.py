@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu import direct, launch
 from halfbyte.ops import cuda
+from halfbyte.ops.replay import Replays
 
 
 @triton.jit
@@ -146,7 +148,7 @@ def test_a_call_is_not_made_again_with_operands_elsewhere(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(cuda, "_empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     seen: list[Any] = []
-    again = cuda._again(lambda *addresses: seen.append(addresses), (2, 3), (3, 1), -1)
+    again = cuda._again(lambda *addresses: seen.append(addresses), (2, 3), -1)
     x, weight, bias, elsewhere = (
         torch.zeros(2, 8),
         torch.zeros(64),
@@ -159,6 +161,38 @@ def test_a_call_is_not_made_again_with_operands_elsewhere(monkeypatch: pytest.Mo
     assert again(x, weight, elsewhere, None) is None  # type: ignore[arg-type]
     assert again(x, weight, None, elsewhere) is None  # type: ignore[arg-type]
     assert len(seen) == 1
+
+
+def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is recorded once, replayed with other addresses, and not recorded while a graph is captured or where operands overlap."""
+    capturing, replayed = [True], list[Any]()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(direct, "broken", lambda device: None)
+    monkeypatch.setattr(direct, "bind", lambda calls, operands, device: lambda *addresses: replayed.append(addresses))
+    x, y, replays, runs = torch.zeros(8), torch.zeros(8), Replays(), list[str]()
+
+    def start(replayable: bool) -> Any:
+        runs.append("run")
+        return (lambda: runs.append("again")) if replayable else None
+
+    replays.run("key", lambda: start(True), (x, y))
+    capturing[0] = False
+    replays.run("key", lambda: start(True), (x, x[4:]))
+    assert runs == ["run", "run"]
+    for _ in range(2):
+        replays.run("other", lambda: start(False), (x, y))
+    assert runs == ["run"] * 4
+    replays.run("key", lambda: start(True), (x, None, y))
+    replays.run("key", lambda: start(True), (y, None, x))
+    assert runs == ["run"] * 5 + ["again"]
+    assert replayed == [(y.data_ptr(), 0, x.data_ptr())]
+
+
+def test_bounded() -> None:
+    kept = Bounded[int, str](2)
+    for i in (1, 2, 2, 1, 3):
+        kept[i] = "it"
+    assert list(kept) == [3]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
-from halfbyte.dispatch.gpu_grouped import gpu_options
+from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -68,10 +67,10 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
         out = torch.empty(m * top, n, dtype=torch.bfloat16, device="cuda")
         problem = Problem("grouped_linear", m * top, n, k, fmt, x.dtype, experts=experts)
         launches: dict[str, list[Callable[[], object]]] = {}
-        for i, (file, config) in enumerate(gpu_options(problem, here)[: None if every_config else 1]):
-            kernel = file.__name__.rpartition(".")[2]
-            name = f"halfbyte {i} {kernel} {config}" if every_config else f"halfbyte {kernel}"
-            launches[name] = [partial(file.launch, problem, config, x, weight, each.flatten(), out, None) for each in ids]
+        for i, option in enumerate(choose_gpu(problem, here).options[: None if every_config else 1]):
+            kernel, run = option.candidate.name, partial(option.candidate.module.launch, problem, option.config, x, weight)
+            name = f"halfbyte {i} {kernel} {option.config}" if every_config else f"halfbyte {kernel}"
+            launches[name] = [partial(run, each.flatten(), out, None) for each in ids]
         if peers:
             launches |= _peers(x, dense, ids, out)
         times = {name: each.median for name, each in graph_times(launches, rounds=7).items()}

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu_linear, compute_of, triton_trouble
-from halfbyte.dispatch.gpu_grouped import choose_gpu_grouped
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, triton_trouble
 from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
@@ -115,7 +114,7 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     problem = replace(problem, compute=compute_of(compute))
     if not (problem.m and problem.n and problem.k):
         raise ArgumentError(f"there is no kernel to explain for m={problem.m}, n={problem.n}, k={problem.k}: no size may be 0")
-    choice = _choose(problem, found)
+    choice = choose_gpu(problem, found)
     nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half
@@ -130,18 +129,6 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
 def described_gpu(device: str) -> Gpu:
     """The GPU of "cuda" or "cuda:1", or one that need not be here, by its architecture."""
     return GPUS[device] if device in GPUS else gpu(_index(device))
-
-
-def _choose(problem: Problem, gpu: Gpu) -> GpuChoice:
-    if problem.op == "linear":
-        return choose_gpu_linear(problem, gpu)
-    if problem.compute != "float":
-        raise UnsupportedError(
-            f"experts are multiplied in floating point on GPUs, got compute={problem.compute!r}: use 'float', or the CPU"
-        )
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"grouped_linear has no way around it: {trouble}, or use the CPU")
-    return choose_gpu_grouped(problem, gpu)
 
 
 def _index(device: str) -> int:

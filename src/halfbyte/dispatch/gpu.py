@@ -1,7 +1,8 @@
-"""Which kernel solves a linear layer on a GPU: the literal list of candidates, and why each may not be taken.
+"""Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
 
-All candidates read one layout, so the choice is made anew for every number of rows. Where this machine has been tuned, or the
-package carries a table for its architecture, what was measured decides; elsewhere what `roofline` predicts.
+All candidates read one layout, so the choice is made anew for every number of rows. Of linear layers, what was measured decides where this
+machine has been tuned or the package carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first
+candidate that can is taken; what `explain` says that they take is predicted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ OLDEST_TRITON = (3, 6)
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidate:
-    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch; `tiles` reads a config of it
-    for a problem."""
+    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch.
+
+    tiles   of a config, for a problem
+    direct  its launches can be replayed (`kernels/gpu/direct.py`): torch launches none of them
+    """
 
     name: str
     compute: Compute
@@ -79,6 +83,20 @@ GPU_LINEAR = (
         _hopper_tiles,
     ),
 )  # fmt: skip
+GPU_GROUPED = (
+    GpuCandidate(
+        "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
+        lambda c, p: Tiles(c.block_m, 128, ordered=True), direct=False,
+    ),
+    GpuCandidate(
+        "grouped_dequantized", "float", "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
+        lambda c, p: Tiles(128, 128, 4), direct=False,
+    ),
+    GpuCandidate(
+        "grouped", "float", "grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
+        lambda c, p: Tiles(c.tile.columns, 16 * c.tile.bands, ordered=c.sort),
+    ),
+)  # fmt: skip
 COMPUTES = ("auto", "float", "int8")
 
 
@@ -97,6 +115,11 @@ class GpuChoice(NamedTuple):
     taken: GpuOption | None
     others: tuple[GpuOption, ...]
     rejected: tuple[tuple[GpuCandidate, str], ...]
+
+    @property
+    def options(self) -> tuple[GpuOption, ...]:
+        """All that could run, the best first."""
+        return () if self.taken is None else (self.taken, *self.others)
 
 
 @cache
@@ -128,7 +151,7 @@ _failures: dict[tuple[str, str, int, str, str], str] = {}
 def report_failure(problem: Problem, gpu: Gpu, option: GpuOption, reason: str) -> None:
     """`option` does not run here: it will not be chosen again for such a problem, and `explain` gives the reason."""
     _failures[_failure_key(problem, gpu, option.candidate, option.config)] = reason
-    choose_gpu_linear.cache_clear()
+    choose_gpu.cache_clear()
 
 
 def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
@@ -136,15 +159,23 @@ def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: An
 
 
 @lru_cache(maxsize=4096)
-def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
-    """The kernel for `problem` (m, n, k at least 1) on `gpu`. Raises UnsupportedError where none can solve it."""
+def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
+    """The kernel for `problem` (no size 0) on `gpu`. Raises UnsupportedError where none can solve it."""
+    linear = problem.op == "linear"
+    if not linear and problem.compute != "float":
+        raise UnsupportedError(
+            f"experts are multiplied in floating point on GPUs, got compute={problem.compute!r}: use 'float', or the CPU"
+        )
+    candidates = GPU_LINEAR if linear else GPU_GROUPED
+    by_torch = linear and problem.compute == "float"  # where there are no kernels
     if (trouble := triton_trouble()) is not None:
-        if problem.compute == "int8":
-            raise UnsupportedError(f"compute='int8' has no way around it: {trouble}, or use compute='float'")
-        return GpuChoice(None, (), tuple((candidate, trouble) for candidate in GPU_LINEAR))
+        if not by_torch:
+            what, instead = ("compute='int8'", "compute='float'") if linear else ("grouped_linear", "the CPU")
+            raise UnsupportedError(f"{what} needs Triton: {trouble}, or use {instead}")
+        return GpuChoice(None, (), tuple((candidate, trouble) for candidate in candidates))
     options: list[GpuOption] = []
     rejected = []
-    for candidate in GPU_LINEAR:
+    for candidate in candidates:
         if candidate.compute != problem.compute:
             rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
         elif reason := candidate.module.supports(problem, gpu):
@@ -153,13 +184,13 @@ def choose_gpu_linear(problem: Problem, gpu: Gpu) -> GpuChoice:
             found, failures = _options(candidate, problem, gpu)
             options += found
             rejected += [(candidate, failure) for failure in failures]
-    if not options and problem.compute == "float":
+    if not options and by_torch:
         return GpuChoice(None, (), tuple(rejected))
     if not options:
         reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected)
         raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
-    # What was measured comes before what was not, however good that looks.
-    options.sort(key=lambda option: (not option.measured, option.seconds))
+    if linear:  # what was measured comes before what was not, however good that looks
+        options.sort(key=lambda option: (not option.measured, option.seconds))
     return GpuChoice(options[0], tuple(options[1:]), tuple(rejected))
 
 

@@ -53,7 +53,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
         candidate_name, config_text = name.split("\n")
         times.setdefault(candidate_name, {})[config_text] = median
     tune.keep(gpu, problem, times)
-    rules.choose_gpu_linear.cache_clear()
+    rules.choose_gpu.cache_clear()
     return times
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from halfbyte.dispatch.explain_gpu import described_gpu
-from halfbyte.dispatch.gpu import choose_gpu_linear, compute_of
+from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.dispatch.rules import choose_linear
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
@@ -179,5 +179,5 @@ def _product(linear: QuantLinear, here: Gpu | None, rows: int) -> str:
         return choose_linear(packed.format, linear.dtype, linear.compute, current()).taken.inner
     activation: Any = linear.activation
     problem = Problem("linear", rows, n, k, packed.format, linear.dtype, compute_of(linear.compute), activation)
-    taken = choose_gpu_linear(problem, here).taken
+    taken = choose_gpu(problem, here).taken
     return "torch, which dequantizes the whole weight at every call" if taken is None else taken.candidate.name

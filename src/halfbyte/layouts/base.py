@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.bounded import Bounded
 from halfbyte.formats.spec import Format
+
+_CALLS = 64
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -24,7 +27,7 @@ class Packed:
     layout  name of the byte order, which the module of that name in this package defines
     data    uint8, one dimension
     name    the format's name, cached: computing it takes longer than a small kernel
-    calls   cached state of the operations, which makes repeated calls faster
+    calls   what the operations keep, so that repeated calls take less time
     """
 
     format: Format
@@ -32,7 +35,7 @@ class Packed:
     layout: str
     data: Tensor
     name: str = field(init=False)
-    calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(_CALLS))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.format))

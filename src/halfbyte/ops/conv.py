@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
@@ -32,8 +33,7 @@ _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
 # (sums of codes per tap, scales) for requantization, by the packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
-_KEPT_WINDOWS = 4096
-_windows: dict[tuple[Any, ...], tuple[int, ...]] = {}
+_windows = Bounded[tuple[Any, ...], tuple[int, ...]](4096)
 
 
 # Codes and layouts
@@ -223,8 +223,6 @@ def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, 
         return _window(kernel, stride, padding, dilation).numbers
     key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
     if key not in _windows:
-        if len(_windows) >= _KEPT_WINDOWS:
-            _windows.clear()
         _windows[key] = _window(kernel, stride, padding, dilation).numbers
     return _windows[key]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from halfbyte.bounded import Bounded
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.planned import ConvCall, OwnWeights, PlannedConv
     from halfbyte.kernels.cpu.steps import Step
 
-_KEPT_PLANS = 4096
 _CPU = torch.device("cpu")
 
 # What kernels multiply by that have weights of a form of their own, by its name, with the packed bytes that it comes from, by their id;
@@ -108,15 +108,13 @@ class _Plan(NamedTuple):
     other: OwnWeights | None  # where that is faster
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans = Bounded[tuple[Any, ...], _Plan](4096)
 
 
 def _plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
     key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _KEPT_PLANS:
-            _plans.clear()
         plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation)
     return plan
 
@@ -255,7 +253,7 @@ def qconv2d(
         _check_weight(weight, plan)
         if plan.kernel is None:
             return x.new_empty(plan.out_shape)
-        ready = _ready.put(key, _prepared(x, weight, table, plan, in_zero))
+        ready = _ready.entries[key] = _prepared(x, weight, table, plan, in_zero)
     if x.stride() != ready.strides:
         x = channels_last(x)
     return ready.convolved(ready.call, x, ready.weights, table.data_ptr(), low, high)

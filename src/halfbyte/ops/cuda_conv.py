@@ -38,15 +38,14 @@ from halfbyte.ops.images import (
     nothing,
     out_shape,
 )
+from halfbyte.ops.replay import Replays
 
 if TYPE_CHECKING:
     from halfbyte.kernels.gpu.conv_tile import Convolution
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
-_KEPT_REPLAYS = 4096
-
-_replays: dict[tuple[Any, ...], Callable[..., None] | None] = {}
+_replays = Replays()
 
 # What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it comes from.
 _made: MutableMapping[Tensor, dict[bool | str, Tensor]] = WeakTensorKeyDictionary()
@@ -213,23 +212,13 @@ def _operands(
 
 
 def _launched(key: tuple[Any, ...], run: Callable[[], None], operands: tuple[Tensor | None, ...]) -> None:
-    """Runs; later calls that differ only in addresses replay the launches without Python's overhead."""
-    replay = _replays.get(key)
-    if replay is not None:
-        replay(*(0 if operand is None else operand.data_ptr() for operand in operands))
-        return
-    run()
-    from halfbyte.kernels.gpu import direct, launch
+    """Runs; later calls that differ only in addresses replay the launches."""
 
-    device = next(operand.device for operand in operands if operand is not None)
-    if key in _replays or torch.cuda.is_current_stream_capturing() or cuda.overlap(operands) or direct.broken(device) is not None:
-        return
-    with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
+    def start() -> Callable[[], None]:
         run()
-    bound = direct.bind(calls, operands, device)
-    if len(_replays) >= _KEPT_REPLAYS:
-        _replays.clear()
-    _replays[key] = None if isinstance(bound, str) else bound
+        return run
+
+    _replays.run(key, start, operands)
 
 
 def qconv2d(

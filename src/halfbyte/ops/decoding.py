@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.dispatch.gpu import choose_gpu_linear, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -203,18 +203,18 @@ def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: boo
     if not n or not rows:
         return f"{rows} rows of {n} outputs are nothing to compute"
     problem = Problem("linear", rows, n, k, as_format(format), dtype)
-    choice = choose_gpu_linear(problem, here)
+    choice = choose_gpu(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
     separate = 2 if gated and rows == 1 else 1
     longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
-    options = [o for o in (choice.taken, *choice.others) if o.candidate.home == "skinny" and o.seconds <= longest]
+    options = [o for o in choice.options if o.candidate.home == "skinny" and o.seconds <= longest]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
         return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "skinny_hopper" and not biased:
-        alike = (o.config for o in (choice.taken, *choice.others) if o.candidate.home == "skinny_hopper" and o.seconds <= longest)
+        alike = (o.config for o in choice.options if o.candidate.home == "skinny_hopper" and o.seconds <= longest)
         best = next((found for config in alike if (found := skinny_hopper.gated(problem, config, here))), None)
         if best is not None:
             return NormedPlan(problem, "skinny_hopper", best, False)

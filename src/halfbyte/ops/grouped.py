@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import compute_of, triton_trouble
-from halfbyte.dispatch.gpu_grouped import gpu_options
-from halfbyte.errors import ArgumentError, KernelError, UnsupportedError, check_type
+from halfbyte.dispatch.gpu import choose_gpu, compute_of
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
@@ -20,6 +18,7 @@ from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
+from halfbyte.ops.replay import Replays, run_first
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.linear import LinearKernel
@@ -149,68 +148,29 @@ def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, a
     return linear_kernel(fmt, n, k, dtype, choose_linear(fmt, dtype, compute, current()).taken.inner, activation)
 
 
-class _Kept(NamedTuple):
-    """Cached for calls that differ only in addresses: the kernel, its config, and a function that replays its launches, if possible."""
-
-    module: Any
-    config: Any
-    replay: Callable[..., None] | None
-
-
-_kept: dict[tuple[Any, ...], _Kept] = {}
-_MOST_KEPT = 4096
+_replays = Replays()
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    """Raises UnsupportedError for a compute that GPUs do not have."""
-    if compute_of(s.compute) != "float":
-        raise UnsupportedError(f"experts are multiplied in floating point on GPUs, got compute={s.compute!r}: use 'float', or the CPU")
+    compute = compute_of(s.compute)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if (trouble := triton_trouble()) is not None:
-            raise UnsupportedError(f"grouped_linear needs Triton: {trouble}, or use the CPU")
-        experts, n, k = s.experts, s.n, s.k
-        operands = (cuda.aligned(x), cuda.aligned(weight), cuda.aligned(ids.flatten()), x.new_empty(ids.numel(), n))
+        out = x.new_empty(ids.numel(), s.n)
         if bias is not None:
             bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
-        key = (s.format, experts, n, k, x.dtype, x.device, len(x), ids.numel(), ids.dtype, None if bias is None else bias.dtype)
+        operands = (cuda.aligned(x), cuda.aligned(weight), cuda.aligned(ids.flatten()), out, bias)
+        key = (*s, x.dtype, x.device, len(x), ids.numel(), ids.dtype, None if bias is None else bias.dtype)
+
+        def start() -> Callable[[], None] | None:
+            here = gpu(x.get_device())
+            problem = Problem("grouped_linear", ids.numel(), s.n, s.k, as_format(s.format), x.dtype, compute, experts=s.experts)
+            return run_first(problem, here, choose_gpu(problem, here).options, operands)
+
         with cuda.on(x):
-            kept = _kept.get(key)
-            if kept is not None and kept.replay is not None:
-                kept.replay(*(0 if t is None else t.data_ptr() for t in (*operands, bias)))
-            else:
-                problem = Problem("grouped_linear", ids.numel(), n, k, as_format(s.format), x.dtype, experts=experts)
-                _launch(key, kept, (*operands, bias), problem)
-        return operands[-1]
+            _replays.run(key, start, operands)
+        return out
 
     return multiply
-
-
-def _launch(key: tuple[Any, ...], kept: _Kept | None, operands: tuple[Any, ...], problem: Problem) -> None:
-    """Calls the kernel's own `launch` and records its launches for replays, if possible."""
-    from halfbyte.kernels.gpu import direct, grouped, launch
-
-    x: Tensor = operands[0]
-    here, capturing, failures = gpu(x.get_device()), torch.cuda.is_current_stream_capturing(), []
-    for module, config in gpu_options(problem, here) if kept is None else [(kept.module, kept.config)]:
-        run = partial(module.launch, problem, config, *operands)
-        try:
-            run()
-            break
-        except KernelError as error:
-            failures.append(f"{config}: {error}")
-    else:
-        raise UnsupportedError(f"no kernel on {here.name} runs {problem} ({'; '.join(failures)}): use the CPU")
-    if kept is not None or capturing:
-        return
-    replay: Callable[..., None] | str = "launches cannot be made again here"
-    if module is grouped and direct.broken(x.device) is None and not cuda.overlap(operands):
-        with launch.recording() as calls:  # again: now everything is compiled, and all memory is there
-            run()
-        replay = direct.bind(calls, operands, x.device)
-    if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
-    _kept[key] = _Kept(module, config, None if isinstance(replay, str) else replay)
 
 
 class _GroupedLinear(torch.autograd.Function):

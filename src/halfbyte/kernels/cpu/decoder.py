@@ -220,8 +220,6 @@ def _chain(first: Layer, plans: tuple[_Plan, ...], threads: int) -> Chain:
     key = "chain", len(plans), threads
     found = first.plans.entries.get(key)
     if found is None or found[0] != plans:
-        found = plans, Chain([block for plan in plans for block in plan.blocks], threads)
-        first.plans.entries.pop(key, None)
-        first.plans.get(key, lambda: found)
+        found = first.plans.entries[key] = plans, Chain([block for plan in plans for block in plan.blocks], threads)
     chain: Chain = found[1]
     return chain

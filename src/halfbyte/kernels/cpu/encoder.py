@@ -268,8 +268,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
             size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
             plan: _Plan | None = first.plans.entries.get(size)
             if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
-                first.plans.entries.pop(size, None)
-                plan = first.plans.get(size, lambda size=size: _Plan(key, size))  # type: ignore[misc]
+                plan = first.plans.entries[size] = _Plan(key, size)
             at = 4 * start * tokens * width
             scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))
             chains.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], *scores))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.bounded import Bounded
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, amx, driver, expanded, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
@@ -41,7 +42,6 @@ _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 ROWS_A_PASS = 4096
 _MAPPED = 1 << 25  # bytes from which on glibc takes each block from the system anew (M_MMAP_THRESHOLD at its most)
-_KEPT_CALLS = 4096
 _KEPT_SCRATCH = 1 << 24
 
 pack_call = LINEAR.struct("counter", "clamp").pack_into
@@ -62,7 +62,7 @@ class _Thread(threading.local):
     """Each Python thread has its own arguments and scratch memory, so that calls may run side by side."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[int, int, int], _Call] = {}
+        self.calls = Bounded[tuple[int, int, int], _Call](4096)
         self.scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def memory(self, size: int) -> tuple[Tensor, int]:
@@ -196,8 +196,6 @@ class LinearKernel:
         threads = self.threads(m, available)
         buffer, scratch_bytes = self.arguments(m, threads)
         call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
-        if len(thread.calls) >= _KEPT_CALLS:
-            thread.calls.clear()
         thread.calls[self.number, m, available] = call
         return call
 

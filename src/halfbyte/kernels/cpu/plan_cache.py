@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
+from halfbyte.bounded import Bounded
+
 T = TypeVar("T")
 _MOST = 1024
 
@@ -23,16 +25,11 @@ class PlanCache(threading.local, Generic[T]):
     """Each Python thread has its own plans, since calls may run side by side."""
 
     def __init__(self, most: int = _MOST) -> None:
-        self.entries: dict[Hashable, T] = {}
-        self._most = most
+        self.entries = Bounded[Hashable, T](most)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The plan for `key`, made where there is none yet."""
         plan = self.entries.get(key)
-        return self.put(key, make()) if plan is None else plan
-
-    def put(self, key: Hashable, plan: T) -> T:
-        if len(self.entries) >= self._most:
-            self.entries.clear()
-        self.entries[key] = plan
+        if plan is None:
+            plan = self.entries[key] = make()
         return plan

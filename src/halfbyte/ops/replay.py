@@ -1,0 +1,77 @@
+"""Kernels on a GPU: the best one that runs, and its launches made again where only addresses differ, without Python's share of the work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.bounded import Bounded
+from halfbyte.dispatch.gpu import GpuOption, report_failure
+from halfbyte.errors import KernelError, UnsupportedError
+from halfbyte.kernels.problem import Problem
+from halfbyte.machine import Gpu
+
+MOST_REPLAYS = 4096
+
+Operands = Sequence[Tensor | None]
+Replay = Callable[..., None]  # of the operands' addresses, 0 for None
+
+
+def run_first(problem: Problem, gpu: Gpu, options: Sequence[GpuOption], arguments: Sequence[Any]) -> Callable[[], None] | None:
+    """Runs the first of `options` that runs on this GPU; those before it are not chosen again. Gives a function that runs it again, or None
+    where its launches cannot be replayed."""
+    for option in options:
+        run = partial(option.candidate.module.launch, problem, option.config, *arguments)
+        try:
+            run()
+        except KernelError as error:
+            report_failure(problem, gpu, option, str(error))
+            warnings.warn(f"{option.candidate.name} {option.config} is skipped: {error}", stacklevel=2)
+        else:
+            return run if option.candidate.direct else None
+    raise UnsupportedError(f"no kernel on {gpu.name} runs {problem}: halfbyte explain says why; use the CPU")
+
+
+def can_record(operands: Operands) -> bool:
+    """Whether launches on these operands can be recorded: not while a graph is captured, nor where two share memory, so that an address
+    does not tell them apart."""
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in operands if t is not None)
+    overlap = any(start < end for (_, end), (start, _) in pairwise(ranges))
+    return not overlap and not torch.cuda.is_current_stream_capturing()
+
+
+def recorded(run: Callable[[], None], operands: Operands) -> Replay | None:
+    """A function that makes the launches of `run` again for the addresses of other operands; None where that is impossible. `run` has run
+    before: everything is compiled, and all memory is there. It runs once more."""
+    from halfbyte.kernels.gpu import direct, launch
+
+    device = next(operand.device for operand in operands if operand is not None)
+    if direct.broken(device) is not None:
+        return None
+    with launch.recording() as calls:
+        run()
+    replay = direct.bind(calls, operands, device)
+    return None if isinstance(replay, str) else replay
+
+
+class Replays(Bounded[Hashable, Replay | None]):
+    """Replays, by all that launches differ in but addresses; None: these cannot be replayed."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_REPLAYS)
+
+    def run(self, key: Hashable, start: Callable[[], Callable[[], None] | None], operands: Operands) -> None:
+        """Replays what is known as `key`; otherwise `start`s it, which gives a function that does the same again, or None."""
+        replay = self.get(key)
+        if replay is not None:
+            replay(*(0 if operand is None else operand.data_ptr() for operand in operands))
+            return
+        again = start()
+        if key not in self and can_record(operands):
+            self[key] = None if again is None else recorded(again, operands)
