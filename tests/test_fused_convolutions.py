@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.errors import UnsupportedError
 
 
 class _Block(nn.Module):
@@ -124,3 +125,45 @@ def test_nothing_to_fuse() -> None:
     hooked = quantized(_Block())
     hooked.act.register_forward_hook(lambda *_: None)
     assert type(hb.fuse_(hooked)) is _Block
+
+
+@torch.no_grad()
+def test_modules_that_are_replaced_are_fused_anew(both: tuple[nn.Module, nn.Module]) -> None:
+    model, fused = both
+    for replaced in (nn.Conv2d(16, 16, 1), quantized(nn.Sequential(nn.Conv2d(16, 16, 1)))[0]):  # type: ignore[index]
+        model.c = fused.c = replaced
+        model.short = fused.short = nn.GELU()
+        torch.testing.assert_close(fused(images()), model(images()), rtol=1e-5, atol=1e-5)
+    assert "within the convolutions before them: 3 additions, 5 activations" in hb.report(fused).notes
+
+
+class _Writes(nn.Module):
+    """What is called y before shows the sum too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a, self.b, self.same, self.name = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), nn.Identity(), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu()
+        names = {"same": lambda: x, "module": lambda: self.same(x), "view": lambda: x[:, 8:], "another": lambda: x + 0}
+        y = names[self.name]()
+        x += self.b(x)
+        return y * 2
+
+
+@pytest.mark.parametrize("name", ["same", "module", "view", "another"])
+@torch.no_grad()
+def test_sums_that_are_written_into_something(name: str) -> None:
+    model, x = _Writes(name).eval(), images()
+    wanted = model(x)
+    on_codes, static = copy.deepcopy(model), hb.Config("int8_channel", activations="static")
+    if name == "view":
+        with pytest.raises(UnsupportedError, match=r"^iadd writes to memory that getitem shows too .* in place there$"):
+            hb.quantize_(on_codes, static, [x])
+    else:
+        assert float((hb.quantize_(on_codes, static, [x])(x) - wanted).norm() / wanted.norm()) < 0.05  # .3 where y is x before
+    quantized(model)
+    wanted = model(x)
+    assert "1 activations" in str(hb.report(hb.fuse_(model)))
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)

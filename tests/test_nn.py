@@ -164,6 +164,9 @@ def test_weight_can_be_looked_at_and_not_written_to() -> None:
     for write in writes:
         with pytest.raises(UnsupportedError, match="frozen"):
             write()
+    for weight in (numbers, nn.Parameter(numbers)):
+        with pytest.raises(UnsupportedError, match="frozen, and cannot be set: change the float weight and quantize again"):
+            module.weight = weight
 
 
 def test_no_graph_break() -> None:

@@ -180,6 +180,8 @@ def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["lm_heads"]))
     with pytest.raises(ArgumentError, match="settings"):
         HalfbyteConfig(Config("q4_0"), skip=[])
+    with pytest.raises(ArgumentError, match=r"no setting load_in_4bit, .* for example HalfbyteConfig\(\"int4_g64\"\)"):
+        HalfbyteConfig(load_in_4bit=True)  # type: ignore[call-arg]
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -227,14 +227,14 @@ def _clear_errors(path: Path) -> Any:
 
 
 def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
-    """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, with `fuse_` and `shorten_` applied."""
+    """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `fuse_` and `shorten_`."""
     model = model.to(device)
     if dtype is not None:
         _compute_in(model, dtype)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(attention.NAME)
-    fuse_(model)
-    shorten_(model)
+    if any(isinstance(module, QuantModule) for module in model.modules()):
+        shorten_(fuse_(model))
     return model.eval()
 
 

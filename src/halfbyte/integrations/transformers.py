@@ -41,6 +41,7 @@ from halfbyte.nn.convert import (
     Config,
     candidates,
     check_patterns,
+    check_settings,
     decide,
     finished,
     quantize_,
@@ -68,6 +69,10 @@ class HalfbyteConfig(QuantizationConfigMixin):
     calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
     modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
     """
+
+    def __new__(cls, *_: Any, **settings: Any) -> HalfbyteConfig:
+        check_settings(cls, settings)
+        return super().__new__(cls)
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
         if isinstance(format, Config) and settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,6 +46,10 @@ UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
 # What Config.auto chooses from.
 AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")
 
+# What a Config says by its format or by skip, in the words of bitsandbytes, AutoAWQ, GPTQModel, quanto and torchao.
+_IN_THE_FORMAT = {"load_in_4bit", "load_in_8bit", "bits", "w_bit", "weight_bits", "weights", "group_size", "q_group_size", "quant_type"}
+_IN_SKIP = {"modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude"}
+
 # Callbacks for each model that has been quantized or loaded (see integrations).
 finished: list[Callable[[nn.Module], None]] = []
 
@@ -81,6 +85,10 @@ class Config:
     activations: str = "dynamic"
     calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
     observer: str = "minmax"
+
+    def __new__(cls, *_: Any, **settings: Any) -> Config:
+        check_settings(cls, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (self.format, *self.overrides.values(), *([] if self.embedding is None else [self.embedding])):
@@ -149,6 +157,20 @@ class Config:
         if narrow and isinstance(as_format(self.format).block, int):
             return as_format("int8_channel")
         return as_format(self.embedding if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else self.format)
+
+
+def check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for a setting that no Config has; `cls` is what it was given to."""
+    known = [setting.name for setting in fields(Config)]
+    for name, value in settings.items():
+        if name not in known:
+            remedy = f"the settings are {', '.join(known)}"
+            if name.removeprefix("bnb_4bit_") in _IN_THE_FORMAT:
+                wide = value == 8 or "8" in name or "8" in str(value)
+                remedy = f'the format says that, for example {cls.__name__}("{"int8_channel" if wide else "int4_g64"}")'
+            elif name in _IN_SKIP:
+                remedy = 'write skip=["lm_head"] with the names to leave'
+            raise ArgumentError(f"{cls.__name__} has no setting {name}, got {name}={value!r}: {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
@@ -55,8 +55,12 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     activated  names of a child and of the GELU to which its parent passes its output
 
     Siblings that differ in format, width, device or compute are not fused. Convolutions are in modules in evaluation that torch.fx can
-    trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)` list what was fused.
+    trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)` list what was fused. Raises
+    ArgumentError for a model without quantized layers.
     """
+    check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
+    if not any(isinstance(module, QuantModule) for module in model.modules()):
+        raise ArgumentError(f"fuse_ takes a quantized model, got a {type(model).__name__} without quantized layers: call quantize_ first")
     for path, parent in list(model.named_modules()):
         for names in () if _CROSS.intersection(path.split(".")) else siblings:
             parts = [getattr(parent, name, None) for name in names]

@@ -8,9 +8,9 @@ once instead of twice; nothing else changes. In training, and where inner module
 from __future__ import annotations
 
 import inspect
+import operator
 from itertools import chain
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -18,13 +18,27 @@ from torch import fx, nn
 from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.modules import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.traced import ADDS, RELUS, SAME
+from halfbyte.nn.traced import ADDS, RELUS, SAME, Tracer
 from halfbyte.ops.pool import largest
 
 _INFINITE = float("inf")
 _Clamp = tuple[float, float]
-# Of modules that were traced: the hooks that stand in the way.
-_hooks: WeakKeyDictionary[nn.Module, tuple[dict[int, Any], ...]] = WeakKeyDictionary()
+
+
+class _Inner(NamedTuple):
+    """The inner modules of one that was traced: their hooks, which stand in the way, and the children of each as they were."""
+
+    hooks: tuple[dict[int, Any], ...]
+    children: tuple[tuple[dict[str, Any], list[Any]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Inner:
+        every = list(model.modules())
+        hooks = chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in every if m is not model)
+        return cls(tuple(hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
+
+    def are_still(self) -> bool:
+        return all(list(now.values()) == before for now, before in self.children)  # modules are equal to themselves alone
 
 
 def fuse_convolutions_(model: nn.Module) -> None:
@@ -45,17 +59,24 @@ def fuse_convolutions_(model: nn.Module) -> None:
     _with_pools(graph, modules)
     setattr(model, REMARK, f"within the convolutions before them: {sums} additions, {activations} activations")
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
-    model.__class__ = type(type(model).__name__, (_Fused, type(model)), {"fused": forward, "__module__": type(model).__module__})
+    members = {"fused": forward, "inner": _Inner.of(model), "__module__": type(model).__module__}
+    model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
 
 
 class _Fused(nn.Module):
     """A module of the class that follows this one among its classes, with another forward."""
 
     fused: Any
+    inner: _Inner
 
     def forward(self, *images: Any, **named: Any) -> Any:
-        if self.training or (not torch.compiler.is_compiling() and any(_hooks_of(self))):
+        if self.training:
             return super().forward(*images, **named)
+        if not torch.compiler.is_compiling():
+            if any(self.inner.hooks):
+                return super().forward(*images, **named)
+            if not self.inner.are_still():  # one was replaced
+                return _again(self)(*images, **named)
         return self.fused(*images, **named)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -69,15 +90,15 @@ def _fused_again(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _hooks_of(model: nn.Module) -> tuple[dict[int, Any], ...]:
-    found = _hooks.get(model)
-    if found is None:
-        inner = [module for module in model.modules() if module is not model]
-        found = _hooks[model] = tuple(chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in inner))
-    return found
+def _again(model: nn.Module) -> nn.Module:
+    """Fuses what the modules of `model` have become since it was traced."""
+    model.__dict__.pop(REMARK, None)
+    model.__class__ = type(model).__mro__[2]
+    fuse_convolutions_(model)
+    return model
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, QuantModule) or super().is_leaf_module(m, module_qualified_name)
 
@@ -109,6 +130,8 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         first, second = sorted(node.args, key=place.__getitem__)
         read_later = [user for user in first.users if place[user] > place[second] and user is not node]
         if first is second or not _alone(second, modules) or len(second.args) > 1 or read_later:  # or what is read is written to
+            continue
+        if node.target is operator.iadd and node.args[0] is first:  # which something else may show, such as a view
             continue
         second.args = (*second.args, first)
         _replace(graph, node, second)

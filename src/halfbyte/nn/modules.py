@@ -37,6 +37,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 _FROZEN = "a quantized weight is frozen"
+_NOT_SET = f"{_FROZEN}, and cannot be set: change the float weight and quantize again"
 
 
 class WeightView(Tensor):
@@ -63,7 +64,7 @@ class WeightView(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise UnsupportedError(f"{_FROZEN}, and cannot be set: change the float weight and quantize again")
+        raise UnsupportedError(_NOT_SET)
 
     def _numbers(self) -> Tensor:
         return ops.dequantize(self.packed, self.dtype).view(self.shape)
@@ -164,6 +165,11 @@ class QuantModule(nn.Module):
         if torch.compiler.is_compiling():
             return ops.dequantize(self._packed, self.dtype).view(self.weight_shape)
         return WeightView(self._packed, self.dtype, self.weight_shape)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # torch's own errors do not say why
+            raise UnsupportedError(_NOT_SET)
+        super().__setattr__(name, value)
 
     def codes(self) -> Codes:
         """The weight in canonical order."""

@@ -35,7 +35,7 @@ from halfbyte.nn.integer import (
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.nn.network import IntegerNetwork
-from halfbyte.nn.traced import ADDS, RELUS, SAME
+from halfbyte.nn.traced import ADDS, RELUS, SAME, Tracer
 from halfbyte.ops import conv
 
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -150,18 +150,17 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     """A copy of the model as a graph, without what does nothing in evaluation, and the batch norms that were folded."""
     model = copy.deepcopy(model).eval()
     folded = fold_(model)
-    traced = fx.symbolic_trace(model)
-    modules = dict(traced.named_modules())
-    for node in traced.graph.nodes:
-        if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
-            behind = {user for user in _first(node).users if user > node}
-            _first(node).replace_all_uses_with(node, behind.__contains__)
-        _make_module(node, traced)
+    traced = fx.GraphModule(model, Tracer().trace(model), type(model).__name__)
     modules = dict(traced.named_modules())
     for node in traced.graph.nodes:
         if node.op == "call_module" and isinstance(modules[str(node.target)], SAME):
             node.replace_all_uses_with(_first(node))
             traced.graph.erase_node(node)
+            continue
+        if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
+            behind = {user for user in _first(node).users if user > node}
+            _first(node).replace_all_uses_with(node, behind.__contains__)
+        _make_module(node, traced)
     traced.recompile()
     return traced, folded
 
@@ -205,12 +204,20 @@ class _Watcher(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, observer: str) -> None:
         super().__init__(traced)
+        self.extra_traceback = False  # errors stay one sentence
         self.observer = observer
+        self.modules = dict(traced.named_modules())
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        views = self._views(n)
         value = super().run_node(n)
+        if changed := [node for node, before in views.items() if not torch.equal(self.env[node], before)]:
+            raise UnsupportedError(
+                f"{n.name} writes to memory that {changed[0].name} shows too and that is read behind it, which codes do not share: "
+                "write x = x + y, not x += y, and no activation in place there"
+            )
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
             before = self.seen.get(n.name, (low, high))
@@ -219,6 +226,14 @@ class _Watcher(fx.Interpreter):
                 flat = value.detach().flatten().float()
                 self.samples.setdefault(n.name, []).append(flat[:: max(1, flat.numel() // _SAMPLES)].clone())
         return value
+
+    def _views(self, n: fx.Node) -> dict[fx.Node, Tensor]:
+        """Where n writes to its input: copies of what else lies in the same memory and is read behind n."""
+        if not _writes_its_input(n, self.modules) or not isinstance(self.env[_first(n)], Tensor):
+            return {}
+        read = [(node, value) for node, value in self.env.items() if isinstance(value, Tensor) and any(user > n for user in node.users)]
+        written = self.env[_first(n)].untyped_storage().data_ptr()
+        return {node: value.clone() for node, value in read if value.untyped_storage().data_ptr() == written}
 
     def scales(self) -> dict[str, Scale]:
         return {name: self._scale(name) for name in self.seen}
