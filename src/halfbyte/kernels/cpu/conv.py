@@ -21,9 +21,9 @@ from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
 from halfbyte.kernels.cpu.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, LinearKernel, pack_call, thread
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
 from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
-from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter
@@ -78,17 +78,11 @@ class ConvKernel(PlannedConv):
         scales     of each image, float32 [B], where codes become floating point
         """
         call = self.planned(x, window, outside, weights)
-        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
-        _memory, scratch = thread.memory(call.memory)
         table = 0 if bias is None else bias.data_ptr()
-        if residual is not None:
-            residual = residual.to(out.dtype)
-        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         if scales is not None:
             table = (self.no_bias if bias is None else bias).data_ptr()
             _pack_scales(call.buffer, _SCALES, scales.data_ptr())
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.launch(call.address, call.threads)
+        out = convolved(call, x, weights.data_ptr(), table, low, high, self.out_dtype, residual)
         return out if out.dtype == self.result else out.to(self.result)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:

@@ -35,8 +35,8 @@ from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call, thread
-from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
+from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -360,16 +360,11 @@ class MatrixConvKernel(PlannedConv):
     ) -> Tensor:
         """As `ConvKernel`."""
         call = self.planned(x, window, outside, weights, residual is not None)
-        out = torch.empty(call.out_shape, dtype=self.out_dtype, memory_format=torch.channels_last, device="cpu")
-        _memory, scratch = thread.memory(call.memory)
-        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         if scales is not None:
             bias = self._padded(bias)
             _pack_scales(call.buffer, _SCALES, scales.data_ptr())
         assert bias is not None
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights.data_ptr(), bias.data_ptr(), out.data_ptr(), apart, low, high)
-        self.launch(call.address, call.threads)
-        return out
+        return convolved(call, x, weights.data_ptr(), bias.data_ptr(), low, high, self.out_dtype, residual)
 
     def _padded(self, bias: Tensor | None) -> Tensor:
         """A bias with whole panels for each group."""

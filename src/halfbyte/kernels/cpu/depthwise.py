@@ -29,8 +29,8 @@ from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
-from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv
+from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -231,13 +231,9 @@ class DepthwiseKernel(PlannedConv):
         """x -> [B, C, Ho, Wo] with channels_last strides; `residual` and `outside` as for `ConvKernel`."""
         if self.inner_dtype != self.dtype:
             x = x.to(self.inner_dtype)
-            residual = None if residual is None else residual.to(self.inner_dtype)
         call = self.planned(x, window, outside, weights)
-        out = torch.empty(call.out_shape, dtype=x.dtype, memory_format=torch.channels_last, device="cpu")
-        apart = 0 if residual is None else residual.data_ptr() - out.data_ptr()  # the strides of both are the same
         table = (self.no_bias if bias is None else bias).data_ptr()
-        pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, 0, weights.data_ptr(), table, out.data_ptr(), apart, low, high)
-        self.launch(call.address, call.threads)
+        out = convolved(call, x, weights.data_ptr(), table, low, high, x.dtype, residual)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:

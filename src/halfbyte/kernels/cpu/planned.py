@@ -49,7 +49,7 @@ class PlannedConv:
     """A compiled convolution of images of any size."""
 
     def __init__(self) -> None:
-        self._number, self.launch = next(_numbers), runtime.runner()
+        self._number = next(_numbers)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """The call for images of the size of x, which nobody else has.
@@ -74,12 +74,28 @@ class CodesConv(PlannedConv):
         return convolved(self.planned(x, window, outside, weights), x, weights.data_ptr(), table.data_ptr(), low, high)
 
 
-def convolved(call: ConvCall, x: Tensor, weights: int, table: int, low: float, high: float) -> Tensor:
-    """Codes -> codes; `weights` and `table` are addresses."""
+def convolved(
+    call: ConvCall,
+    x: Tensor,
+    weights: int,
+    table: int,
+    low: float,
+    high: float,
+    dtype: torch.dtype = torch.int8,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x -> [B, Co, Ho, Wo] of `dtype` with channels_last strides; `weights` and `table` (for codes) or bias are addresses.
+
+    residual  of the output's shape and strides: added before the clamp
+    """
     _, channels, height, width = shape = call.out_shape
     line = width * channels
-    out = torch.empty_strided(shape, (height * line, 1, line, channels), dtype=torch.int8, device="cpu")
+    out = torch.empty_strided(shape, (height * line, 1, line, channels), dtype=dtype, device="cpu")
     _memory, scratch = thread.memory(call.memory)
-    pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), 0, low, high)
+    apart = 0
+    if residual is not None:
+        residual = residual.to(dtype)
+        apart = residual.data_ptr() - out.data_ptr()  # the strides of both are the same
+    pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), apart, low, high)
     runtime.runner()(call.address, call.threads)
     return out

@@ -194,7 +194,7 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = 
         NIBBLES=plan.nibbles,
         PDL=early,
         num_warps=max(1, min(16, held * plan.granule // 512)),
-        **({"launch_pdl": True} if early else {}),
+        early=early,
     )
     return out
 

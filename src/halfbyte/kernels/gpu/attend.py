@@ -136,7 +136,6 @@ def launch(
     sums = programs * s.splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * s.splits * s.group)).view(torch.float32)
     parts = scratch, scratch[sums:]
-    options = {"launch_pdl": True} if s.pdl else {}
     strides = (*(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0)
     launcher.run(
         _attend,
@@ -154,10 +153,10 @@ def launch(
         norms,
         s,
         num_warps=s.warps,
-        **options,
+        early=s.pdl,
     )
     warps = 2 if s.parts * s.wide <= 4096 else 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, advance, s, num_warps=warps, **options)
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, advance, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit

@@ -200,7 +200,7 @@ def _start(
         (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
         static,
         num_warps=config.warps,
-        **({"launch_pdl": True} if config.pdl else {}),
+        early=config.pdl,
     )
 
 

@@ -106,7 +106,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         (epilogue.low, epilogue.high),
         of_patches,
         num_warps=config.warps,
-        **({"launch_pdl": True} if config.pdl else {}),
+        early=config.pdl,
     )
 
 

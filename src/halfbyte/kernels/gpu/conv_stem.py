@@ -108,7 +108,7 @@ def write(stem: Stem, x: Tensor, out: Tensor, outside: int) -> None:
         BLOCK=_BLOCK,
         EARLY=early,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        early=early,
     )
 
 

@@ -182,7 +182,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
-        launch_pdl=True,
+        early=True,
     )
 
 

@@ -47,7 +47,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         CONTIGUOUS=geo.contiguous,
         EARLY=early,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        early=early,
     )
 
 

@@ -20,8 +20,8 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     out, n = torch.empty_like(a, dtype=how.dtype), a.numel()
     factors, bounds = (how.scale_a, how.scale_b, how.offset), (how.low, how.high)
     early = early_after(a)
-    settings = {"WIDE": n >= 1 << 31, "BLOCK": _BLOCK, "EARLY": early, "num_warps": 4, **({"launch_pdl": True} if early else {})}
-    run(_combine, (-(-n // _BLOCK),), a, b, out, n, factors, bounds, **settings)
+    wide = n >= 1 << 31
+    run(_combine, (-(-n // _BLOCK),), a, b, out, n, factors, bounds, WIDE=wide, BLOCK=_BLOCK, EARLY=early, num_warps=4, early=early)
     return out
 
 

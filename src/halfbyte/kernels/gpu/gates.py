@@ -21,8 +21,7 @@ def launch(gpu: Gpu, x: Tensor, out: Tensor) -> None:
     """x [M, N], out [M, N / 2], contiguous."""
     m, half = out.shape
     pdl = launcher.starts_early(gpu)
-    options = {"launch_pdl": True} if pdl else {}
-    launcher.run(_gates, (m, -(-half // _WIDE)), x, out, half, _WIDE, pdl, num_warps=4, **options)
+    launcher.run(_gates, (m, -(-half // _WIDE)), x, out, half, _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit

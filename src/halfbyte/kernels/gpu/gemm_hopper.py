@@ -183,7 +183,7 @@ def multiply(
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
-        launch_pdl=True,
+        early=True,
     )
 
 

@@ -83,7 +83,6 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     static, per = skinny_tile.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
     table = sorted_by_expert(ids, experts, columns) if config.sort else None
     blocks = pairs if table is None else len(table[1])
-    options = {"launch_pdl": True} if config.tile.pdl else {}
     launcher.run(
         _grouped,
         (blocks * -(-n // static.outputs),),
@@ -104,7 +103,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         per,
         static,
         num_warps=config.tile.warps,
-        **options,
+        early=config.tile.pdl,
     )
 
 

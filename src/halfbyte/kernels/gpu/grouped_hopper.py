@@ -103,7 +103,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         (0, n, geo.n_padded, geo.records),
         static,
         num_warps=4,
-        launch_pdl=True,
+        early=True,
     )
 
 

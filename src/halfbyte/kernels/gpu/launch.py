@@ -58,11 +58,15 @@ def early_after(x: Tensor) -> bool:
     return x.is_cuda and starts_early(gpu(x.get_device()))
 
 
-def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **options: Any) -> None:
     """`kernel[grid](*args, **options)`. Every kernel of this room is started by this; options are constexprs and num_warps and the like.
+
+    early  it may start before the kernel before it has ended, for whose results it waits itself (gdc_wait)
 
     Raises KernelError where Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it.
     """
+    if early:
+        options["launch_pdl"] = True  # which other backends than NVIDIA's do not know
     recorder = _recorder.get()
     compiled = None
     if recorder is None or not recorder.dry:

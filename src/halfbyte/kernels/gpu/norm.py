@@ -20,8 +20,7 @@ def launch(gpu: Gpu, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None
     """x, out [M, K], contiguous, K at most MOST; weight [K], of the same type."""
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
-    options = {"launch_pdl": True} if pdl else {}
-    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), pdl, num_warps=16, **options)
+    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), pdl, num_warps=16, early=pdl)
 
 
 @triton.jit

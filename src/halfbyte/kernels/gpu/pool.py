@@ -48,7 +48,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
         SMALL=kernel[0] * kernel[1] if kernel[0] * kernel[1] <= _UNROLLED else 0,
         EARLY=early,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        early=early,
     )
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -41,6 +42,6 @@ def read_launches(data: Sequence[Tensor], gpu: Gpu) -> dict[str, list[Callable[[
         per = -(-per // block) * block
         for steps in (1, 4):
             name = f"{block} words, {warps} warps, {blocks} blocks, {steps} steps"
-            settings = {"BLOCK": block, "STEPS": steps, "num_warps": warps}
+            settings: dict[str, Any] = {"BLOCK": block, "STEPS": steps, "num_warps": warps}
             found[name] = [partial(launch.run, _read, (programs,), view, out, words, per, **settings) for view in views]
     return found

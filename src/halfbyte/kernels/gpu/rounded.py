@@ -75,7 +75,7 @@ def round_activations(x: Tensor, out: Tensor, block: int) -> None:
         HELD=held,
         EARLY=early,
         num_warps=max(1, held * block // 512),
-        **({"launch_pdl": True} if early else {}),
+        early=early,
     )
 
 

@@ -236,7 +236,7 @@ def launch(
     if config.split > 1:
         nbytes = 4 * config.split * tiles * static.outputs * config.columns
         scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, tiles)
-    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
+    options: dict[str, int] = {}
     if epilogue.gated and config.pdl:
         options["maxnreg"] = min(255, 1024 // config.warps)  # two blocks for each multiprocessor: left alone the compiler takes more
     elif norm is not None and static.early and config.bands == 1 and config.warps == 8:
@@ -260,6 +260,7 @@ def launch(
         norm,
         static,
         num_warps=config.warps,
+        early=config.pdl,
         **options,
     )
 
