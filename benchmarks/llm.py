@@ -267,7 +267,8 @@ def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from halfbyte.integrations.text import ready
-    from halfbyte.nn.convert import Config, quantize_
+    from halfbyte.nn.config import Config
+    from halfbyte.nn.convert import quantize_
     from halfbyte.nn.parallel import parallelize_
 
     longest = max(2048, args.prompt + args.new)

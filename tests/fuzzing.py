@@ -43,7 +43,7 @@ from halfbyte.formats import as_format, ggml
 from halfbyte.integrations.text import open_tokenizer
 from halfbyte.io import awq, compressed_tensors, gguf, gptq
 from halfbyte.io.safetensors import Reader, Spec, Writer, load_json
-from halfbyte.nn.convert import Config
+from halfbyte.nn.config import Config
 
 ROOM = 1 << 20  # bytes beside four times the file
 ADDRESS_ROOM = 256 << 20

@@ -20,8 +20,10 @@ from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats import Codes, as_format
 from halfbyte.nn.calibrate import Calibration, calibrate, calibration_tokens
-from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.report import report
 from halfbyte.nn.runs import Runs, decoder_layers
 from halfbyte.quantizers.gptq import GPTQ
 

@@ -31,8 +31,10 @@ from transformers import (
 from halfbyte.checkpoint import convert, describe, load, load_tensors, save
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.report import report
 
 FORMATS = ("q4_0", "q8_0", "int4_g24_zp", "int8_channel_offset", "int4_tensor_bf16")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 50}

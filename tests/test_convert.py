@@ -22,7 +22,7 @@ from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes
 from halfbyte.integrations.gguf import load_gguf
-from halfbyte.nn.convert import Config
+from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.permuted import PermutedLinear
 

@@ -21,7 +21,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.integrations import decoding
 from halfbyte.integrations.decoding import is_short, shorten_
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoding import attend, normed_linear
 
@@ -190,7 +191,7 @@ def test_arguments() -> None:
 
 
 def test_the_report_says_which_layers_are_left_and_why() -> None:
-    from halfbyte.nn.convert import report
+    from halfbyte.nn.report import report
 
     _, short = pair("llama")
     assert "model.layers.0 and 1 more: a few tokens take one call" in str(report(short))

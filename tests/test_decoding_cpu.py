@@ -23,7 +23,8 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import decoding_cpu
 from halfbyte.integrations.decoding import is_short, shorten_
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoder import DecoderLayer, Heads, Weight
 

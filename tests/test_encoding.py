@@ -24,7 +24,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.explain_model import explain_model
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import remarks
 

@@ -14,9 +14,11 @@ from halfbyte.checkpoint import load_tensors, save
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.gelu import BOUND as GELU_BOUND
-from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.report import report
 
 
 class Block(nn.Module):

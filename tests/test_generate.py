@@ -24,7 +24,7 @@ from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.attention import _written_out, attention
 from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
-from halfbyte.nn.convert import Config
+from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantModule
 
 PROMPT = "the quick brown fox"

@@ -25,7 +25,8 @@ from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.safetensors import Reader, Writer, read_header
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 
 FILES = ("config.json", "model.safetensors")
 NUMBERS = (None, True, -1, 0, 1.5, 1 << 70, float("inf"))

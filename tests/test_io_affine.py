@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfbyte.checkpoint import convert, load, load_tensors
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes
-from halfbyte.nn.convert import Config
+from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantLinear
 
 INTX = "IntxUnpackedToInt8Tensor"

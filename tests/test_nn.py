@@ -17,8 +17,12 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.convert import NOT_A_KIND, Config, quantize_, relative_error, report
+from halfbyte.nn.candidates import NOT_A_KIND
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
+from halfbyte.nn.kinds import relative_error
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
+from halfbyte.nn.report import report
 
 FORMATS = ("q4_0", "q8_0", "int4_g24_zp", "int8_channel_offset", "int4_tensor")
 

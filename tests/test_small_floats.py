@@ -18,7 +18,8 @@ from halfbyte.checkpoint import convert, describe, export, load, load_tensors, s
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import bitsandbytes, float4, float8
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.quantizers import absmax

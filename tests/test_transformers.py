@@ -34,9 +34,11 @@ import halfbyte
 from halfbyte.checkpoint.quantization_config import Module, describe, parse
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.transformers import HalfbyteConfig
-from halfbyte.nn.convert import Config, quantize_, report
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import PermutedLinear
+from halfbyte.nn.report import report
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64}

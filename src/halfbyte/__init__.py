@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from halfbyte.nn.batchnorm import fold_batch_norms_ as fold_batch_norms_
     from halfbyte.nn.calibrate import Calibration as Calibration
     from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
+    from halfbyte.nn.config import Config as Config
     from halfbyte.nn.conv import QuantConv1d as QuantConv1d
     from halfbyte.nn.conv import QuantConv2d as QuantConv2d
-    from halfbyte.nn.convert import Config as Config
     from halfbyte.nn.convert import quantize_ as quantize_
-    from halfbyte.nn.convert import report as report
     from halfbyte.nn.experts import QuantExperts as QuantExperts
     from halfbyte.nn.fused import fuse_ as fuse_
     from halfbyte.nn.modules import QuantEmbedding as QuantEmbedding
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.parallel import parallelize_ as parallelize_
     from halfbyte.nn.qat import convert_qat_ as convert_qat_
     from halfbyte.nn.qat import prepare_qat_ as prepare_qat_
+    from halfbyte.nn.report import report as report
     from halfbyte.nn.sparsity import prune_ as prune_
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
@@ -78,7 +78,9 @@ _HOMES = {
     "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
     "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
-    "halfbyte.nn.convert": ("Config", "quantize_", "report"),
+    "halfbyte.nn.config": ("Config",),
+    "halfbyte.nn.convert": ("quantize_",),
+    "halfbyte.nn.report": ("report",),
     "halfbyte.nn.modules": ("QuantModule", "QuantLinear", "QuantEmbedding", "QuantEmbeddingBag"),
     "halfbyte.nn.conv": ("QuantConv1d", "QuantConv2d"),
     "halfbyte.nn.experts": ("QuantExperts",),

@@ -14,7 +14,8 @@ from halfbyte.bench.conv_contenders import Ready
 from halfbyte.bench.networks import images, network
 from halfbyte.bench.onnx_chain import onnx_model
 from halfbyte.nn.batchnorm import fold_batch_norms_
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 
 CALIBRATION = 8  # images
 PEER = "ONNX Runtime int8"

@@ -14,7 +14,8 @@ from halfbyte.bench.conv_networks import CALIBRATION, EIGHT_BITS, FOUR_BITS, Inf
 from halfbyte.bench.networks import images
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.clock import graph_times
-from halfbyte.nn.convert import Config, quantize_
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 
 

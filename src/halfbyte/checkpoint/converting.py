@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -23,17 +22,10 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
-from halfbyte.nn.convert import (
-    UNCALIBRATED,
-    Candidate,
-    Config,
-    as_config,
-    check_patterns,
-    decide,
-    relative_error,
-    take_calibration,
-)
-from halfbyte.nn.kinds import quantize_weight
+from halfbyte.nn.candidates import choose
+from halfbyte.nn.config import Config, as_config, take_calibration
+from halfbyte.nn.convert import UNCALIBRATED
+from halfbyte.nn.kinds import quantize_weight, relative_error
 from halfbyte.nn.report import Report
 
 
@@ -66,11 +58,10 @@ def convert(
     source, target = Path(src), Path(dst)
     described, reader = open_floats(source)
     notes = list(reader.notes)
-    choose = partial(_choose, config)
     if known_architecture(described) is not None:
-        plan = plan_model(described, reader, choose)
+        plan = plan_model(described, reader, lambda found, _: choose(found, config))
     else:
-        plan = plan_by_rule(reader, choose)
+        plan = plan_by_rule(reader, lambda found, _: choose(found, config))
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
     for name, weight in plan.weights.items():
         if name in plan.linears or weight.kind != "Embedding":
@@ -97,11 +88,6 @@ def convert(
         notes += gguf_tokenizer.save(source, staging.path)
         publish(staging, writer, described, plan.weights, plan.tied)
     return report(plan, reader, notes)
-
-
-def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
-    check_patterns(config, [candidate.name for candidate in found])
-    return decide(found, config)
 
 
 def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:

@@ -23,7 +23,9 @@ from halfbyte.formats.sharding import Ranges, stored_runs, take
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
-from halfbyte.nn.convert import Config, as_config, candidates, finished, own_tensors
+from halfbyte.nn.candidates import candidates, own_tensors
+from halfbyte.nn.config import Config, as_config
+from halfbyte.nn.convert import finished
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule

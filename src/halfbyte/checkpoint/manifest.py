@@ -16,7 +16,7 @@ import torch
 from halfbyte import __version__
 from halfbyte.checkpoint.quantization_config import SETTINGS
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
-from halfbyte.formats.codes import stored_tensors
+from halfbyte.formats.codes import stored_bytes, stored_tensors
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
@@ -77,7 +77,7 @@ class Weight:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored_tensors(self.format, self.shape).values())
+        return stored_bytes(self.format, self.shape)
 
     def to_json(self) -> dict[str, object]:
         entry: dict[str, object] = {

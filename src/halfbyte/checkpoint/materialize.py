@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.plan import Plan, Source
 from halfbyte.errors import CheckpointError
-from halfbyte.nn.convert import own_tensors
+from halfbyte.nn.candidates import own_tensors
 from halfbyte.nn.runs import decoder_layers
 
 

@@ -15,7 +15,7 @@ from halfbyte.checkpoint.manifest import Weight, dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.convert import FLOATS, Candidate, candidates, own_tensors
+from halfbyte.nn.candidates import FLOATS, Candidate, candidates, own_tensors
 from halfbyte.nn.expanded import collapse_, expand_, originals
 from halfbyte.nn.kinds import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row

@@ -19,8 +19,8 @@ from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, ch
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.candidates import own_tensors
 from halfbyte.nn.conv import QuantConv2d
-from halfbyte.nn.convert import own_tensors
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import CONVOLUTIONS

@@ -20,7 +20,8 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.convert import Candidate, Config, check_patterns, decide, take_calibration
+from halfbyte.nn.candidates import Candidate, choose
+from halfbyte.nn.config import Config, take_calibration
 from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
@@ -149,5 +150,4 @@ def open_entries(path: Path, config: dict[str, Any], entries: Entries, quantize:
 def _choose(config: Config, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Mapping[str, Format | str]:
     if take_calibration(config, None, in_memory=False)[1] is not None:
         raise ArgumentError("a model that is quantized while it loads cannot be calibrated: use halfbyte.convert, or quantize_")
-    check_patterns(config, [candidate.name for candidate in found])
-    return decide(found, config)
+    return choose(found, config)

@@ -94,7 +94,7 @@ def _check_stride(args: argparse.Namespace, context: int) -> None:
 def _language(args: argparse.Namespace, text: str) -> int:
     from halfbyte.evaluate import last_word_accuracy
     from halfbyte.integrations.text import open_model, weight_bytes
-    from halfbyte.nn.convert import Config
+    from halfbyte.nn.config import Config
 
     check_device(args.device)
     if args.format and args.against:

@@ -55,7 +55,7 @@ def _run_model(args: argparse.Namespace) -> int:
     from halfbyte.integrations.decoding import shorten_
     from halfbyte.integrations.explain_model import explain_model
     from halfbyte.integrations.text import open_model
-    from halfbyte.nn.convert import Config
+    from halfbyte.nn.config import Config
     from halfbyte.nn.fused import fuse_
 
     config = None if args.format is None else Config(args.format)

@@ -64,7 +64,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     import torch
 
     from halfbyte.integrations.text import open_model
-    from halfbyte.nn.convert import Config
+    from halfbyte.nn.config import Config
 
     config = None if args.format is None else Config(args.format)
     model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh)

@@ -123,7 +123,7 @@ def _row(
 
 def _compare(model: StoredModel, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
     """Fills in the error of every quantized row, from the original's tensors."""
-    from halfbyte.nn.convert import relative_error
+    from halfbyte.nn.kinds import relative_error
 
     quantized = [row for row in rows if row["name"] in model.weights]
     for i, row in enumerate(quantized):

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 
     from halfbyte.checkpoint import convert
-    from halfbyte.nn.convert import Config, take_calibration
+    from halfbyte.nn.config import Config, take_calibration
     from halfbyte.quantizers import CALIBRATED, METHODS
     from halfbyte.quantizers.gptq import GPTQ
 

@@ -17,7 +17,7 @@ from halfbyte.checkpoint.sources import open_floats
 from halfbyte.checkpoint.stored_model import open_entries
 from halfbyte.formats.spec import Format
 from halfbyte.io.gguf import read_header
-from halfbyte.nn.convert import Config, as_config
+from halfbyte.nn.config import Config, as_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,7 +27,7 @@ from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
-from halfbyte.nn.convert import Config
+from halfbyte.nn.config import Config
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 from halfbyte.nn.parallel import is_parallel, parallelize_, whole_rows

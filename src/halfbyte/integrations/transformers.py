@@ -35,25 +35,17 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
+from halfbyte.nn.candidates import candidates, choose, formats_of
+from halfbyte.nn.config import Config, check_settings, take_calibration
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
-from halfbyte.nn.convert import (
-    CONFIG_ATTRIBUTE,
-    Config,
-    candidates,
-    check_patterns,
-    check_settings,
-    decide,
-    finished,
-    quantize_,
-    relative_error,
-    take_calibration,
-)
+from halfbyte.nn.convert import finished, quantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
-from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module
+from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
+from halfbyte.nn.report import CONFIG_ATTRIBUTE
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d, is_transposed
 
@@ -174,8 +166,7 @@ class HalfbyteQuantizer(HfQuantizer):
             found = candidates(model, without_data=True)
         # At this point parameters are not tied yet: both still exist.
         found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in found]
-        check_patterns(config, [candidate.name for candidate in found])
-        self._decisions = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
+        self._decisions = formats_of(choose(found, config))
         self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
 
     def _expect_codes(self, model: Any) -> None:

@@ -10,6 +10,7 @@ The moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate_experts import quantize_experts
 from halfbyte.nn.experts import StackedExperts
 from halfbyte.nn.folding import Fold, find_folds
+from halfbyte.nn.kinds import relative_distance
 from halfbyte.nn.runs import Moments, Runs, decoder_layers
 from halfbyte.quantizers.awq import AWQ, awq, search_scale
 from halfbyte.quantizers.check import check_finite
@@ -120,6 +122,16 @@ class Result:
     value: Codes | Tensor
     error: float | None = None
     notes: tuple[str, ...] = ()
+
+
+def calibrated_names(model: nn.Module, formats: Mapping[str, Format]) -> dict[str, Format]:
+    """Those of the modules in `formats` that `calibrate` takes: Linears and experts that do not share their weight."""
+    owners: dict[int, set[int]] = defaultdict(set)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | StackedExperts)}
+    for module in modules.values():
+        owners[id(module.weight)].add(id(module))
+    alone = {name for name, m in modules.items() if not isinstance(m, nn.Embedding) and len(owners[id(m.weight)]) == 1}
+    return {name: fmt for name, fmt in formats.items() if name in alone}
 
 
 def calibrate(
@@ -237,8 +249,8 @@ def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: M
     """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes."""
     weight, full = linear.get_parameter("weight"), f"{name}.weight"
     codes = _codes(weight, fmt, method, moments, calibration, full)
-    rounded, norm = codes.dequantize(), float(weight.norm())
-    error = float((rounded - weight).norm()) / norm if norm else 0.0
+    rounded = codes.dequantize()
+    error = relative_distance(weight, rounded)
     weight.data = rounded
     return Result(full, codes.to("cpu"), error)
 

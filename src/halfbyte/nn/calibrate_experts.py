@@ -20,6 +20,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.experts import stack_before
 from halfbyte.nn.folding import same_outputs
+from halfbyte.nn.kinds import relative_distance
 from halfbyte.nn.runs import Moments, Runs
 from halfbyte.quantizers.awq import AWQ, search_scale
 from halfbyte.quantizers.mse import mse
@@ -60,9 +61,7 @@ def quantize_experts(
             notes: tuple[str, ...] = ("one scale for all experts: mse without calibration is used",)
         else:
             codes, notes = _each(runs, i, block, name, fmt, codes_of, up, options)
-        norm = float(weight.norm())
-        error = float((codes.dequantize().to(weight.device) - weight).norm()) / norm if norm else 0.0
-        done.append(Stack(name, codes, error, notes))
+        done.append(Stack(name, codes, relative_distance(weight, codes.dequantize().to(weight.device)), notes))
     for stack in done:  # after all measurements
         weight = block.get_submodule(stack.name).get_parameter("weight")
         weight.data = stack.codes.dequantize().to(weight.device)

@@ -1,4 +1,5 @@
-"""The kinds of modules that are quantized, and for each: quantizing its weight, packing the codes, and the module that replaces it."""
+"""The kinds of modules that are quantized, and for each: quantizing its weight, packing the codes, their error, and the module that
+replaces it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
@@ -23,6 +24,7 @@ from halfbyte.ops.conv import pack_conv, quantize_conv
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)
 KINDS = ("Linear", "Embedding", "EmbeddingBag", "Conv1d", "Conv2d", "Experts")
 CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel
+_ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing
 
 
 def kind_of(module: nn.Module) -> str:
@@ -85,3 +87,24 @@ def quantized_module(
         made = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
     made.transposed = is_transposed(module)
     return made.train(module.training)
+
+
+def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
+    """||weight - codes|| / ||weight|| (Frobenius) of the weight of a module of this kind; 0 for a weight of zeros.
+
+    Of more than 128 rows it is an estimate from 128 of them, evenly spread.
+    """
+    if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution
+        weight = (weight if kind == "Experts" else channels_last(weight, codes.format)).reshape(-1, codes.shape[-1])
+        codes = codes.reshape((weight.shape[0], weight.shape[1]))
+    n = codes.shape[0]
+    rows = torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float32, device=weight.device).round().long()
+    w = weight.detach()[rows].float()
+    rounded = codes.select(rows.to(codes.data.device)).dequantize().to(w.device)
+    return relative_distance(w, rounded)
+
+
+def relative_distance(weight: Tensor, rounded: Tensor) -> float:
+    """||weight - rounded|| / ||weight|| (Frobenius); 0 for a weight of zeros."""
+    norm = float(weight.norm())
+    return float((weight - rounded).norm()) / norm if norm else 0.0

@@ -8,22 +8,13 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.convert import (
-    CONFIG_ATTRIBUTE,
-    Config,
-    add_notes,
-    as_config,
-    candidates,
-    check_in_place,
-    check_patterns,
-    decide,
-    finished,
-    put_quantized_,
-    relative_error,
-)
+from halfbyte.nn.candidates import candidates, choose, formats_of
+from halfbyte.nn.config import Config, as_config
+from halfbyte.nn.convert import check_in_place, finished, put_quantized_
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target, prepare_
-from halfbyte.nn.kinds import kind_of, quantize_weight
+from halfbyte.nn.kinds import kind_of, quantize_weight, relative_error
+from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_notes
 from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers import CALIBRATED, METHODS
 
@@ -48,9 +39,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     config = as_config(config)
     _check(model, config, scales)
     with expanded(model):
-        found = candidates(model)
-        check_patterns(config, [candidate.name for candidate in found])
-        formats = {name: fmt for name, fmt in decide(found, config).items() if isinstance(fmt, Format)}
+        formats = formats_of(choose(candidates(model), config))
         others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
     trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and name not in others]
     grids: dict[int, tuple[nn.Parameter, Tensor | None]] = {}

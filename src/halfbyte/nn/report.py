@@ -6,11 +6,23 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from halfbyte.errors import check_type
+from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format
+from halfbyte.nn.candidates import candidates, decide, own_tensors
+from halfbyte.nn.expanded import expanded
+from halfbyte.nn.modules import QuantModule
 
+if TYPE_CHECKING:
+    from halfbyte.nn.config import Config
+
+CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
+NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report
 REMARK = "halfbyte_remark"  # the attribute of a module with a remark for the report, such as what computes it
 
 
@@ -122,6 +134,49 @@ class Report:
         for (kind, reason), rows in groups.items():
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             yield rows[0].name, more.strip(), kind, reason, size_text(sum(row.bytes_after for row in rows))
+
+
+def report(model: nn.Module) -> Report:
+    """Which modules of `model` are quantized and which are not, with reasons and bytes. One row per module with parameters."""
+    check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
+    with expanded(model, attention=True):
+        return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
+
+
+def _report(model: nn.Module, config: Config | None) -> Report:
+    found = candidates(model)
+    reasons: dict[str, str] = {}
+    for name, decision in (decide(found, config) if config else {c.name: c.reason for c in found}).items():
+        static = config is not None and config.activations == "static"
+        reasons[name] = decision if isinstance(decision, str) else "there is no such layer on codes" if static else "not quantized yet"
+    seen: dict[int, str] = {}
+    modules = model.named_modules(remove_duplicate=False)
+    rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
+    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model)))
+
+
+def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
+    """Adds notes that `report` prints below its table."""
+    setattr(model, NOTES, (*getattr(model, NOTES, ()), *notes))
+
+
+def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:
+    """`seen`: tensor id -> the first name, where its bytes are counted."""
+    others = [t for _, t in own_tensors(module)]
+    extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name and not is_lazy(t))
+    if not isinstance(module, QuantModule):
+        weight = next((t for n, t in own_tensors(module) if n == "weight"), others[0])
+        tied_to = owner if (owner := seen[id(weight)]) != name else None
+        shape = () if is_lazy(weight) else tuple(weight.shape)
+        return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
+    fmt, shape = module.packed.format, module.packed.shape
+    owner = seen.setdefault(id(module.packed_data), name)
+    before = after = 0
+    if owner == name:
+        before = module.weight.nbytes
+        after = stored_bytes(fmt, module.codes_shape)
+    tied_to = None if owner == name else owner
+    return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to, module.codes_shape[-1])
 
 
 def remarks(model: nn.Module) -> tuple[str, ...]:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.errors import ArgumentError
-from halfbyte.formats.spec import Format, as_format
+from halfbyte.formats.spec import as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
 from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, check_given
-from halfbyte.nn.convert import Config, add_notes, candidates, check_in_place, check_patterns, decide
+from halfbyte.nn.candidates import candidates, choose, formats_of
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import FLOAT_MODULES
+from halfbyte.nn.report import add_notes
 from halfbyte.nn.runs import Runs, decoder_layers
 from halfbyte.nn.transposed import is_conv1d
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
@@ -63,14 +66,12 @@ def _prune_expanded_(
     progress: Progress | None,
 ) -> nn.Module:
     config = Config("int8_channel", skip=skip)  # only for its choice of modules
-    found = candidates(model)
-    check_patterns(config, [candidate.name for candidate in found])
-    decisions = decide(found, config)
+    chosen = formats_of(choose(candidates(model), config))
     uses = Counter(id(m.weight) for m in model.modules() if isinstance(m, FLOAT_MODULES))
     layers = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d) and uses[id(m.weight)] == 1 and isinstance(decisions.get(name), Format)
+        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d) and uses[id(m.weight)] == 1 and name in chosen
     }
     if calibration is None:
         pruned = {name: _by_magnitude(layer, wanted, name) for name, layer in layers.items()}

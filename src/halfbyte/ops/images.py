@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.formats.codes import stored_tensors
+from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -38,7 +37,7 @@ def depthwise(sizes: Filter) -> bool:
 
 def canonical_nbytes(sizes: Filter) -> int:
     """Bytes of the weight in layout "canonical"."""
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored_tensors(sizes.format, sizes.codes_shape).values())
+    return stored_bytes(sizes.format, sizes.codes_shape)
 
 
 def out_shape(x: Tensor, sizes: Filter, window: Window) -> Shape:

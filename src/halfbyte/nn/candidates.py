@@ -1,0 +1,176 @@
+"""Which modules of a model can be quantized, and what each of them becomes by a Config: a format, or the reason why it stays."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
+from halfbyte.nn.experts import why_not as why_not_experts
+from halfbyte.nn.fake_quantized import FakeQuantized
+from halfbyte.nn.kinds import CONVOLUTIONS, FLOAT_MODULES, kind_of
+from halfbyte.nn.modules import QuantModule, has_hooks
+from halfbyte.nn.scaled import factor_of
+
+if TYPE_CHECKING:
+    from halfbyte.nn.config import Config
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
+NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
+STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
+_NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
+
+Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A module that holds a weight, and can be quantized unless `reason` says why not.
+
+    kind    "Linear", "Conv2d", … or another class name
+    weight  equal for candidates that share one weight
+    narrow  a convolution whose taps have few channels: it takes int8_channel instead of a format with blocks
+    """
+
+    name: str
+    kind: str
+    weight: Hashable
+    reason: str | None = None
+    narrow: bool = False
+
+
+def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidate]:
+    """The modules of `model` with tensors of their own that are not quantized yet, under each of their names.
+
+    without_data    weights on the meta device are candidates too
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    weights = {f"{name}.weight" for name, module in modules if isinstance(module, FLOAT_MODULES)}
+    elsewhere = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in weights}
+    found = []
+    for name, module in modules:
+        if isinstance(module, FLOAT_MODULES):
+            reason = _why_not(module, without_data)
+            if reason is None and (other := elsewhere.get(id(module.weight))):
+                reason = f"its weight is also {other}, which is not a module that can be quantized"
+            narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
+            found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
+        elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
+            reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
+            if isinstance(module, MixtureOfExperts):
+                reason = "the biases of experts"
+            elif isinstance(module, parametrize.ParametrizationList):
+                reason = "what a parametrized weight is made of"
+            found.append(Candidate(name, type(module).__name__, id(module), reason))
+    return found
+
+
+def _stacked(module: nn.Module) -> bool:
+    """Whether it may be a mixture of experts with weights [experts, N, K]. Positions and class tokens are [1, tokens, K]."""
+    shapes = [t.shape for _, t in own_tensors(module) if not is_lazy(t)]
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and shape[0] > 1 for shape in shapes)
+
+
+def quantized(model: nn.Module) -> list[Candidate]:
+    """The modules of `model` that are quantized, as the candidates that they were."""
+    found = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantModule):
+            narrow = isinstance(module.packed, PackedConv) and module.packed.sizes.channels < _NARROW
+            found.append(Candidate(name, module.kind, id(module.packed_data), None, narrow))
+    return found
+
+
+def choose(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
+    """`decide`, after `check_patterns`."""
+    check_patterns(config, found)
+    return decide(found, config)
+
+
+def formats_of(decisions: Decisions) -> dict[str, Format]:
+    """The modules that are to be quantized."""
+    return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
+
+
+def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
+    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision."""
+    groups: dict[Hashable, list[Candidate]] = defaultdict(list)
+    for candidate in found:
+        groups[candidate.weight].append(candidate)
+    decisions: dict[str, Format | str] = {}
+    for group in groups.values():
+        reasons = {c.name: reason for c in group if (reason := c.reason or _skipped(c.name, config))}
+        overrides = [fmt for c in group if (fmt := _override(c.name, config))]
+        for candidate in group:
+            if reasons:
+                kept, why = next(iter(reasons.items()))
+                decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {kept}, which stays ({why})")
+            else:
+                decisions[candidate.name] = (
+                    overrides[0] if overrides else config.default_for(group[0].kind, narrow=any(c.narrow for c in group))
+                )
+    return decisions
+
+
+def check_patterns(config: Config, found: Sequence[Candidate]) -> None:
+    """Raises ArgumentError for a pattern of `config` that matches none of these modules."""
+    names = [candidate.name for candidate in found]
+    for setting, patterns in (("skip", config.skip), ("overrides", config.overrides)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or ["none"]
+                raise ArgumentError(f"the {setting} pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and persistent buffers of a module itself, without its children's."""
+    yield from module.named_parameters(recurse=False)
+    yield from ((name, b) for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
+
+
+def _skipped(name: str, config: Config) -> str | None:
+    return next((f"skip pattern {pattern!r}" for pattern in config.skip if fnmatchcase(name, pattern)), None)
+
+
+def _override(name: str, config: Config) -> Format | None:
+    return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)
+
+
+def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
+    """Why a module cannot be replaced by its quantized form, or None."""
+    if isinstance(module, FakeQuantized):
+        return f"in training for {module.target.format}, to which convert_qat_ converts it"
+    weight: Tensor = module.weight
+    name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
+    reasons = {
+        "its weight is parametrized": parametrize.is_parametrized(module),
+        f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
+        f"{name} has a forward of its own": (type(module).forward is not base.forward or "forward" in vars(module)) and not _known(module),
+        "it has forward hooks, which would be lost": has_hooks(module),
+        "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
+        "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
+        "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
+        f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
+        "its weight has no data (meta device)": weight.is_meta and not without_data,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or ("its weight is empty" if weight.numel() == 0 else None)
+
+
+def _known(module: nn.Module) -> bool:
+    """Whether its own forward computes the same as that of its base class, or is an embedding's with a factor."""
+    if "forward" in vars(module):
+        return False
+    return type(module).__name__ == "FalconLinear" or (isinstance(module, nn.Embedding) and factor_of(module) is not None)

@@ -1,0 +1,170 @@
+"""What a model is quantized to: formats by module, the method, and how the products are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.errors import ArgumentError, UnsupportedError, check_type
+from halfbyte.formats.codes import stored_bytes
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, calibrated_names, check_given
+from halfbyte.nn.candidates import candidates, choose, formats_of
+from halfbyte.nn.expanded import expanded
+from halfbyte.nn.modules import check_compute
+from halfbyte.nn.sensitivity import measure_losses
+from halfbyte.nn.static import OBSERVERS
+from halfbyte.quantizers import CALIBRATED, METHODS
+from halfbyte.quantizers.mixed import allocate
+
+# What Config.auto chooses from.
+AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")
+
+# What a Config says by its format or by skip, in the words of bitsandbytes, AutoAWQ, GPTQModel, quanto and torchao.
+_IN_THE_FORMAT = {"load_in_4bit", "load_in_8bit", "bits", "w_bit", "weight_bits", "weights", "group_size", "q_group_size", "quant_type"}
+_IN_SKIP = {"modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to quantize and how.
+
+    format      of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel
+                where this one has blocks
+    embedding   of every Embedding and EmbeddingBag; None: the same as `format`
+    method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
+    skip        patterns of module names that stay as they are
+    overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
+    compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and
+                means "row" for all other modules
+    activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
+                its first layer to its last, with activation scales chosen in advance from calibration images
+    calibration  as for `quantize_`, if that is given none
+    observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
+                the least squared error of the codes
+
+    Patterns are shell patterns (`*`, `?`, `[…]`), matched on the whole dotted name; `*` also matches dots.
+    """
+
+    format: str | Format
+    method: str = "absmax"
+    skip: Sequence[str] = ()
+    overrides: Mapping[str, str | Format] = field(default_factory=dict)
+    compute: str = "auto"
+    activation: str = "block"
+    embedding: str | Format | None = "q8_0"
+    activations: str = "dynamic"
+    calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    observer: str = "minmax"
+
+    def __new__(cls, *_: Any, **settings: Any) -> Config:
+        check_settings(cls, settings)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in (self.format, *self.overrides.values(), *([] if self.embedding is None else [self.embedding])):
+            as_format(name)
+        if isinstance(self.skip, str):
+            raise ArgumentError(f"skip is a list of patterns, got a string: write skip=[{self.skip!r}]")
+        if self.method not in (*METHODS, *CALIBRATED):
+            raise ArgumentError(f"method is one of {', '.join((*METHODS, *CALIBRATED))}, got {self.method!r}")
+        check_compute(self.compute, self.activation)
+        if self.activations not in ("dynamic", "static"):
+            raise ArgumentError(f"activations is one of dynamic, static, got {self.activations!r}")
+        if self.observer not in OBSERVERS:
+            raise ArgumentError(f"observer is one of {', '.join(OBSERVERS)}, got {self.observer!r}")
+
+    @classmethod
+    def auto(
+        cls,
+        model: nn.Module,
+        bits: float,
+        calibration: Calibration | Tensor,
+        *,
+        formats: Sequence[str | Format] = AUTO_FORMATS,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Config:
+        """A Config with a format for each Linear and stack of experts of a language model, so that they take at most `bits` per weight.
+
+        bits      scales and zeros included; embeddings, and a head that is tied to one, are not counted
+        formats   to choose from
+        progress  called with (layers measured, all of them, name)
+        settings  other fields of the Config: method, skip, embedding, compute, activation
+
+        The sensitivity of a layer is measured: the divergence (Kullback-Leibler) of the model's predictions when only that layer has the
+        format with the fewest bits, scaled for the other formats by their squared error. Then the sum is minimised within the budget.
+        Raises ArgumentError where no choice fits it.
+        """
+        choices = [as_format(fmt) for fmt in formats]
+        if not choices or not 0 < bits < float("inf") or settings.keys() & {"format", "overrides"}:
+            raise ArgumentError(
+                f"auto chooses format and overrides among one or more formats for a positive number of bits, got {bits} bits, "
+                f"{len(choices)} formats and the settings {', '.join(settings) or 'none'}"
+            )
+        plain = cls(str(choices[0]), **settings)
+        with expanded(model, attention=True):
+            names = list(calibrated_names(model, formats_of(choose(candidates(model), plain))))
+            if not names:
+                raise ArgumentError(f"{type(model).__name__} has no Linear or experts to choose a format for that no skip pattern keeps")
+            weights = {name: model.get_submodule(name).get_parameter("weight") for name in names}
+            sizes = [[stored_bytes(fmt, tuple(weight.shape)) for fmt in choices] for weight in weights.values()]
+            count = sum(weight.numel() for weight in weights.values())
+            if bits < (least := 8 * sum(map(min, sizes)) / count):  # before measuring, which takes minutes
+                what = f"the smallest formats take {least:.2f} bits per weight, got {bits}"
+                raise ArgumentError(f"{what}: allow more bits or smaller formats")
+            losses = measure_losses(model, weights, choices, as_calibration(calibration), progress)
+            budget = int(bits * count / 8)
+            chosen = dict(zip(names, allocate(sizes, losses, budget), strict=True))
+        most = max(range(len(choices)), key=list(chosen.values()).count)
+        overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}
+        return cls(str(choices[most]), overrides=overrides, **settings)
+
+    def default_for(self, kind: str, *, narrow: bool = False) -> Format:
+        """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
+        if narrow and isinstance(as_format(self.format).block, int):
+            return as_format("int8_channel")
+        return as_format(self.embedding if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else self.format)
+
+
+def check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for a setting that no Config has; `cls` is what it was given to."""
+    known = [setting.name for setting in fields(Config)]
+    for name, value in settings.items():
+        if name not in known:
+            remedy = f"the settings are {', '.join(known)}"
+            if name.removeprefix("bnb_4bit_") in _IN_THE_FORMAT:
+                wide = value == 8 or "8" in name or "8" in str(value)
+                remedy = f'the format says that, for example {cls.__name__}("{"int8_channel" if wide else "int4_g64"}")'
+            elif name in _IN_SKIP:
+                remedy = 'write skip=["lm_head"] with the names to leave'
+            raise ArgumentError(f"{cls.__name__} has no setting {name}, got {name}={value!r}: {remedy}")
+
+
+def as_config(config: Config | Format | str) -> Config:
+    """A Config as it is, or one of a format alone. Raises ArgumentError, FormatError."""
+    if isinstance(config, Config):
+        return config
+    check_type(config, (Format, str), "what to quantize to is a Config or a format", 'write Config("q4_0", …), or "q4_0" alone')
+    return Config(config)
+
+
+def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> tuple[Config, Any]:
+    """The config without its calibration, and the calibration: `given`, or else the config's own.
+
+    Raises ArgumentError for a config that needs calibration and has none, or has one that it does not use; UnsupportedError for static
+    activations of a model that is not `in_memory`, as it must be traced and run.
+    """
+    calibration = config.calibration if given is None else given
+    if config.activations != "static":
+        check_given(config.method, calibration is not None, need=CALIBRATED, use=(*CALIBRATED, "mse"), other=METHODS)
+    elif not in_memory:
+        raise UnsupportedError('activations="static" traces a model that is in memory: use quantize_(model, config, calibration=images)')
+    elif calibration is None:
+        raise ArgumentError('activations="static" needs calibration, which was not given: pass calibration=images, such as a DataLoader')
+    elif config.method in CALIBRATED:
+        raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {", ".join(METHODS)}')
+    return replace(config, calibration=None), calibration
