@@ -22,7 +22,7 @@ from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
 from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
-from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
 from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -100,39 +100,32 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
         raise CheckpointError(f"config.json says {what}, halfbyte reads 4 bits in version gemm: convert it with AutoAWQ")
     group = _group_size(settings)
     modules, rest = modules_of(reader, awq.PARTS)
-    entries = {}
-    for name, parts in modules.items():
-        k, words = _words_shape(reader, name, parts)
-        fmt = _points_format(reader, name, parts, 4, group, 8 * words, zero_points.middle(4))
 
-        def read(dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Codes:
-            return awq.read(read_parts(reader, parts), group, name)
+    def entry(parts: Parts) -> Entry:
+        k, words = _words_shape(parts)
+        fmt = _points_format(parts, 4, group, 8 * words, zero_points.middle(4))
+        return parts.entry(Spec(dtype, (8 * words, k)), lambda _: awq.read(parts.tensors(), group, parts.module), Quantized(fmt, "AWQ"))
 
-        entries[f"{name}.weight"] = Entry(Spec(dtype, (8 * words, k)), nbytes_of(reader, parts), read, Quantized(fmt, "AWQ"))
-    return Entries(entries | plain_entries(reader, rest))
+    return Entries(weights_of(modules, entry) | plain_entries(reader, rest))
 
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     bits, _ = _of_module(settings, "")
     claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
     modules, rest = modules_of(reader, gptq.PARTS)
-    version = _judge(reader, modules, bits, bool(settings.get("sym", False)), claimed)
-    entries = {}
-    for name, parts in modules.items():
-        bits, group = _of_module(settings, name)
-        words, n = _words_shape(reader, name, parts)
+    version = _judge(modules, bits, bool(settings.get("sym", False)), claimed)
+
+    def entry(parts: Parts) -> Entry:
+        bits, group = _of_module(settings, parts.module)
+        words, n = _words_shape(parts)
         k = words * 32 // bits
-        fmt = _points_format(reader, name, parts, bits, group, n, zero_points.middle(bits) - (version == 1))
+        fmt = _points_format(parts, bits, group, n, zero_points.middle(bits) - (version == 1))
+        order = _order(parts, "g_idx", k, zero_points.block_of(group, k))
+        quantized = Quantized(fmt, "GPTQ", order)
+        return parts.entry(Spec(dtype, (n, k)), lambda _: gptq.read(parts.tensors(), bits, group, version, parts.module)[0], quantized)
 
-        def read(
-            dtype: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts, bits: int = bits, group: int = group
-        ) -> Codes:
-            return gptq.read(read_parts(reader, parts), bits, group, version, name)[0]
-
-        order = _order(reader, parts.get("g_idx"), k, zero_points.block_of(group, k), name)
-        entries[f"{name}.weight"] = Entry(Spec(dtype, (n, k)), nbytes_of(reader, parts), read, Quantized(fmt, "GPTQ", order))
     lies = f"config.json says GPTQ version {claimed}, the zero points are those of version {version}, which is used"
-    return Entries(entries | plain_entries(reader, rest), [lies] if version != claimed else [])
+    return Entries(weights_of(modules, entry) | plain_entries(reader, rest), [lies] if version != claimed else [])
 
 
 def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -152,15 +145,15 @@ def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
     return int(bits), _group_size(mine)
 
 
-def _order(reader: Reader, name: str | None, k: int, block: int, where: str) -> Order | None:
+def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
     """A function that reads the order of a weight's columns; None where it is that of the inputs."""
-    if name is None:
+    if part not in parts:
         return None
 
     def read() -> Tensor | None:
-        g_idx = zero_points.take({"g_idx": reader.read(name)}, "g_idx", (torch.int32, torch.int64), (k,), where)
+        g_idx = zero_points.take({part: parts.read(part)}, part, (torch.int32, torch.int64), (k,), parts.module)
         unused = bool((g_idx == -1).all())  # how compressed-tensors marks that there is none
-        return None if unused else gptq.order_of(g_idx, block, where)
+        return None if unused else gptq.order_of(g_idx, block, parts.module)
 
     return None if read() is None else cast(Order, read)
 
@@ -180,11 +173,8 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     if odd:
         what = f"{odd[0]} belongs to a weight of {str(settings.get('format'))[:40]}, neither integers nor floats of 4 or 8 bits"
         raise CheckpointError(f"{what} that halfbyte reads: start from the float model")
-    entries = {f"{name}.weight": float4_entry(reader, name, parts, dtype) for name, parts in small.items()}
-    for name, parts in (packed | integer).items():
-        group = _group_of(name, groups)
-        bits = 8 if name in integer else _ct_bits(reader, name, parts, group)
-        entries[f"{name}.weight"] = _ct_entry(reader, name, parts, bits, group, dtype)
+    entries = weights_of(small, lambda parts: float4_entry(parts, dtype))
+    entries |= weights_of(packed | integer, lambda parts: _ct_entry(parts, _group_of(parts.module, groups), dtype))
     notes = [f"activations are quantized dynamically: {len(dropped)} static scales and zero points are not used"] if dropped else []
     return Entries({**others.entries, **entries}, [*others.notes, *notes])
 
@@ -195,43 +185,28 @@ def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | Non
     return next((found for each in weights if isinstance(each, dict) and (found := block_of(each.get("block_structure")))), None)
 
 
-def _ct_entry(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: Mapping[str, Any], dtype: torch.dtype) -> Entry:
+def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype) -> Entry:
+    bits = 8
     if "weight_packed" in parts:
-        if "weight_shape" not in parts:
-            raise CheckpointError(f"{name} has no weight_shape: the checkpoint is damaged")
-        shape = compressed_tensors.shape_of(reader.spec(parts["weight_packed"]).shape, reader.read(parts["weight_shape"]), bits, name)
+        bits = _ct_bits(parts.module, group)
+        shape = compressed_tensors.shape_of(parts.spec("weight_packed").shape, parts.read("weight_shape"), bits, parts.module)
     else:
-        found = reader.spec(parts["weight"]).shape
+        found = parts.spec("weight").shape
         if len(found) != 2:
-            raise CheckpointError(f"{name}.weight is int8 {list(found)}, not a matrix: the checkpoint is damaged")
+            raise CheckpointError(f"{parts.module}.weight is int8 {list(found)}, not a matrix: the checkpoint is damaged")
         shape = (found[0], found[1])
-    if "weight_scale" not in parts:
-        raise CheckpointError(f"{name} has no weight_scale: the checkpoint is damaged")
-    scale = reader.spec(parts["weight_scale"])
+    scale = parts.spec("weight_scale")
     blocks = scale.shape[1] if len(scale.shape) == 2 else 1
-
-    def read(dtype: torch.dtype | None) -> Codes:
-        return compressed_tensors.read(read_parts(reader, parts), bits, name)[0]
-
-    symmetric = "weight_zero_point" not in parts or bool((_ct_points(reader, parts["weight_zero_point"], shape[0], bits) == 0).all())
+    points = compressed_tensors.points_of(parts.only(["weight_zero_point"]).tensors(), bits, (shape[0], blocks), parts.module)
+    symmetric = points is None or bool((points == zero_points.middle(bits)).all())
     size = shape[1] // blocks if blocks > 1 else 0
-    fmt = Format(bits, size or "channel", "none" if symmetric else "point", scale_dtype(name, scale))
-    compute, activation = _activation(group)
-    order = _order(reader, parts.get("weight_g_idx"), shape[1], max(1, shape[1] // max(1, blocks)), name)
-    return Entry(Spec(dtype, shape), nbytes_of(reader, parts), read, Quantized(fmt, "compressed-tensors", order, compute, activation))
+    fmt = Format(bits, size or "channel", "none" if symmetric else "point", parts.scale_dtype("weight_scale"))
+    order = _order(parts, "weight_g_idx", shape[1], max(1, shape[1] // max(1, blocks)))
+    quantized = Quantized(fmt, "compressed-tensors", order, *_activation(group))
+    return parts.entry(Spec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
 
 
-def _ct_points(reader: Reader, name: str, rows: int, bits: int) -> Tensor:
-    """The zero points of a weight minus the middle of their range: all 0 where the weight is symmetric."""
-    stored = reader.read(name)
-    if stored.dtype == torch.int8:
-        return stored
-    if stored.dtype != torch.int32 or stored.dim() != 2:
-        raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)}, not int32 [words, blocks]: the checkpoint is damaged")
-    return gptq.unpack(stored.T, bits, rows).to(torch.int16) - zero_points.middle(bits)
-
-
-def _ct_bits(reader: Reader, name: str, parts: Mapping[str, str], group: Mapping[str, Any]) -> int:
+def _ct_bits(name: str, group: Mapping[str, Any]) -> int:
     weights = group.get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if bits not in (4, 8) or not isinstance(weights, dict) or weights.get("type", "int") != "int":
@@ -272,23 +247,23 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
     """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
     known = quantization_config.parse(settings)
-    entries: dict[str, Entry] = {}
-    for name, parts in found.items():
-        if name not in known:
-            raise CheckpointError(f"config.json does not say what format {name} has: the checkpoint is damaged")
-        module = known[name]
 
-        def read(dtype: torch.dtype | None, module: quantization_config.Module = module, parts: Mapping[str, str] = parts) -> Codes:
-            stored = stored_tensors(module.format, module.shape)
-            tensors = {part: reader.read(parts[f"weight.{part}"]) for part in stored if f"weight.{part}" in parts}
+    def entry(parts: Parts) -> Entry:
+        if (module := known.get(parts.module)) is None:
+            raise CheckpointError(f"config.json does not say what format {parts.module} has: the checkpoint is damaged")
+        if module.ordered:
+            parts.require(ORDER)
+        stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
+
+        def read(_: torch.dtype | None) -> Codes:
+            tensors = {part.removeprefix("weight."): tensor for part, tensor in parts.only(stored).tensors().items()}
             return Codes.from_tensors(module.format, module.shape, tensors)
 
-        if module.ordered and ORDER not in parts:
-            raise CheckpointError(f"{name} has no {ORDER}, which config.json mentions: the checkpoint is damaged")
-        order = partial(reader.read, parts[ORDER]) if module.ordered else None
+        order = partial(parts.read, ORDER) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
-        entries[f"{name}.weight"] = Entry(Spec(dtype, module.shape), nbytes_of(reader, parts), read, quantized)
-    return Entries(entries | plain_entries(reader, rest))
+        return parts.entry(Spec(dtype, module.shape), read, quantized)
+
+    return Entries(weights_of(found, entry) | plain_entries(reader, rest))
 
 
 def _group_size(settings: Mapping[str, Any]) -> int:
@@ -298,34 +273,32 @@ def _group_size(settings: Mapping[str, Any]) -> int:
     return size
 
 
-def _words_shape(reader: Reader, name: str, parts: Mapping[str, str]) -> tuple[int, int]:
+def _words_shape(parts: Parts) -> tuple[int, int]:
     """Rows and columns of the packed codes; raises CheckpointError where something is missing."""
-    if missing := {"qweight", "qzeros", "scales"} - parts.keys():
-        raise CheckpointError(f"{name} has no {min(missing)}: the checkpoint is damaged")
-    shape = reader.spec(parts["qweight"]).shape
+    parts.require("qweight", "qzeros", "scales")
+    shape = parts.spec("qweight").shape
     if len(shape) != 2 or min(shape) < 1:
-        raise CheckpointError(f"{name}.qweight has shape {list(shape)}, not a matrix's: the checkpoint is damaged")
+        raise CheckpointError(f"{parts.module}.qweight has shape {list(shape)}, not a matrix's: the checkpoint is damaged")
     return shape[0], shape[1]
 
 
-def _points_format(reader: Reader, name: str, parts: Mapping[str, str], bits: int, group: int, n: int, middle: int) -> Format:
+def _stored_points(parts: Parts, bits: int, n: int) -> Tensor:
+    """The zero points of a weight as they are stored, uint8 [blocks, N]."""
+    stored = zero_points.take({"qzeros": parts.read("qzeros")}, "qzeros", (torch.int32,), (None, None), parts.module)
+    return zero_points.unpack(stored, bits, n)
+
+
+def _points_format(parts: Parts, bits: int, group: int, n: int, middle: int) -> Format:
     """The format of a weight with zero points; symmetric if all are the middle of the range."""
-    stored = reader.spec(parts["qzeros"])
-    if stored.dtype != torch.int32 or len(stored.shape) != 2:
-        raise CheckpointError(f"{name}.qzeros is {stored.dtype} {list(stored.shape)}, not int32 [blocks, words]: the checkpoint is damaged")
-    symmetric = bool((gptq.unpack(reader.read(parts["qzeros"]), bits, n) == middle).all())
-    scale = scale_dtype(f"{name}.scales", reader.spec(parts["scales"]))
-    return Format(bits, group if group > 0 else "channel", "none" if symmetric else "point", scale)
+    symmetric = bool((_stored_points(parts, bits, n) == middle).all())
+    return Format(bits, group if group > 0 else "channel", "none" if symmetric else "point", parts.scale_dtype("scales"))
 
 
-def _judge(reader: Reader, modules: Mapping[str, Mapping[str, str]], bits: int, symmetric: bool, claimed: int) -> int:
+def _judge(modules: Mapping[str, Parts], bits: int, symmetric: bool, claimed: int) -> int:
     """The version of a GPTQ model, determined from the zero points of as many modules as needed."""
     seen: list[Tensor] = []
-    for name, parts in modules.items():
-        n = _words_shape(reader, name, parts)[1]
-        stored = reader.spec(parts["qzeros"])
-        if stored.dtype == torch.int32 and len(stored.shape) == 2:
-            seen.append(gptq.unpack(reader.read(parts["qzeros"]), bits, n).flatten())
+    for parts in modules.values():
+        seen.append(_stored_points(parts, bits, _words_shape(parts)[1]).flatten())
         if sum(map(len, seen)) > _MOST_POINTS:
             break
     return gptq.version_of(torch.cat(seen), bits, symmetric, claimed) if seen else claimed

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
 from halfbyte.checkpoint.foreign_floats import notes
-from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts, scale_dtype
+from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io import float8, hqq, torchao, zero_points
 from halfbyte.io.safetensors import Reader, parse_json
@@ -33,39 +32,34 @@ _LARGEST = 1 << 20  # bytes of a description in a file's metadata
 def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """HQQ: weights with groups along the inputs keep their codes, those with groups along the outputs (axis 0) become floats."""
     modules, rest = modules_of(reader, (*_NUMBERS, *_SETTINGS))
-    entries: dict[str, Entry] = {}
-    floats = 0
-    for name, parts in modules.items():
-        bits, group, axis, shape = _hqq_settings(reader, parts, name)
-        numbers = {part: parts[part] for part in _NUMBERS if part in parts}
-        size = nbytes_of(reader, numbers)
-        if axis == 0:
-
-            def read_floats(
-                wanted: torch.dtype | None, how: Any = (bits, group, shape, name), numbers: Mapping[str, str] = numbers
-            ) -> Tensor:
-                return hqq.read_floats(read_parts(reader, numbers), *how, dtype=wanted or dtype)
-
-            entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read_floats, form="HQQ, groups along the outputs")
-            floats += 1
-            continue
-
-        def read(wanted: torch.dtype | None, how: Any = (bits, group, shape, name), numbers: Mapping[str, str] = numbers) -> Codes:
-            return hqq.read(read_parts(reader, numbers), *how)
-
-        blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
-        scale, zero = (zero_points.take(read_parts(reader, numbers), part, zero_points.SCALES, blocks, name) for part in ("scale", "zero"))
-        entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read, Quantized(hqq.format_of(scale, zero, bits, group), "HQQ"))
+    entries = weights_of(modules, lambda parts: _hqq_entry(parts, dtype))
+    floats = sum(entry.quantized is None for entry in entries.values())
     return Entries(entries | plain_entries(reader, rest), notes({"codes in groups along the outputs": floats} if floats else {}, 0))
 
 
-def _hqq_settings(reader: Reader, parts: Mapping[str, str], name: str) -> tuple[int, int | None, int, tuple[int, int]]:
+def _hqq_entry(parts: Parts, dtype: torch.dtype) -> Entry:
+    bits, group, axis, shape = _hqq_settings(parts)
+    numbers, how = parts.only(_NUMBERS), (bits, group, shape, parts.module)
+    if axis == 0:
+        return numbers.entry(
+            Spec(dtype, shape),
+            lambda wanted: hqq.read_floats(numbers.tensors(), *how, dtype=wanted or dtype),
+            form="HQQ, groups along the outputs",
+        )
+    blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
+    scale, zero = (zero_points.take(numbers.tensors(), part, zero_points.SCALES, blocks, parts.module) for part in ("scale", "zero"))
+    quantized = Quantized(hqq.format_of(scale, zero, bits, group), "HQQ")
+    return numbers.entry(Spec(dtype, shape), lambda _: hqq.read(numbers.tensors(), *how), quantized)
+
+
+def _hqq_settings(parts: Parts) -> tuple[int, int | None, int, tuple[int, int]]:
     """Bits, group size (None: a row), axis and shape of a weight."""
+    name = parts.module
 
     def numbers(part: str) -> list[Any]:
-        if part not in parts or reader.spec(parts[part]).nbytes > 64:
+        if part not in parts or parts.spec(part).nbytes > 64:
             return []
-        found: list[Any] = reader.read(parts[part]).flatten().tolist()
+        found: list[Any] = parts.read(part).flatten().tolist()
         return found
 
     def number(part: str, default: int) -> int:
@@ -91,48 +85,42 @@ def _hqq_settings(reader: Reader, parts: Mapping[str, str], name: str) -> tuple[
 def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """torchao's tensors in safetensors, as transformers saves them since 5.0: unpacked integers and 8-bit floats."""
     modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
-    entries: dict[str, Entry] = {}
-    floats = 0
-    for name, parts in modules.items():
-        parts = {part.removeprefix(_PART): full for part, full in parts.items()}
-        kind, about = _described(reader, f"{name}.weight")
-        shape = reader.spec(parts["qdata"]).shape
-        if kind not in (_INT8, _INTX, _FLOAT8) or "scale" not in parts or len(shape) != 2:
-            what = f"{name} is {short(kind)} {list(shape)}"
-            raise CheckpointError(
-                f"{what}: of torchao halfbyte reads matrices that are {_INT8}, {_INTX} or {_FLOAT8}, start from the float model"
-            )
-        size, scale = nbytes_of(reader, parts), reader.spec(parts["scale"])
-        if kind == _FLOAT8:
-
-            def read_floats(wanted: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Tensor:
-                return float8.read(reader.read(parts["qdata"]), reader.read(parts["scale"]), None, wanted or dtype, name)
-
-            float8.rectangle(shape, scale.shape, scale.dtype, None, name)
-            entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read_floats, form="float8_e4m3fn of torchao")
-            floats += 1
-            continue
-        blocks = scale.shape[1] if len(scale.shape) == 2 else 0
-        if not blocks or shape[1] % blocks:
-            raise CheckpointError(
-                f"{name} of shape {list(shape)} has scales {list(scale.shape)}, which do not divide its rows: the checkpoint is damaged"
-            )
-        bits = 8 if kind == _INT8 else _bits_of(about, name)
-
-        def read(
-            wanted: torch.dtype | None, how: Any = (bits, (shape[0], shape[1]), blocks, name), parts: Mapping[str, str] = parts
-        ) -> Codes:
-            return torchao.read(read_parts(reader, parts), *how)
-
-        zero = {part: reader.read(parts[part]) for part in parts if part == "zero_point"}
-        symmetric = bool((torchao.zeros(zero, (shape[0], blocks), name) == 0).all())
-        block = shape[1] // blocks if blocks > 1 else "channel"
-        fmt = Format(bits, block, "none" if symmetric else "point", scale_dtype(name, scale))  # type: ignore[arg-type]
-        quantized = Quantized(fmt, "torchao", compute=_activation(about)[0], activation=_activation(about)[1])
-        entries[f"{name}.weight"] = Entry(Spec(dtype, shape), size, read, quantized)
+    entries = weights_of(modules, lambda parts: _torchao_entry(parts, dtype))
     if odd := next((name for name in rest if name.rpartition(".")[2].startswith(_PART)), None):
         raise CheckpointError(f"{odd} belongs to a weight of torchao without its qdata: start from the float model")
+    floats = sum(entry.quantized is None for entry in entries.values())
     return Entries(entries | plain_entries(reader, rest), notes({"8-bit floats": floats} if floats else {}, 0))
+
+
+def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
+    name, parts = parts.module, replace(parts, names={part.removeprefix(_PART): full for part, full in parts.names.items()})
+    kind, about = _described(parts.reader, f"{name}.weight")
+    shape = parts.spec("qdata").shape
+    if kind not in (_INT8, _INTX, _FLOAT8) or "scale" not in parts or len(shape) != 2:
+        what = f"{name} is {short(kind)} {list(shape)}"
+        raise CheckpointError(
+            f"{what}: of torchao halfbyte reads matrices that are {_INT8}, {_INTX} or {_FLOAT8}, start from the float model"
+        )
+    n, k = shape
+    scale = parts.spec("scale")
+    if kind == _FLOAT8:
+        float8.rectangle(shape, scale.shape, scale.dtype, None, name)
+        return parts.entry(
+            Spec(dtype, shape),
+            lambda wanted: float8.read(parts.read("qdata"), parts.read("scale"), None, wanted or dtype, name),
+            form="float8_e4m3fn of torchao",
+        )
+    blocks = scale.shape[1] if len(scale.shape) == 2 else 0
+    if not blocks or k % blocks:
+        raise CheckpointError(
+            f"{name} of shape {list(shape)} has scales {list(scale.shape)}, which do not divide its rows: the checkpoint is damaged"
+        )
+    bits = 8 if kind == _INT8 else _bits_of(about, name)
+    symmetric = bool((torchao.zeros(parts.only(["zero_point"]).tensors(), (n, blocks), name) == 0).all())
+    fmt = Format(bits, k // blocks if blocks > 1 else "channel", "none" if symmetric else "point", parts.scale_dtype("scale"))
+    compute, activation = _activation(about)
+    quantized = Quantized(fmt, "torchao", compute=compute, activation=activation)
+    return parts.entry(Spec(dtype, shape), lambda _: torchao.read(parts.tensors(), bits, (n, k), blocks, name), quantized)
 
 
 def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:

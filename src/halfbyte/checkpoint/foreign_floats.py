@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
-from halfbyte.checkpoint.foreign_tensors import modules_of, nbytes_of, read_parts
+from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io import bitsandbytes, float4, float8
@@ -39,20 +40,23 @@ def plain_or_float8(reader: Reader, names: Iterable[str] | None, dtype: torch.dt
         scale = next((full for end in _SCALES if (full := end.format(name=name, module=module)) in rest), None)
         if scale is None:
             continue
-        spec, its = reader.spec(name), reader.spec(scale)
-        rows, columns = float8.rectangle(spec.shape, its.shape, its.dtype, block, name)
-        whole = (rows, columns) == spec.shape[-2:]
-        form = f"{str(spec.dtype).removeprefix('torch.')}, one scale" + ("" if whole else f" for each {rows} x {columns}")
-
-        def read(wanted: torch.dtype | None, name: str = name, scale: str = scale, block: tuple[int, int] = (rows, columns)) -> Tensor:
-            return float8.read(reader.read(name), reader.read(scale), block, wanted or dtype, name)
-
-        entries[name] = Entry(Spec(dtype, spec.shape), spec.nbytes + its.nbytes, read, form=form)
+        entries[name] = _float8_entry(Parts(reader, name, {"weight": name, "scale": scale}), block, dtype)
         forms["8-bit floats"] += 1
         del rest[name]
         rest.pop(scale, None)
     dropped = [name for name in rest if entries and name.endswith(_OTHERS)]
     return Entries(entries | plain_entries(reader, [name for name in rest if name not in dropped]), notes(forms, len(dropped)), reader)
+
+
+def _float8_entry(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype) -> Entry:
+    spec, scale = parts.spec("weight"), parts.spec("scale")
+    rectangle = float8.rectangle(spec.shape, scale.shape, scale.dtype, block, parts.module)
+    each = "" if rectangle == spec.shape[-2:] else " for each {} x {}".format(*rectangle)
+    return parts.entry(
+        Spec(dtype, spec.shape),
+        lambda wanted: float8.read(parts.read("weight"), parts.read("scale"), rectangle, wanted or dtype, parts.module),
+        form=f"{str(spec.dtype).removeprefix('torch.')}, one scale{each}",
+    )
 
 
 def notes(forms: Mapping[str, int], dropped: int) -> list[str]:
@@ -77,29 +81,25 @@ def modelopt(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> En
     """NVIDIA's Model Optimizer: FP8 and NVFP4."""
     packed, rest = modules_of(reader, ("weight", "weight_scale", "weight_scale_2"), None, lambda spec: spec.dtype == torch.uint8)
     others = plain_or_float8(reader, [name for name in rest if not (packed and name.endswith(_OTHERS))], dtype)
-    return Entries(
-        {**others.entries, **{f"{n}.weight": float4_entry(reader, n, parts, dtype) for n, parts in packed.items()}}, others.notes
-    )
+    return Entries({**others.entries, **weights_of(packed, lambda parts: float4_entry(parts, dtype))}, others.notes)
 
 
-def float4_entry(reader: Reader, name: str, parts: Mapping[str, str], dtype: torch.dtype) -> Entry:
+def float4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     """A weight in 4-bit floats, as compressed-tensors (weight_packed, weight_global_scale) and Model Optimizer hold it."""
     data = "weight_packed" if "weight_packed" in parts else "weight"
     factor = next((part for part in ("weight_global_scale", "weight_scale_2") if part in parts), None)
-    if "weight_scale" not in parts:
-        raise CheckpointError(f"{name} has no weight_scale: the checkpoint is damaged")
-    spec, scale = reader.spec(parts[data]), reader.spec(parts["weight_scale"])
+    spec, scale, name = parts.spec(data), parts.spec("weight_scale"), parts.module
     fmt, dtypes = (float4.MX, (torch.uint8, torch.float8_e8m0fnu)) if factor is None else (float4.NV, (torch.float8_e4m3fn,))
     shape = float4.shape_of(_empty(spec), _empty(scale), fmt, dtypes, name)
 
-    def read(wanted: torch.dtype | None) -> Any:
-        found = read_parts(reader, parts)
+    def read(wanted: torch.dtype | None) -> Codes:
+        found = parts.tensors()
         if factor is None:
             return float4.read_mx(found[data], found["weight_scale"], name)
         return float4.read_nv(found[data], found["weight_scale"], found[factor], name, divide=factor == "weight_global_scale")
 
     form = "MXFP4" if factor is None else "NVFP4"
-    return Entry(Spec(dtype, shape), nbytes_of(reader, parts), read, Quantized(fmt, form))
+    return parts.entry(Spec(dtype, shape), read, Quantized(fmt, form))
 
 
 def _empty(spec: Spec) -> Tensor:
@@ -115,34 +115,28 @@ def mxfp4(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         scales = f"{name}{_MX[1]}"
         if scales not in rest:
             raise CheckpointError(f"there is {blocks}, but no {scales}: the checkpoint is damaged")
-        shape, its = reader.spec(blocks).shape, reader.spec(scales).shape
-        if len(shape) != 4 or shape[3] != 16 or its != shape[:3] or reader.spec(blocks).dtype != torch.uint8:
-            what = f"{blocks} is {list(shape)} and {scales} {list(its)}"
-            raise CheckpointError(f"{what}, not blocks of 32 weights with a scale each: the checkpoint is damaged")
-
-        def read(wanted: torch.dtype | None, blocks: str = blocks, scales: str = scales, name: str = name) -> Codes:
-            return float4.read_mx(reader.read(blocks).flatten(2), reader.read(scales), name)
-
-        size = reader.spec(blocks).nbytes + reader.spec(scales).nbytes
-        quantized = Quantized(float4.MX, "MXFP4", transposed=True, floats=True)
-        entries[name] = Entry(Spec(dtype, (shape[0], 32 * shape[2], shape[1])), size, read, quantized)
+        entries[name] = _mxfp4_entry(Parts(reader, name, {"blocks": blocks, "scales": scales}), dtype)
         del rest[blocks], rest[scales]
     return Entries(entries | plain_entries(reader, rest))
+
+
+def _mxfp4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
+    blocks, scales = parts.spec("blocks"), parts.spec("scales")
+    shape = blocks.shape
+    if len(shape) != 4 or shape[3] != 16 or scales.shape != shape[:3] or blocks.dtype != torch.uint8:
+        what = f"{parts.names['blocks']} is {list(shape)} and {parts.names['scales']} {list(scales.shape)}"
+        raise CheckpointError(f"{what}, not blocks of 32 weights with a scale each: the checkpoint is damaged")
+    return parts.entry(
+        Spec(dtype, (shape[0], 32 * shape[2], shape[1])),
+        lambda _: float4.read_mx(parts.read("blocks").flatten(2), parts.read("scales"), parts.module),
+        Quantized(float4.MX, "MXFP4", transposed=True, floats=True),
+    )
 
 
 def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """bitsandbytes, 4 and 8 bits."""
     eights, rest = modules_of(reader, bitsandbytes.EIGHT)
-    entries: dict[str, Entry] = {}
-    for name, parts in eights.items():
-        if "weight" not in parts or len(shape := reader.spec(parts["weight"]).shape) != 2:
-            raise CheckpointError(f"{name} has an SCB, but its weight is missing or not a matrix: the checkpoint is damaged")
-
-        def read(wanted: torch.dtype | None, name: str = name, parts: Mapping[str, str] = parts) -> Any:
-            return bitsandbytes.read_eight(read_parts(reader, parts), name)
-
-        quantized = Quantized(bitsandbytes.CHANNEL, "bitsandbytes, 8 bits")
-        entries[f"{name}.weight"] = Entry(Spec(dtype, shape), nbytes_of(reader, parts), read, quantized)
+    entries = weights_of(eights, lambda parts: _eight(parts, dtype))
     forms: Counter[str] = Counter()
     for kind, part in bitsandbytes.STATES.items():
         fours, rest = modules_of(reader, (part, *bitsandbytes.NUMBERS), rest)
@@ -150,18 +144,26 @@ def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries
             if name not in rest:
                 raise CheckpointError(f"there is {name}.{part}, but no {name}: the checkpoint is damaged")
             rest.remove(name)
-            entries[name] = _four(reader, name, {**parts, "weight": name}, parts[part], kind, dtype)
+            entries[name] = _four(replace(parts, names={**parts.names, "weight": name}), part, kind, dtype)
             forms[kind] += 1
     return Entries(entries | plain_entries(reader, rest), notes(forms, 0))
 
 
-def _four(reader: Reader, name: str, parts: Mapping[str, str], state_name: str, kind: str, dtype: torch.dtype) -> Entry:
-    state = bitsandbytes.State.of(reader.read(state_name), name)
-    tensors = {part: full for part, full in parts.items() if full != state_name}
+def _eight(parts: Parts, dtype: torch.dtype) -> Entry:
+    if "weight" not in parts or len(shape := parts.spec("weight").shape) != 2:
+        raise CheckpointError(f"{parts.module} has an SCB, but its weight is missing or not a matrix: the checkpoint is damaged")
+    quantized = Quantized(bitsandbytes.CHANNEL, "bitsandbytes, 8 bits")
+    return parts.entry(Spec(dtype, shape), lambda _: bitsandbytes.read_eight(parts.tensors(), parts.module), quantized)
 
-    def read(wanted: torch.dtype | None) -> Tensor:
-        return bitsandbytes.read_four(read_parts(reader, tensors), state, wanted or dtype, name)
 
-    if 2 * reader.spec(name).nbytes not in (state.count, state.count + 1):
-        raise CheckpointError(f"{name} has {reader.spec(name).nbytes} bytes for {list(state.shape)} of 4 bits: the checkpoint is damaged")
-    return Entry(Spec(dtype, state.shape), nbytes_of(reader, parts), read, form=f"bitsandbytes {kind}, a scale for each {state.block}")
+def _four(parts: Parts, state_part: str, kind: str, dtype: torch.dtype) -> Entry:
+    name, stored = parts.module, parts.spec("weight")
+    state = bitsandbytes.State.of(parts.read(state_part), name)
+    if 2 * stored.nbytes not in (state.count, state.count + 1):
+        raise CheckpointError(f"{name} has {stored.nbytes} bytes for {list(state.shape)} of 4 bits: the checkpoint is damaged")
+    numbers = parts.only(part for part in parts.names if part != state_part)
+    return parts.entry(
+        Spec(dtype, state.shape),
+        lambda wanted: bitsandbytes.read_four(numbers.tensors(), state, wanted or dtype, name),
+        form=f"bitsandbytes {kind}, a scale for each {state.block}",
+    )

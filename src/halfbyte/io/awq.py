@@ -27,14 +27,11 @@ _PLACE = tuple(ORDER.index(i) for i in range(8))  # in which nibble each output 
 
 def read(parts: Mapping[str, Tensor], group_size: int, where: str) -> Codes:
     """The weight [N, K]; `group_size` -1 is one block per row. `where` is its name in error messages."""
-    qweight = parts.get("qweight", torch.empty(0, dtype=torch.float32, device="cpu"))
-    if qweight.dim() != 2:
-        raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K, N/8]: the checkpoint is damaged")
+    qweight = zero_points.take(parts, "qweight", (torch.int32,), (None, None), where)
     k, n = qweight.shape[0], 8 * qweight.shape[1]
     blocks, rest = divmod(k, zero_points.block_of(group_size, k))
     if rest:
         raise CheckpointError(f"{where} has {k} inputs, no multiple of its blocks of {group_size}: the checkpoint is damaged")
-    zero_points.take(parts, "qweight", (torch.int32,), (k, n // 8), where)
     zeros = zero_points.take(parts, "qzeros", (torch.int32,), (blocks, n // 8), where)
     scales = zero_points.take(parts, "scales", zero_points.SCALES, (blocks, n), where)
     data = pack_nibbles(_unpack(qweight).T)

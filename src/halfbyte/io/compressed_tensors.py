@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io import zero_points
-from halfbyte.io.gptq import order_of, reorder
+from halfbyte.io.gptq import order_of
 
 PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 INTEGER = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx")
@@ -36,15 +36,13 @@ def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Ten
     if "weight_packed" in parts:
         data, n, k = _packed(parts, bits, where)
     else:
-        weight = parts.get("weight", torch.empty(0, dtype=torch.float32, device="cpu"))
-        n, k = weight.shape if weight.dim() == 2 else (0, 0)
-        zero_points.take(parts, "weight", (torch.int8,), (n, k), where)
-        data, bits = zero_points.flip(weight), 8
-    scale = parts.get("weight_scale", torch.empty(0, dtype=torch.float32, device="cpu"))
-    if scale.numel() == 1 and scale.dim() < 2 and n:
-        scale = scale.reshape(1, 1).expand(n, 1).contiguous()  # one scale for all: the same for each channel
-    blocks = scale.shape[1] if scale.dim() == 2 else 0
-    scale = zero_points.take({"weight_scale": scale}, "weight_scale", zero_points.SCALES, (n, blocks), where)
+        weight = zero_points.take(parts, "weight", (torch.int8,), (None, None), where)
+        (n, k), data, bits = weight.shape, zero_points.flip(weight), 8
+    scale = parts.get("weight_scale")
+    if scale is not None and scale.numel() == 1 and scale.dim() < 2 and n:  # one scale for all: the same for each channel
+        parts = {**parts, "weight_scale": scale.reshape(1, 1).expand(n, 1).contiguous()}
+    scale = zero_points.take(parts, "weight_scale", zero_points.SCALES, (n, None), where)
+    blocks = scale.shape[1]
     if blocks == 0 or k % blocks:
         raise CheckpointError(f"{where} has {blocks} scales for each {k} inputs, which do not divide them: the checkpoint is damaged")
     order = None
@@ -52,8 +50,8 @@ def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Ten
         g_idx = zero_points.take(parts, "weight_g_idx", (torch.int32, torch.int64), (k,), where)
         order = order_of(g_idx, k // blocks, where) if bool((g_idx >= 0).all()) else None  # all -1: not used
     if order is not None:
-        data = reorder(data, bits, order)
-    zero = _points(parts["weight_zero_point"], bits, (n, blocks), where) if "weight_zero_point" in parts else _middle(bits, scale)
+        data = zero_points.reorder(data, bits, order)
+    zero = points_of(parts, bits, (n, blocks), where)
     return zero_points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero), order
 
 
@@ -64,7 +62,7 @@ def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tens
     parts = {"weight_scale": codes.scale.contiguous()}
     if order is not None:
         back = order.long().argsort()
-        data = reorder(data, bits, back)
+        data = zero_points.reorder(data, bits, back)
         parts["weight_g_idx"] = (torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k))[back]
     if not packed:
         parts["weight"] = zero_points.flip(data).view(torch.int8)
@@ -73,8 +71,7 @@ def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tens
         return parts
     parts |= {"weight_packed": zero_points.words(data), "weight_shape": torch.tensor([n, k], device="cpu")}
     if codes.zero is not None:
-        columns = zeros.T.contiguous()
-        parts["weight_zero_point"] = zero_points.words(columns if bits == 8 else pack_nibbles(columns)).T.contiguous()
+        parts["weight_zero_point"] = zero_points.pack(zeros.T, bits).T.contiguous()
     return parts
 
 
@@ -93,25 +90,24 @@ def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> t
     return n, k
 
 
-def _packed(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Tensor, int, int]:
-    words = parts["weight_packed"]
-    n, k = shape_of(tuple(words.shape), parts.get("weight_shape", torch.empty(0, dtype=torch.float32, device="cpu")), bits, where)
-    zero_points.take(parts, "weight_packed", (torch.int32,), (n, words.shape[1]), where)
-    data = zero_points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
-    if bits == 4 and k % 2:
-        data[:, -1] &= 15  # the padding of a row may have any value
-    return data, n, k
-
-
-def _points(stored: Tensor, bits: int, shape: tuple[int, int], where: str) -> Tensor:
+def points_of(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], where: str) -> Tensor | None:
+    """The zero points of unsigned codes, uint8 [N, blocks]; None for a symmetric weight, which stores none."""
+    stored = parts.get("weight_zero_point")
+    if stored is None:
+        return None
     n, blocks = shape
     if stored.dtype == torch.int8:  # not packed
         signed = zero_points.take({"weight_zero_point": stored.reshape(-1, blocks)}, "weight_zero_point", (torch.int8,), shape, where)
         return (signed.to(torch.int16) + zero_points.middle(bits)).to(torch.uint8)
-    words = zero_points.take({"weight_zero_point": stored}, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
-    data = zero_points.bytes_of(words.T)
-    return (data[:, :n] if bits == 8 else unpack_nibbles(data, n)).T.contiguous()
+    words = zero_points.take(parts, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
+    return zero_points.unpack(words.T, bits, n).T.contiguous()
 
 
-def _middle(bits: int, scale: Tensor) -> Tensor:
-    return torch.full(scale.shape, zero_points.middle(bits), dtype=torch.uint8, device="cpu")
+def _packed(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Tensor, int, int]:
+    words = zero_points.take(parts, "weight_packed", (torch.int32,), (None, None), where)
+    shape = zero_points.take(parts, "weight_shape", (torch.int64, torch.int32), (2,), where)
+    n, k = shape_of(tuple(words.shape), shape, bits, where)
+    data = zero_points.bytes_of(words)[:, : -(-k * bits // 8)].contiguous()
+    if bits == 4 and k % 2:
+        data[:, -1] &= 15  # the padding of a row may have any value
+    return data, n, k

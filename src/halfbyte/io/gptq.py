@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io import zero_points
 
@@ -37,14 +37,11 @@ _MOST_DISTANCE = 0.25
 
 def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, where: str) -> tuple[Codes, Tensor | None]:
     """The weight [N, K], and the order of its columns (int32 [K]) where it is not that of the inputs."""
-    qweight = parts.get("qweight", torch.empty(0, dtype=torch.float32, device="cpu"))
-    if qweight.dim() != 2:
-        raise CheckpointError(f"{where}.qweight has shape {list(qweight.shape)}, not [K * bits / 32, N]: the checkpoint is damaged")
+    qweight = zero_points.take(parts, "qweight", (torch.int32,), (None, None), where)
     k, n = qweight.shape[0] * 32 // bits, qweight.shape[1]
     block = zero_points.block_of(group_size, k)
     blocks = -(-k // block)
-    zero_points.take(parts, "qweight", (torch.int32,), (k * bits // 32, n), where)
-    stored = unpack(zero_points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
+    stored = zero_points.unpack(zero_points.take(parts, "qzeros", (torch.int32,), (blocks, -(-n * bits // 32)), where), bits, n)
     scales = zero_points.take(parts, "scales", zero_points.SCALES, (blocks, n), where)
     zeros = stored if version == 2 else stored + 1 & (1 << bits) - 1
     data = zero_points.bytes_of(qweight.T)
@@ -52,7 +49,7 @@ def read(parts: Mapping[str, Tensor], bits: int, group_size: int, version: int, 
     if "g_idx" in parts:
         order = order_of(zero_points.take(parts, "g_idx", (torch.int32, torch.int64), (k,), where), block, where)
     if order is not None:
-        data = reorder(data, bits, order)
+        data = zero_points.reorder(data, bits, order)
     return zero_points.codes_of(bits, group_size, k, data, scales.T.contiguous(), zeros.T.contiguous()), order
 
 
@@ -63,11 +60,11 @@ def write(codes: Codes, order: Tensor | None, version: int) -> dict[str, Tensor]
     g_idx = torch.arange(k, dtype=torch.int32, device=data.device) // codes.format.block_size(k)
     if order is not None:
         back = order.long().argsort()
-        data, g_idx = reorder(data, bits, back), g_idx[back]
+        data, g_idx = zero_points.reorder(data, bits, back), g_idx[back]
     stored = zeros if version == 2 else zeros - 1 & (1 << bits) - 1
     return {
         "qweight": zero_points.words(data).T.contiguous(),
-        "qzeros": zero_points.words(stored.T.contiguous() if bits == 8 else pack_nibbles(stored.T)),
+        "qzeros": zero_points.pack(stored.T, bits),
         "scales": codes.scale.T.contiguous(),
         "g_idx": g_idx.contiguous(),
     }
@@ -91,19 +88,6 @@ def version_of(stored: Tensor, bits: int, symmetric: bool, claimed: int) -> int:
     other = 3 - claimed
     far = abs(float(values.mean()) - (middle - 0.5 - (other == 1)))
     return other if far < _MOST_DISTANCE else claimed
-
-
-def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
-    """Packed codes uint8 [N, K * bits / 8] with their columns in another order."""
-    if bits == 8:
-        return data[:, order.long()]
-    return pack_nibbles(unpack_nibbles(data, 2 * data.shape[1])[:, order.long()])
-
-
-def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """int32 [R, ceil(n * bits / 32)] -> uint8 [R, n]."""
-    data = zero_points.bytes_of(packed)
-    return data[:, :n] if bits == 8 else unpack_nibbles(data, n)
 
 
 def order_of(g_idx: Tensor, block: int, where: str) -> Tensor | None:

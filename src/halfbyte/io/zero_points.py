@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.codes import Codes
+from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -65,6 +65,24 @@ def bytes_of(words: Tensor) -> Tensor:
     return words.flatten().view(torch.uint8).reshape(words.shape[0], 4 * words.shape[1])
 
 
+def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+    """Codes or zero points of 4 or 8 bits, lowest bits first: int32 [R, ceil(n * bits / 32)] -> uint8 [R, n]."""
+    data = bytes_of(words)
+    return data[:, :n] if bits == 8 else unpack_nibbles(data, n)
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """The inverse: uint8 [R, n] -> int32 [R, ceil(n * bits / 32)]."""
+    return words(values.contiguous() if bits == 8 else pack_nibbles(values))
+
+
+def reorder(data: Tensor, bits: int, order: Tensor) -> Tensor:
+    """Packed codes uint8 [N, K * bits / 8] with their columns in another order."""
+    if bits == 8:
+        return data[:, order.long()]
+    return pack_nibbles(unpack_nibbles(data, 2 * data.shape[1])[:, order.long()])
+
+
 def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multiple: int, k_multiple: int) -> str | None:
     """Why codes cannot be written with zero points in int32 words, or None."""
     n, k = shape[-2:]
@@ -80,13 +98,15 @@ def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multip
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def take(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], where: str) -> Tensor:
-    """The tensor `name` of a weight; raises CheckpointError where it is missing or of another dtype or shape."""
+def take(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], where: str) -> Tensor:
+    """The tensor `name` of a weight; raises CheckpointError where it is missing or of another dtype or shape. None: a size of any."""
     tensor = parts.get(name)
     if tensor is None:
         raise CheckpointError(f"{where} has no {name}: the checkpoint is damaged")
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+    fits = tensor.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
+    if tensor.dtype not in dtypes or not fits:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        raise CheckpointError(f"{where}.{name} is {got}, but {wanted} {list(shape)} fits the others: the checkpoint is damaged")
+        sizes = ", ".join("…" if size is None else str(size) for size in shape)
+        raise CheckpointError(f"{where}.{name} is {got}, but {wanted} [{sizes}] fits the others: the checkpoint is damaged")
     return tensor
