@@ -31,12 +31,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.integrations import decoding_cpu, embedding, encoding
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.shortened import Shortened, shortened
+from halfbyte.integrations.shortened import Shortened, shorten
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
-from halfbyte.nn.report import REMARK
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 
 # Their forward is this file's formula; others differ in norms, activations or residuals.
@@ -57,20 +56,15 @@ def shorten_(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if embedding.tables_of(module) is not None:
-            embedding.shorten(module)
-            continue
-        if encoding.parts_of(module) is not None:
-            encoding.shorten(module)
-            continue
-        if isinstance(module, _OneToken) or not is_decoder_layer(module):
-            continue
-        tensor = next(chain(module.parameters(), module.buffers()), None)
-        reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
-        if reason is None or why_not_short(module, DEVICES[-1]) is None:  # it may be moved to another device later
-            module.__dict__.pop(REMARK, None)
-            module.__class__ = shortened(_OneToken, type(module))
-        else:
-            setattr(module, REMARK, f"{LONG}: {reason}")
+            embedding.shorten_embeddings(module)
+        elif encoding.parts_of(module) is not None:
+            encoding.shorten_encoder_layer(module)
+        elif is_decoder_layer(module) and not is_short(module):
+            tensor = next(chain(module.parameters(), module.buffers()), None)
+            reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
+            if why_not_short(module, DEVICES[-1]) is None:  # it may be moved to another device later
+                reason = None
+            shorten(module, _OneToken, LONG, reason)
     return model
 
 

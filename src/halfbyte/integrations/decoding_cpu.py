@@ -7,7 +7,6 @@ computed ahead (`ahead.py`), the tokens of each are added to its cache when it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
+from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, run_layers, why_not
@@ -82,17 +82,6 @@ class _Entry:
             cache.keys, cache.values = room.keys, room.values = self.keys, self.values
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Made:
-    """A layer as it was when it was made: where its tensors lay."""
-
-    computed: DecoderLayer
-    at: tuple[object, ...]
-
-
-_made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
-
-
 def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads]:
     attention, mlp = layer.self_attn, layer.mlp
     together, alone = (attention.q_proj, mlp.gate_proj), (attention.o_proj, mlp.down_proj)
@@ -100,7 +89,7 @@ def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads
     qkv, gate_up, o, down = (Weight(*p, x.compute, x.activation) for p, x in zip(parts, (*together, *alone), strict=True))
     dim = attention.head_dim
     query, key = (linear.packed.shape[0] // dim for linear in (attention.q_proj, attention.k_proj))
-    norms: Any = tuple(norm.weight for norm in _of_heads(attention._modules))
+    norms: Any = tuple(norm.weight for norm in _of_heads(attention))
     return (qkv, o, gate_up, down), Heads(query, key, dim, attention.scaling, norms or None)
 
 
@@ -169,41 +158,28 @@ def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[
     )
 
 
+_made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDictionary()
+
+
 def _computed(layer: Any) -> DecoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
-    at = _addresses(layer)
-    if made is not None and at is not None and made.at == at:
-        return made.computed
-    linears = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj
-    if at is None or not all(isinstance(linear, QuantLinear) for linear in linears) or why_not_one_call(layer) is not None:
-        return None
-    weights, heads = weights_of(layer)
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    eps = (*(norm.variance_epsilon for norm in norms), 0.0 if heads.norms is None else layer.self_attn.q_norm.variance_epsilon)
-    computed = DecoderLayer(weights, (norms[0].weight, norms[1].weight), eps, heads)
-    _made[layer] = _Made(computed, at)
-    return computed
+    if made is None or not made[1].is_still():
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
+        inner = (part for part in layer.modules() if part is not layer)
+        if any(map(watched, inner)) or not all(isinstance(linear, QuantLinear) for linear in linears):
+            return None
+        if why_not_one_call(layer) is not None:
+            return None
+        weights, heads = weights_of(layer)
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        eps = (*(norm.variance_epsilon for norm in norms), 0.0 if heads.norms is None else attention.q_norm.variance_epsilon)
+        computed = DecoderLayer(weights, (norms[0].weight, norms[1].weight), eps, heads)
+        made = _made[layer] = computed, Unchanged.of(layer, (*linears, *norms, *_of_heads(attention)))
+    return made[0]
 
 
-def _addresses(layer: Any) -> tuple[object, ...] | None:
-    """What changes when a part of the layer, or a tensor of it, is replaced; None where one has a hook."""
-    parts = layer._modules
-    attention, mlp = parts["self_attn"]._modules, parts["mlp"]._modules
-    linears = attention["q_proj"], attention["o_proj"], mlp["gate_proj"], mlp["down_proj"]
-    inside = *attention.values(), *mlp.values(), *parts.values()
-    if any(map(watched, inside)):
-        return None
-    weights = (linear._buffers.get("packed_data") for linear in linears)
-    norms = *_of_heads(attention), parts["input_layernorm"], parts["post_attention_layernorm"]
-    small = (p for module in (*linears, *norms) for p in module._parameters.values())
-    return (
-        *map(id, linears),
-        *(0 if t is None else t.data_ptr() for t in (*weights, *small)),
-        *(getattr(linear, name, None) for linear in linears for name in ("compute", "activation")),
-    )
-
-
-def _of_heads(attention: Mapping[str, Any]) -> tuple[Any, ...]:
+def _of_heads(attention: Any) -> tuple[Any, ...]:
     """The norms of queries and keys, if any."""
-    return tuple(attention[name] for name in ("q_norm", "k_norm") if name in attention)
+    return tuple(getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.shortened import Shortened, original, shortened
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding
-from halfbyte.nn.report import REMARK
 from halfbyte.ops.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.layers import LayerNorm, why_not_packed
 from halfbyte.ops.library import plain
@@ -43,19 +42,13 @@ TABLES = {
 
 def tables_of(module: nn.Module) -> tuple[str, ...] | None:
     """The tables of a module that `shorten` may change; None for any other module."""
-    cls = original(module)
-    return TABLES.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
+    return TABLES.get(name_in_transformers(module))
 
 
-def shorten(module: nn.Module) -> None:
+def shorten_embeddings(module: nn.Module) -> None:
     """Lets a module that has `tables_of` take a batch in one call, in place, or says why it does not."""
-    if isinstance(module, _OneCall):
-        return
-    if (reason := why_not(module)) is None:
-        module.__dict__.pop(REMARK, None)
-        module.__class__ = shortened(_OneCall, type(module))
-    else:
-        setattr(module, REMARK, f"{APART}: {reason}")
+    if not isinstance(module, _OneCall):
+        shorten(module, _OneCall, APART, why_not(module))
 
 
 def why_not(module: Any) -> str | None:

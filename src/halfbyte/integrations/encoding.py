@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import Ahead, following, given, watched
-from halfbyte.integrations.shortened import Shortened, original, shortened
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.nn.report import REMARK
 from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, run_layers, why_not
 from halfbyte.ops.layers import LayerNorm, Weight
 from halfbyte.ops.library import plain
@@ -107,19 +106,13 @@ LAYERS = {
 
 def parts_of(layer: nn.Module) -> Parts | None:
     """Where a layer that `shorten_` may change has its parts; None for any other module."""
-    cls = original(layer)
-    return LAYERS.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
+    return LAYERS.get(name_in_transformers(layer))
 
 
-def shorten(layer: nn.Module) -> None:
+def shorten_encoder_layer(layer: nn.Module) -> None:
     """Lets a layer that has `parts_of` take whole sequences in one call, in place, or says why it does not."""
-    if isinstance(layer, _WholeSequences):
-        return
-    if (reason := _why_not_parts(layer)) is None:
-        layer.__dict__.pop(REMARK, None)
-        layer.__class__ = shortened(_Biased if _parts(layer).biased else _Plain, type(layer))
-    else:
-        setattr(layer, REMARK, f"{LONG}: {reason}")
+    if not isinstance(layer, _WholeSequences):
+        shorten(layer, _Biased if _parts(layer).biased else _Plain, LONG, _why_not_parts(layer))
 
 
 def why_not_whole(layer: nn.Module) -> str | None:
@@ -190,29 +183,13 @@ def _seen(mask: Tensor) -> Tensor:
     return seen if bool((seen | (mask <= _HIDDEN)).all()) else mask
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Made:
-    """A layer as it was when it was made."""
-
-    computed: EncoderLayer
-    parts: Unchanged
-    linears: tuple[tuple[QuantLinear, str, str], ...]
-    config: Any
-
-    def is_still(self) -> bool:
-        for linear, compute, activation in self.linears:
-            if linear.compute != compute or linear.activation != activation:
-                return False
-        return (self.config is None or self.config._attn_implementation in _ATTENTION) and self.parts.is_still()
-
-
-_made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+_made: WeakKeyDictionary[nn.Module, tuple[EncoderLayer, Unchanged]] = WeakKeyDictionary()
 
 
 def _computed(layer: Any) -> EncoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
-    if made is None or not made.is_still():
+    if made is None or not made[1].is_still():
         if why_not_whole(layer) is not None:
             return None
         parts = _parts(layer)
@@ -221,14 +198,10 @@ def _computed(layer: Any) -> EncoderLayer | None:
         attention = layer.get_submodule(parts.attention)
         scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
-        linears = [module for _, module in _linears(layer)]
-        made = _made[layer] = _Made(
-            computed,
-            Unchanged.of(layer, (*linears, *norms)),
-            tuple((linear, linear.compute, linear.activation) for linear in linears),
-            None if parts.biased else attention.config,
-        )
-    return made.computed
+        linears = (module for _, module in _linears(layer))
+        settings = [] if parts.biased else [(attention.config, "_attn_implementation")]
+        made = _made[layer] = computed, Unchanged.of(layer, (*linears, *norms), settings)
+    return made[0]
 
 
 def _parts(layer: nn.Module) -> Parts:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from halfbyte.nn.report import REMARK
+
 _classes: dict[tuple[type, type], Any] = {}
 
 
@@ -17,7 +21,16 @@ class Shortened:
         return _empty, self.of_classes, self.__getstate__()
 
 
-def shortened(before: type[Shortened], cls: type) -> Any:
+def shorten(module: nn.Module, before: type[Shortened], otherwise: str, reason: str | None) -> None:
+    """Puts `before` before the class of a module; with a reason not to, leaves it and notes both for the report."""
+    if reason is None:
+        module.__dict__.pop(REMARK, None)
+        module.__class__ = _shortened(before, type(module))
+    else:
+        setattr(module, REMARK, f"{otherwise}: {reason}")
+
+
+def _shortened(before: type[Shortened], cls: type) -> Any:
     """The class that has the methods of `before`, and else those of `cls`."""
     parts = before, cls
     if parts not in _classes:
@@ -30,6 +43,12 @@ def original(module: Any) -> type:
     return module.of_classes[1] if isinstance(module, Shortened) else type(module)
 
 
+def name_in_transformers(module: Any) -> str:
+    """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
+    cls = original(module)
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
+
+
 def _empty(before: type[Shortened], cls: type) -> Any:
-    made = shortened(before, cls)
+    made = _shortened(before, cls)
     return made.__new__(made)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import watched
+from halfbyte.nn.modules import QuantLinear
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -18,10 +19,13 @@ class Unchanged:
     modules: tuple[tuple[dict[str, Any], str, Any], ...]
     hooks: tuple[Mapping[int, Any], ...]
     tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+    settings: tuple[tuple[Any, str, Any], ...]
 
     @classmethod
-    def of(cls, module: Any, read: Iterable[nn.Module]) -> Unchanged:
-        """`read`: the parts whose tensors matter."""
+    def of(cls, module: Any, read: Iterable[nn.Module], settings: Iterable[tuple[Any, str]] = ()) -> Unchanged:
+        """`read`: the parts whose tensors matter, and of linear layers how they compute; `settings`: other attributes that do."""
+        read = tuple(read)
+        computes = ((part, name) for part in read if isinstance(part, QuantLinear) for name in ("compute", "activation"))
         inner = tuple((parent._modules, name, child) for parent in module.modules() for name, child in parent._modules.items())
         return cls(
             inner,
@@ -33,6 +37,7 @@ class Unchanged:
                 for name, tensor in place.items()
                 if tensor is not None and name != "dtype_mark"
             ),
+            tuple((owner, name, getattr(owner, name)) for owner, name in (*computes, *settings)),
         )
 
     def is_still(self) -> bool:
@@ -42,5 +47,8 @@ class Unchanged:
                 return False
         for place, name, tensor, address in self.tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        for owner, name, value in self.settings:
+            if getattr(owner, name) != value:
                 return False
         return not (any(self.hooks) and any(watched(module) for _, _, module in self.modules))

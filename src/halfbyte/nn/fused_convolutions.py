@@ -18,7 +18,7 @@ from torch import fx, nn
 from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.modules import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.traced import ADDS, RELUS, SAME, Tracer
+from halfbyte.nn.traced import ADDS, RELUS, Tracer, erase_identities, module_of, replace
 from halfbyte.ops.pool import largest
 
 _INFINITE = float("inf")
@@ -118,10 +118,7 @@ def _graph(model: nn.Module) -> fx.Graph | None:
 
 def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Lets convolutions add; returns how many."""
-    for node in graph.nodes:
-        if node.op == "call_module" and isinstance(modules[str(node.target)], SAME):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    erase_identities(graph, modules)
     place = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for node in graph.nodes:
@@ -134,7 +131,7 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         if node.target is operator.iadd and node.args[0] is first:  # which something else may show, such as a view
             continue
         second.args = (*second.args, first)
-        _replace(graph, node, second)
+        replace(node, second)
         count += 1
     return count
 
@@ -145,7 +142,7 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     for node in graph.nodes:
         if node.args and isinstance(node.args[0], fx.Node) and _alone(node.args[0], modules) and (ends := _clamp(node, modules)):
             node.args[0].kwargs = {"clamp": ends}
-            _replace(graph, node, node.args[0])
+            replace(node, node.args[0])
             count += 1
     return count
 
@@ -153,25 +150,20 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
     """On GPUs pools of largest numbers have a kernel that takes less time than torch's."""
     for node in graph.nodes:
-        if node.op == "call_module" and type(modules[str(node.target)]) is nn.MaxPool2d:
+        if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):
                 pool = graph.get_attr(str(node.target))
-                _replace(graph, node, graph.call_function(largest, (*node.args, pool), node.kwargs))
-
-
-def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    graph.erase_node(node)
+                replace(node, graph.call_function(largest, (*node.args, pool), node.kwargs))
 
 
 def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether it is a convolution whose result is read once, and not clamped."""
-    return node.op == "call_module" and isinstance(modules[str(node.target)], QuantConv2d) and len(node.users) == 1 and not node.kwargs
+    return isinstance(module_of(node, modules), QuantConv2d) and len(node.users) == 1 and not node.kwargs
 
 
 def _clamp(node: fx.Node, modules: dict[str, nn.Module]) -> _Clamp | None:
     """The ends of an activation that clamps; None of everything else."""
-    module = modules[str(node.target)] if node.op == "call_module" else None
+    module = module_of(node, modules)
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     if isinstance(module, nn.ReLU) or node.target in RELUS:

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.integer import IntegerConv2d, Requantize, weights_made
+from halfbyte.nn.traced import copy_node, module_of
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
@@ -155,9 +156,7 @@ def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
             other = second if conv is first else first
             made[node] = graph.call_module(str(node.target), (made[_sources(conv)[0]], made[other]))
             continue
-        if node.op in ("call_module", "get_attr"):
-            root[str(node.target)] = operator.attrgetter(str(node.target))(network)
-        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node] = copy_node(node, network, graph, root, made.__getitem__)
     return fx.GraphModule(root, graph, type(network).__name__)
 
 
@@ -178,11 +177,11 @@ class _Writer:
                 self.waiting[node] = step
                 continue
             self._finish()
-            self._copy(node)
+            self.made[node] = copy_node(node, self.network, self.graph, self.root, self.made.__getitem__)
         return fx.GraphModule(self.root, self.graph, type(self.network).__name__)
 
     def _step(self, node: fx.Node) -> Step | None:
-        step_of = getattr(self.modules.get(str(node.target)), "step", None) if node.op == "call_module" else None
+        step_of = getattr(module_of(node, self.modules), "step", None)
         if step_of is None or node not in self.seen:
             return None
         return step_of(*(self.seen[source] for source in _sources(node)))  # type: ignore[no-any-return]
@@ -193,11 +192,6 @@ class _Writer:
             return False
         x, y = self.seen[_sources(node)[0]], self.seen[node]
         return x.is_contiguous() and y.is_contiguous()
-
-    def _copy(self, node: fx.Node) -> None:
-        if node.op in ("call_module", "get_attr"):
-            self.root[str(node.target)] = operator.attrgetter(str(node.target))(self.network)
-        self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
 
     def _finish(self) -> None:
         """What waits becomes a program."""

@@ -21,6 +21,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
 from halfbyte.nn.integer import (
+    LEAST,
     MOST,
     AveragePool,
     Dequantize,
@@ -35,7 +36,7 @@ from halfbyte.nn.integer import (
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules import AnyPacked
 from halfbyte.nn.network import IntegerNetwork
-from halfbyte.nn.traced import ADDS, RELUS, SAME, Tracer
+from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, module_of
 from halfbyte.ops import conv
 
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -152,11 +153,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     folded = fold_(model)
     traced = fx.GraphModule(model, Tracer().trace(model), type(model).__name__)
     modules = dict(traced.named_modules())
+    erase_identities(traced.graph, modules)
     for node in traced.graph.nodes:
-        if node.op == "call_module" and isinstance(modules[str(node.target)], SAME):
-            node.replace_all_uses_with(_first(node))
-            traced.graph.erase_node(node)
-            continue
         if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
             behind = {user for user in _first(node).users if user > node}
             _first(node).replace_all_uses_with(node, behind.__contains__)
@@ -168,8 +166,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
 def _writes_its_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if node.op == "call_module":
-        return getattr(modules[str(node.target)], "inplace", False) is True
+    if (module := module_of(node, modules)) is not None:
+        return getattr(module, "inplace", False) is True
     if node.op == "call_method":
         return str(node.target).endswith("_")
     return node.op == "call_function" and (node.target in _IN_PLACE or node.kwargs.get("inplace") is True)
@@ -253,7 +251,7 @@ class _Watcher(fx.Interpreter):
 
 
 def _squared_error(x: Tensor, scale: Scale) -> float:
-    codes = (x / scale.step + scale.zero).round().clamp(-128, MOST)
+    codes = (x / scale.step + scale.zero).round().clamp(LEAST, MOST)
     return float(((codes - scale.zero) * scale.step - x).square().sum())
 
 
@@ -305,39 +303,30 @@ class _Rewriter:
     def _node(self, node: fx.Node) -> None:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
-        module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-        make, reason = self._maker(node, module), ""
-        if make is not None and node.name in self.scales:
-            layer = None
-            if isinstance(module, _Layer):
-                layer = self.weights(str(node.target), module)
-                if isinstance(layer, str):
-                    self.floats.append(str(node.target))
-                    make, reason = None, f": {layer}"
-        if make is not None and node.name in self.scales:
-            made, scale, covers = make(node, module if layer is None else (module, layer))
+        module = module_of(node, self.modules)
+        given: Any
+        make, given, reason = self._maker(node, module) if node.name in self.scales else None, module, ""
+        if make is not None and isinstance(module, _Layer):
+            weight = self.weights(str(node.target), module)
+            if isinstance(weight, str):
+                self.floats.append(str(node.target))
+                make, reason = None, f": {weight}"
+            given = module, weight
+        if make is not None:
+            made, scale, covers = make(node, given)
             for covered in (node, *covers):
                 self.codes_of[covered] = made, scale
             return
         if node.op not in ("placeholder", "output", "get_attr"):
             what = type(module).__name__ if module is not None else getattr(node.target, "__name__", node.target)
             self.notes.append(f"{node.target if module is not None else node.name} ({what}) runs in floating point{reason}")
-        if module is not None:
-            self.root[str(node.target)] = module
-            self.float_of[node] = self.graph.node_copy(node, self._floats)
-        elif node.op == "get_attr":
-            self.root[str(node.target)] = operator.attrgetter(str(node.target))(self.traced)
-            self.float_of[node] = self.graph.node_copy(node, self._floats)
-        else:
-            self.float_of[node] = self.graph.node_copy(node, self._floats)
+        self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
 
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """What makes a node on codes; None where there is no such thing."""
         target = node.target
-        if isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode == "zeros":
-            return self._convolution
-        if isinstance(module, nn.Linear):
-            return self._linear
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode == "zeros"):
+            return self._layer
         if target in ADDS and all(isinstance(a, fx.Node) for a in node.args) and len(node.args) == 2 and not node.kwargs:
             shapes = {self.scales.keys() >= {a.name} for a in node.args if isinstance(a, fx.Node)}
             return self._add if shapes == {True} else None
@@ -357,22 +346,17 @@ class _Rewriter:
         """The scale and the clamp of a layer's result, with the ReLU behind it where nobody else reads the result."""
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
-            module = self.modules.get(str(users[0].target)) if users[0].op == "call_module" else None
+            module = module_of(users[0], self.modules)
             if isinstance(module, nn.ReLU | nn.ReLU6) or users[0].target in RELUS:
                 scale = self.scales[users[0].name]
-                return scale, (scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST), users
-        return self.scales[node.name], (-128, MOST), []
+                return scale, _relu_clamp(scale, module), users
+        return self.scales[node.name], (LEAST, MOST), []
 
-    def _convolution(self, node: fx.Node, layer: tuple[nn.Conv1d | nn.Conv2d, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
+    def _layer(self, node: fx.Node, layer: tuple[_Layer, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
-        settings = {"window": conv.module_window(module), "dtype": module.weight.dtype, "error": weight.error}
-        form = IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
-        made = form(weight.packed, weight.bias, source, result, clamp, **settings)  # type: ignore[arg-type]
-        return self._call(node, made, x), result, covers
-
-    def _linear(self, node: fx.Node, layer: tuple[nn.Linear, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
-        made = IntegerLinear(weight.packed, weight.bias, source, result, clamp, dtype=module.weight.dtype, error=weight.error)
+        form = IntegerLinear if isinstance(module, nn.Linear) else IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
+        window = None if isinstance(module, nn.Linear) else conv.module_window(module)
+        made = form(weight.packed, weight.bias, source, result, clamp, window, dtype=module.weight.dtype, error=weight.error)
         return self._call(node, made, x), result, covers
 
     def _add(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
@@ -382,8 +366,7 @@ class _Rewriter:
 
     def _relu(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        high = scale.code(6) if isinstance(module, nn.ReLU6) else MOST
-        return self.graph.call_function(torch.clamp, (x, scale.code(0), high)), scale, []
+        return self.graph.call_function(torch.clamp, (x, *_relu_clamp(scale, module))), scale, []
 
     def _as_it_is(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         """What only moves codes."""
@@ -410,6 +393,11 @@ class _Rewriter:
             x, scale = self._codes(source)
             parts.append(x if scale == result else self._call(node, Requantize((scale,), result), x, name=f"{node.name}_{i}"))
         return self.graph.call_function(torch.cat, (parts, *node.args[1:]), dict(node.kwargs)), result, []
+
+
+def _relu_clamp(scale: Scale, module: nn.Module | None) -> tuple[int, int]:
+    """The ends of a ReLU or ReLU6, in codes."""
+    return scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST
 
 
 def _first(node: fx.Node) -> fx.Node:

@@ -1,8 +1,9 @@
-"""What torch.fx finds in convolutional networks: operations that more than one rewriter looks for."""
+"""What torch.fx finds in convolutional networks: operations that more than one rewriter looks for, and how nodes are copied."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,3 +38,28 @@ class Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+
+def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The module that a node calls, if it calls one."""
+    return modules[str(node.target)] if node.op == "call_module" else None
+
+
+def erase_identities(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Removes the calls of modules that do nothing in evaluation."""
+    for node in graph.nodes:
+        if isinstance(module_of(node, modules), SAME):
+            replace(node, node.args[0])
+
+
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Lets all users of a node read another one, and erases it."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, Any], made: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A node of `module`'s graph in another graph, where `made` gives its arguments; what it calls or reads is added to `root`."""
+    if node.op in ("call_module", "get_attr"):
+        root[str(node.target)] = operator.attrgetter(str(node.target))(module)
+    return graph.node_copy(node, made)
