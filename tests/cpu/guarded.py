@@ -24,7 +24,7 @@ from support import RUNNABLE
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.dispatch.rules import choose_linear
+from halfbyte.dispatch.cpu import choose_linear
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime, winograd
 from halfbyte.kernels.cpu.arranged import ArrangedConvKernel

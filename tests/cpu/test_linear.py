@@ -13,7 +13,7 @@ from samples import random_codes
 from support import RUNNABLE, activations, examples, pairwise, run_linear
 from torch import Tensor
 
-from halfbyte.dispatch.rules import choose_linear
+from halfbyte.dispatch.cpu import choose_linear
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import linear, runtime

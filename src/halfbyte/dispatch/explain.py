@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import torch
 
+from halfbyte.dispatch.cpu import Choice, choose_linear
 from halfbyte.dispatch.explain_gpu import GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
-from halfbyte.dispatch.rules import Choice, choose_linear
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import grouped, probe, runtime

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from halfbyte.dispatch.cpu import choose_linear
 from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
-from halfbyte.dispatch.rules import choose_linear
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import Step, is_decoder_layer, is_short, one_call, steps, why_not_short

@@ -70,6 +70,11 @@ class Filter:
         return self.kernel[0] * self.kernel[1]
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel is convolved separately with one kernel."""
+        return self.channels == 1 and self.groups == self.out
+
+    @property
     def codes_shape(self) -> tuple[int, ...]:
         return (self.out, self.taps, self.channels) if isinstance(self.format.block, int) else (self.out, self.taps * self.channels)
 

@@ -18,7 +18,6 @@ from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import module_window
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
-from halfbyte.ops.images import depthwise
 from halfbyte.quantizers import quantize_to_grid
 
 
@@ -132,7 +131,7 @@ class _FakeQuantConvolution(FakeQuantized):
 
     def forward(self, x: Tensor) -> Tensor:
         sizes, activation = self._sizes(), self.target.activation
-        if self.target.compute == "int8" and not depthwise(sizes):
+        if self.target.compute == "int8" and not sizes.depthwise:
             images = x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
             one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
             if activation != "image" or not one_scale:  # as Config says

@@ -5,14 +5,13 @@ Images and outputs are channels_last in memory: an image in another layout is co
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError, check_type
@@ -23,7 +22,7 @@ from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
-from halfbyte.ops.images import depthwise, filter_from_numbers, from_numbers, out_shape
+from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
 from halfbyte.quantizers.check import check_weight
 
@@ -31,8 +30,6 @@ _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
-# (sums of codes per tap, scales) for requantization, by the packed bytes.
-_integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 _windows = Bounded[tuple[Any, ...], tuple[int, ...]](4096)
 
 
@@ -188,11 +185,7 @@ def conv_requantization_table(
     of `cpu_conv.table` or `cuda_conv.table`."""
     sizes = packed.sizes
     check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
-    if packed.data not in _integer_sums:
-        codes = convolution.unpack(packed)
-        sums = codes.values().reshape(sizes.out, sizes.taps, sizes.channels).sum(2, dtype=torch.int32)
-        _integer_sums[packed.data] = sums, codes.scale.double().expand(sizes.out, 1).flatten()
-    sums, scale = _integer_sums[packed.data]
+    sums, scale = functions.integer_sums(packed, sizes.out, sizes.taps * sizes.channels, sizes.taps)
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
     rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, in_scale, in_zero, out_scale, out_zero)
@@ -266,7 +259,7 @@ _ops = torch.ops.halfbyte
 
 def _dequantize(weight: Tensor, format: str, filter_numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
     sizes = filter_from_numbers(format, filter_numbers)
-    layout = convolution.CANONICAL if depthwise(sizes) else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
+    layout = convolution.CANONICAL if sizes.depthwise else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
     return convolution.dequantize(PackedConv(sizes, layout, weight), dtype).contiguous()
 
 

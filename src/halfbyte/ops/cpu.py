@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
+from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _INFINITE = float("inf")
 _CPU = torch.device("cpu")
 
-_linear_kernels: dict[tuple[Any, ...], Any] = {}
+_linear_kernels = Bounded[tuple[Any, ...], Any](4096)
 
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
@@ -61,12 +63,9 @@ def linear(
         check_residual(residual, x, (*shape[:-1], n))
         residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
-        empty = x.new_zeros((*shape[:-1], n), dtype=torch.float32)  # K = 0: a sum of nothing
-        for term in (bias, residual):
-            empty = empty if term is None else empty.add_(term)
+        empty = sum_of_nothing(x, (*shape[:-1], n), bias, residual)
         return (functional.gelu(empty) if gelu else empty.clamp_(low, high)).to(x.dtype)
-    if not weight.is_contiguous() or weight.data_ptr() % 64:
-        weight = weight.clone(memory_format=torch.contiguous_format)
+    weight = aligned(weight)
     if not x.is_contiguous():
         x = x.reshape(-1, k)
         if x.stride(1) != 1:
@@ -81,14 +80,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: 
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> Any:
     """Check what all calls of this kind have in common, and find the kernel."""
-    from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.linear import linear_kernel
+    from halfbyte.dispatch.cpu import kernel_for
 
     check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
-    fmt = as_format(format)
-    inner = choose_linear(fmt, x.dtype, compute, current()).taken.inner
-    kernel = linear_kernel(fmt, n, k, x.dtype, inner, activation, gelu=gelu)
+    kernel = kernel_for(format, n, k, x.dtype, compute, activation, gelu=gelu)
     _linear_kernels[format, n, k, x.dtype, compute, activation, gelu] = kernel
     return kernel
 
@@ -97,15 +92,15 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     from halfbyte.kernels.cpu.linear import linear_kernel
 
     check_qlinear(x, weight, table, format, n, k, low, high)
-    if k == 0:  # a sum of nothing: the same as one code that is 0
-        return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+    if k == 0:
+        return codes_of_nothing(x, table, n, low, high)
     if x.numel() == 0 or n == 0:
         return x.new_empty((*x.shape[:-1], n))
     flat = x.reshape(-1, k)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")
-    return kernel(flat, _aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
+    return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
 
 
 def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> Step | None:
@@ -117,7 +112,7 @@ def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int
     if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS:
         return None
     kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block")
-    return linear_step(kernel, x.numel() // k, _aligned(packed.data), table, *map(float, clamp))
+    return linear_step(kernel, x.numel() // k, aligned(packed.data), table, *map(float, clamp))
 
 
 def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -131,7 +126,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
         if least < 0 or most >= n:
             raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {least} … {most}")
     geo = cpu_tiles.geometry(as_format(format), (n, k))
-    return run(_aligned(weight), geo, dtype, ids.to(torch.int64).flatten().contiguous()).view((*ids.shape, k))
+    return run(aligned(weight), geo, dtype, ids.to(torch.int64).flatten().contiguous()).view((*ids.shape, k))
 
 
 def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -139,8 +134,4 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
 
     check_packed(weight, format, n, k, _CPU)
     check_out_dtype(dtype)
-    return run(_aligned(weight), cpu_tiles.geometry(as_format(format), (n, k)), dtype)
-
-
-def _aligned(weight: Tensor) -> Tensor:
-    return weight if weight.is_contiguous() and weight.data_ptr() % 64 == 0 else weight.clone(memory_format=torch.contiguous_format)
+    return run(aligned(weight), cpu_tiles.geometry(as_format(format), (n, k)), dtype)

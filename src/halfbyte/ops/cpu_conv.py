@@ -25,11 +25,11 @@ from halfbyte.ops.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
-    depthwise,
     from_numbers,
     nothing,
     out_shape,
 )
+from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.planned import ConvCall, OwnWeights, PlannedConv
@@ -52,15 +52,15 @@ def _forms_of(weight: Tensor) -> dict[str, Tensor | None]:
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
     """Codes on the CPU, arranged for its kernels."""
-    if depthwise(sizes):
-        return PackedConv(sizes, convolution.CANONICAL, _aligned(convolution.canonical_bytes(codes)))
+    if sizes.depthwise:
+        return PackedConv(sizes, convolution.CANONICAL, aligned(convolution.canonical_bytes(codes)))
     parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
-    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else _aligned(torch.cat(parts)))
+    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else aligned(torch.cat(parts)))
 
 
 def table(rows: Tensor, sizes: Filter) -> Tensor:
     """What requantization reads, of `functions.requantization_rows`: float32 [groups, 3, Co/groups padded to 32], depthwise [1, 3, Co]."""
-    if depthwise(sizes):
+    if sizes.depthwise:
         return rows.unsqueeze(0)
     groups, _, padded = _table_shape(sizes)
     made = torch.zeros(groups, 3, padded, dtype=torch.float32, device="cpu")
@@ -69,17 +69,13 @@ def table(rows: Tensor, sizes: Filter) -> Tensor:
 
 
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
-    if depthwise(sizes):
+    if sizes.depthwise:
         return 1, 3, sizes.out
     return sizes.groups, 3, -(-sizes.out // sizes.groups // cpu_tiles.PANEL) * cpu_tiles.PANEL
 
 
-def _aligned(data: Tensor) -> Tensor:
-    return data if data.is_contiguous() and data.data_ptr() % 64 == 0 else data.clone(memory_format=torch.contiguous_format)
-
-
 def _packed_bytes(sizes: Filter) -> int:
-    if depthwise(sizes):
+    if sizes.depthwise:
         return canonical_nbytes(sizes)
     return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
 
@@ -103,7 +99,6 @@ class _Plan(NamedTuple):
     strides: Shape
     weight_bytes: int
     table_shape: tuple[int, int, int]
-    depthwise: bool
     kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
     other: OwnWeights | None  # where that is faster
 
@@ -120,50 +115,21 @@ def _plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers:
 
 
 def _new_plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
-    from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu import arranged, conv_amx, depthwise_dot, stem, winograd
-    from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
-    from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
-    from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
-    from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
-    from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
-    from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.stem import StemKernel
-    from halfbyte.kernels.cpu.winograd import WinogradKernel
+    from halfbyte.dispatch.cpu_conv import choose_cpu_conv, multiplied
 
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     shape = out_shape(x, sizes, window)
     check_activation(activation, ACTIVATIONS)
     _, c, h, w = x.shape
-    # What asks for a scale of the image asks for integers.
-    wanted = "int8" if activation == "image" and compute == "auto" else compute
-    inner = "int8" if x.dtype == torch.int8 else choose_linear(sizes.matrix_format, x.dtype, wanted, current()).taken.inner
-    by_image = activation == "image" and inner == "int8" and not depthwise(sizes)
+    inner = multiplied(sizes, x.dtype, compute, activation)
+    by_image = activation == "image" and inner == "int8" and not sizes.depthwise
     if by_image:
         check_one_scale(sizes)
-    kernel: Callable[..., Tensor] | None = None
-    other: OwnWeights | None = None
-    isa, out = current(), (shape[0], shape[2], shape[3])
-    some = 0 not in shape and x.numel() > 0
-    if some and depthwise(sizes):
-        kernel = DepthwiseKernel(sizes, x.dtype)
-        if x.dtype == torch.int8 and depthwise_dot.supports(sizes, window, isa):
-            other = DepthwiseDotKernel(sizes, window, shape[2])
-    elif some:
-        codes, way = (torch.int8, "block") if by_image else (x.dtype, activation)
-        direct = ConvKernel(sizes, codes, inner, way, out=x.dtype)  # type: ignore[arg-type]
-        kernel = ImageConvKernel(direct) if by_image else direct
-        if codes == torch.int8 and conv_amx.supports(sizes, window, out, isa):
-            matrix = MatrixConvKernel(sizes, window, isa.matrix, x.dtype)  # type: ignore[arg-type]
-            other = ImageMatrixKernel(matrix) if by_image else matrix
-        elif x.dtype == torch.int8 and winograd.supports(sizes, window, isa) and winograd.pays(sizes, out, isa):
-            other = WinogradKernel(sizes)
-        elif x.dtype == torch.int8 and arranged.supports(sizes, isa):
-            other = ArrangedConvKernel(sizes, window, direct.linear)
-        elif x.dtype == torch.int8 and stem.supports(sizes, window, isa):
-            other = StemKernel(sizes, window, direct.linear)
+    kernel, other = None, None
+    if 0 not in shape and x.numel() > 0:
+        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation)
     strides = h * w * c, 1, w * c, c
-    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), depthwise(sizes), kernel, other)
+    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
 
 
 def _check_weight(weight: Tensor, plan: _Plan) -> None:
@@ -175,18 +141,18 @@ def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[C
     if plan.other is not None:
         made = _forms_of(weight)
         if plan.other.form not in made:
-            layout = convolution.CANONICAL if plan.depthwise else cpu_tiles.NAME
+            layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
             made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
         if (form := made[plan.other.form]) is not None:
             return plan.other, form
     assert plan.kernel is not None
-    if plan.depthwise:
+    if plan.sizes.depthwise:
         return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
     if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
         return plan.kernel, weight
     made = _forms_of(weight)
     if made.get("aligned") is None:
-        made["aligned"] = _aligned(weight)
+        made["aligned"] = aligned(weight)
     return plan.kernel, cast(Tensor, made["aligned"])
 
 

@@ -27,6 +27,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, recorded, run_first
+from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
 # A repeated call: replays the launches; returns None if the layout of the operands differs.
 _Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
@@ -126,10 +127,7 @@ def _linear(
     if residual is not None:
         check_residual(residual, x, shape)
     if x.numel() == 0 or n == 0:
-        empty = x.new_zeros(shape, dtype=torch.float32)  # K = 0: a sum of nothing
-        for term in (bias, residual):
-            empty = empty if term is None else empty.add_(term)
-        return empty.clamp_(low, high).to(x.dtype)
+        return sum_of_nothing(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
     x, weight = aligned(x), aligned(weight)
     bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
     again = _calls.get(key)
@@ -186,8 +184,8 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
 
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
     check_qlinear(x, weight, table, format, n, k, low, high)
-    if k == 0:  # a sum of nothing: the same as one code that is 0
-        return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+    if k == 0:
+        return codes_of_nothing(x, table, n, low, high)
     out = torch.empty((*x.shape[:-1], n), dtype=torch.int8, device=x.device)
     if out.numel() == 0:
         return out
@@ -230,8 +228,3 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
         with on(weight):
             return kernel.dequantize(aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
     return gpu_tiles.unpack(Packed(as_format(format), (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, at an address that is a multiple of 16: kernels read 16 bytes at a time, and are compiled for that."""
-    return tensor if tensor.is_contiguous() and not tensor.data_ptr() % 16 else tensor.clone(memory_format=torch.contiguous_format)

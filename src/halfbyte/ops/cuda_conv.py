@@ -33,12 +33,12 @@ from halfbyte.ops.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
-    depthwise,
     from_numbers,
     nothing,
     out_shape,
 )
 from halfbyte.ops.replay import Replays
+from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
     from halfbyte.kernels.gpu.conv_tile import Convolution
@@ -53,7 +53,7 @@ _made: MutableMapping[Tensor, dict[bool | str, Tensor]] = WeakTensorKeyDictionar
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
     """Codes on a GPU, arranged for its kernels."""
-    if depthwise(sizes):
+    if sizes.depthwise:
         return PackedConv(sizes, convolution.CANONICAL, convolution.canonical_bytes(codes))
     return convolution.pack_gpu(codes, sizes)
 
@@ -72,7 +72,7 @@ def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
 
 
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
-    groups = 1 if depthwise(sizes) else sizes.groups
+    groups = 1 if sizes.depthwise else sizes.groups
     return groups, 4 + sizes.taps, -(-sizes.out // groups // _FILL) * _FILL
 
 
@@ -91,7 +91,7 @@ class _Plan(NamedTuple):
 def _plan(shape: torch.Size, format: str, filter_numbers: tuple[int, ...], window_numbers: tuple[int, ...]) -> _Plan:
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     out = out_shape(torch.empty(shape, device="meta"), sizes, window)
-    if depthwise(sizes):
+    if sizes.depthwise:
         return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*filter_numbers, *window_numbers))
     nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
     linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
@@ -132,7 +132,7 @@ def conv2d(
     if 0 in plan.shape or not x.numel():
         return nothing(x, bias, residual, plan.shape, low, high)
     if bias is not None:
-        bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
+        bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
     residual = None if residual is None else _rows(residual)
     by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
     if plan.way == "linear" and not by_patches:
@@ -174,7 +174,7 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
         _launched(key, partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue), (image, taps, out, *added))
         return out
     if compute == "int8":
-        image, packed = with_channels(_memory(x), plan.sizes, 0), cuda.aligned(weight)
+        image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
         kernel: Any = conv_image if activation == "image" else conv_dynamic
         if (reason := kernel.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
@@ -205,7 +205,7 @@ def _operands(
     if stem is None:
         problem = problem.flat
         image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
-        return problem, (image, cuda.aligned(weight)), lambda: None
+        return problem, (image, aligned(weight)), lambda: None
     image = conv_stem.memory_for(stem, x)
     packed = _kept(weight, "stem", lambda: conv_stem.weight_of(weight, stem))
     return stem, (x, image, packed), lambda: conv_stem.write(stem, x, image, outside)
@@ -260,7 +260,7 @@ def qconv2d(
         addition = replace(addition, other=_rows(addition.other))
         key, others = (*key, addition.numbers, addition.leads), (addition.other,)
     with cuda.on(x):
-        table = cuda.aligned(table)
+        table = aligned(table)
         if plan.way == "depthwise":
             image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
             config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
@@ -293,7 +293,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
 
 def _memory(x: Tensor) -> Tensor:
     """[B, C, H, W] as it lies in memory, [B, H, W, C], aligned."""
-    return cuda.aligned(channels_last(x).permute(0, 2, 3, 1))
+    return aligned(channels_last(x).permute(0, 2, 3, 1))
 
 
 def _rows(x: Tensor) -> Tensor:

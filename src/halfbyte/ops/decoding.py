@@ -23,8 +23,9 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
-from halfbyte.ops.cuda import aligned, on
+from halfbyte.ops.cuda import on
 from halfbyte.ops.library import OPS
+from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it

@@ -23,7 +23,7 @@ from halfbyte.quantizers.check import check_scales, check_weight
 
 _INFINITE = float("inf")
 
-# (sums of codes, scales) of the weights that qlinear has been called with, by their packed bytes.
+# `integer_sums` of the weights that calls with requantization have been made with, by their packed bytes.
 _integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 # Codes and layouts
@@ -171,16 +171,21 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
     """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
     n, k = _matrix(packed)
     check_requantization(packed.format, k, in_scale, in_zero, out_scale, out_zero)
-    if packed.data not in _integer_sums:
-        codes = unpack(packed)
-        scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
-        _integer_sums[packed.data] = codes.values().sum(1, dtype=torch.int32), scales
-    sums, scale = _integer_sums[packed.data]
+    sums, scale = integer_sums(packed, n, k, 1)
     if bias is not None:
         check_bias(bias, n, packed.device)
     table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device, dtype=torch.float32)
-    table[:, :n] = requantization_rows(sums, scale, bias, in_scale, in_zero, out_scale, out_zero)
+    table[:, :n] = requantization_rows(sums.flatten(), scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
+
+
+def integer_sums(packed: Packed | PackedConv, n: int, k: int, taps: int) -> tuple[Tensor, Tensor]:
+    """Sums of the codes of each of N outputs and of `taps` parts of K, int32 [N, taps], and the outputs' scales, float64 [N]."""
+    if packed.data not in _integer_sums:
+        codes = unpack(packed)
+        scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
+        _integer_sums[packed.data] = codes.values().reshape(n, taps, k // taps).sum(2, dtype=torch.int32), scales
+    return _integer_sums[packed.data]
 
 
 def requantization_rows(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
 from halfbyte.ops.replay import Replays, run_first
-
-if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.ops.tensors import aligned
 
 
 def grouped_linear(
@@ -121,7 +118,9 @@ def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     """Raises ArgumentError for an id that is out of range and an unknown compute."""
-    kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
+    from halfbyte.dispatch.cpu import kernel_for
+
+    kernel = kernel_for(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
     numbers = ids.flatten().tolist()
     if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
         raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
@@ -129,23 +128,10 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from halfbyte.kernels.cpu import grouped
 
-        if not weight.is_contiguous() or weight.data_ptr() % 64:
-            weight = weight.clone(memory_format=torch.contiguous_format)
         biases = None if bias is None else bias.to(torch.float32).contiguous()
-        return grouped.run(kernel, x.contiguous(), numbers, weight, biases)
+        return grouped.run(kernel, x.contiguous(), numbers, aligned(weight), biases)
 
     return multiply
-
-
-@functools.lru_cache(maxsize=1024)
-def _cpu_kernel(format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: str) -> LinearKernel:
-    """The kernel of one expert."""
-    from halfbyte.dispatch.rules import choose_linear
-    from halfbyte.kernels.cpu.isas import current
-    from halfbyte.kernels.cpu.linear import linear_kernel
-
-    fmt = as_format(format)
-    return linear_kernel(fmt, n, k, dtype, choose_linear(fmt, dtype, compute, current()).taken.inner, activation)
 
 
 _replays = Replays()
@@ -157,8 +143,8 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = x.new_empty(ids.numel(), s.n)
         if bias is not None:
-            bias = cuda.aligned(bias.float() if bias.dtype == torch.float64 else bias)
-        operands = (cuda.aligned(x), cuda.aligned(weight), cuda.aligned(ids.flatten()), out, bias)
+            bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
+        operands = (aligned(x), aligned(weight), aligned(ids.flatten()), out, bias)
         key = (*s, x.dtype, x.device, len(x), ids.numel(), ids.dtype, None if bias is None else bias.dtype)
 
         def start() -> Callable[[], None] | None:

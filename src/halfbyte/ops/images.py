@@ -15,6 +15,7 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.ops import checks
 from halfbyte.ops.checks import check_bias, check_clamp, check_residual
+from halfbyte.ops.tensors import sum_of_nothing
 
 ACTIVATIONS = (*checks.ACTIVATIONS, "image")
 Shape = tuple[int, int, int, int]
@@ -28,11 +29,6 @@ def from_numbers(format: str, filter_numbers: Sequence[int], window_numbers: Seq
 def filter_from_numbers(format: str, filter_numbers: Sequence[int]) -> Filter:
     out, channels, kh, kw, groups = filter_numbers
     return Filter(as_format(format), out, channels, (kh, kw), groups)
-
-
-def depthwise(sizes: Filter) -> bool:
-    """Whether each channel is convolved separately with one kernel."""
-    return sizes.channels == 1 and sizes.groups == sizes.out
 
 
 def canonical_nbytes(sizes: Filter) -> int:
@@ -75,10 +71,8 @@ def check_codes(x: Tensor) -> None:
 
 def nothing(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> Tensor:
     """`conv2d` where a size is 0: bias and residual only."""
-    y = x.new_zeros(shape)
-    for addend in (None if bias is None else bias.view(1, -1, 1, 1), residual):
-        y = y if addend is None else y + addend
-    return channels_last(y.clamp(low, high).to(x.dtype))
+    total = sum_of_nothing(x, shape, None if bias is None else bias.view(1, -1, 1, 1), residual)
+    return channels_last(total.clamp_(low, high).to(x.dtype))
 
 
 def channels_last(x: Tensor) -> Tensor:

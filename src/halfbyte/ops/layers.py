@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.rules import choose_linear
+from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
@@ -22,7 +22,7 @@ class Weight(NamedTuple):
     packed: Packed
     bias: Tensor | None
     compute: str
-    activation: str
+    activation: Activation
 
 
 class LayerNorm(NamedTuple):
@@ -54,13 +54,11 @@ class Addresses:
 
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
         """The product of float32 activations and this weight, followed by GELU if `gelu`."""
+        from halfbyte.dispatch.cpu import kernel_for
         from halfbyte.kernels.cpu.chain import Product
-        from halfbyte.kernels.cpu.isas import current
-        from halfbyte.kernels.cpu.linear import linear_kernel
 
-        fmt, (n, k) = weight.packed.format, weight.packed.shape
-        inner = choose_linear(fmt, torch.float32, weight.compute, current()).taken.inner
-        kernel = linear_kernel(fmt, n, k, torch.float32, inner, weight.activation, gelu=gelu)
+        n, k = weight.packed.shape
+        kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu)
         self._kept.append(weight.packed.data)
         return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
 

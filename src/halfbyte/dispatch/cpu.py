@@ -1,17 +1,21 @@
-"""Which kernel solves a problem: the literal list of candidates, best first, and why each may not be taken."""
+"""Which kernel solves a linear layer on a CPU: the literal list of candidates, best first, and why each may not be taken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from halfbyte.errors import ArgumentError
-from halfbyte.formats.spec import Format
+from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.problem import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +73,12 @@ def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Ch
             rejected.append((candidate, reason))
     assert taken is not None  # the plain candidates of both computes refuse nothing
     return Choice(taken, tuple(rejected))
+
+
+@lru_cache(maxsize=4096)
+def kernel_for(
+    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: Activation, *, gelu: bool = False
+) -> LinearKernel:
+    """The kernel of a linear layer with a weight [n, k] on this CPU, followed by GELU if `gelu`. Raises as `choose_linear`."""
+    fmt = as_format(format)
+    return linear_kernel(fmt, n, k, dtype, choose_linear(fmt, dtype, compute, current()).taken.inner, activation, gelu=gelu)

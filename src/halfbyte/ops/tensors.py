@@ -1,0 +1,28 @@
+"""Tensors where kernels want them, and the results of operations where there is nothing to multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, at an address that kernels read from: on a CPU a multiple of 64, on a GPU of 16."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % (64 if tensor.is_cpu else 16):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def sum_of_nothing(x: Tensor, shape: Sequence[int], *terms: Tensor | None) -> Tensor:
+    """The sums of products of x where a size is 0, float32 of `shape`: only the terms that are there."""
+    total = x.new_zeros(shape, dtype=torch.float32)
+    for term in terms:
+        total = total if term is None else total.add_(term)
+    return total
+
+
+def codes_of_nothing(x: Tensor, table: Tensor, n: int, low: int, high: int) -> Tensor:
+    """`qlinear` of x [..., 0]: the same as one code that is 0, int8 [..., N]."""
+    return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
