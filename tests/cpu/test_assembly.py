@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support import RUNNABLE, pairwise
 
+from halfbyte.formats import Format
 from halfbyte.kernels.cpu import activations, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
@@ -16,7 +17,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import Inner, TileSpec
-from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, tail_bytes
 from halfbyte.machine import machine
 
 BY_NAME = {isa.name: isa for isa in ISAS}
@@ -32,8 +33,13 @@ def assembly(isa: ISA, spec: TileSpec) -> str:
 def spec_of(
     isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, shifted: bool = False, out: str = "f32"
 ) -> TileSpec:
-    most, vectors = isa.tile(m, inner, bits)
-    return TileSpec(inner, bits, "f16", zero, False, *unit, by_row=False, shifted=shifted, rows=min(m, most), vectors=vectors, out=out)
+    tiling = isa.tile(m, inner, geometry(bits, zero))
+    rows = min(m, tiling.rows)
+    return TileSpec(inner, bits, "f16", zero, False, *unit, by_row=False, shifted=shifted, rows=rows, vectors=tiling.vectors, out=out)
+
+
+def geometry(bits: int, zero: str, block: int = 32) -> Geometry:
+    return Geometry(Format(bits, block, zero), 32, 4096)
 
 
 def between(text: str, instruction: str) -> list[str]:
@@ -81,9 +87,9 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
     isa = AVX512VNNI(intel=True)
     for bits, block in ((4, 32), (4, 128), (8, 32)):
         spec = replace(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), biased=True)
-        tiles = [tile.build(replace(spec, rows=isa.tile(64, "int8", bits, block)[0]), isa)]
-        shape = isa.expanded_tile if block == 32 else isa.expanded_long_tile
-        assert shape is not None
+        geo = geometry(bits, zero, block)
+        tiles = [tile.build(replace(spec, rows=isa.tile(31, "int8", geo).rows), isa)]
+        shape = isa.tile(64, "int8", geo)
         if bits == 4 or zero != "point":
             tiles.append(expanded.build(replace(spec, rows=shape[0]), isa))
         packed, *read = [jit.compile_assembly(module, isa).splitlines() for module in tiles]

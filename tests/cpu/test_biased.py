@@ -10,17 +10,22 @@ from support import activations, pairwise, run_linear
 
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
+from halfbyte.kernels.cpu.isa import Tiling
+from halfbyte.kernels.cpu.isa_x86 import expandable
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import biasable
 from halfbyte.kernels.problem import Activation
-from halfbyte.layouts.cpu_tiles import pack
+from halfbyte.layouts.cpu_tiles import Geometry, pack
 
 
 class Expanding(EmulatedDotProducts):
     name = "avx_vnni_expanding"
-    expanded_tile, expanded_long_tile = (2, 2), (4, 2)  # totals in registers, and in memory
-    expanded_rows = 6
-    expands_offsets = expands_bytes = True
+    expands = True
+
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        if m < 6 or codes or not expandable(self, geo):
+            return super().tile(m, inner, geo, codes=codes)
+        return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
 
 
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))

@@ -39,7 +39,7 @@ from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, geometry, pack
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, Geometry, geometry, pack
 from halfbyte.machine import machine
 from halfbyte.ops import conv as conv_ops
 from halfbyte.quantizers.absmax import absmax
@@ -116,7 +116,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(emulator: Emulator, step: i
         whole = run_linear(kernel, x, packed)
         assert torch.equal(whole, torch.cat([run_linear(kernel, row, packed) for row in x.split(1)]))
         # Each number of rows is a tile of its own. Where there are three formats, each has a third of them.
-        for m in sorted({emulator.isa.tile(m, compute)[0] for m in range(1, 12)})[number :: len(FEW[::step])]:
+        for m in sorted({emulator.isa.tile(m, compute, kernel.geometry).rows for m in range(1, 12)})[number :: len(FEW[::step])]:
             assert torch.equal(run_linear(kernel, x[:m], packed), whole[:m])
 
 
@@ -291,7 +291,7 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", ["sve256", "sve512"])
 def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
     isa = BY_NAME[name]
-    rows, vectors = isa.tile(100, "int8")
+    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
     spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
@@ -302,7 +302,7 @@ def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rvv_tiles_multiply_vectors(bits: int) -> None:
     isa = BY_NAME["rvv"]
-    rows, vectors = isa.tile(100, "int8")
+    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
     spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     wanted = ("\tvmul.vv", "\tvmacc.vv", "\tvmadd.vv") if bits == 4 else ("\tvwmul.vv", "\tvwmacc.vv", "\tvwmaccsu.vv", "\tvwmulsu.vv")

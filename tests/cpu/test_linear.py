@@ -237,6 +237,7 @@ def test_groups_of_panels_are_shared_by_any_number_of_threads(case: Case, thread
     monkeypatch.setattr(runtime, "threads", lambda: threads)
     for size in (1, 10**9):  # a panel at a time, and all that a thread's share allows
         monkeypatch.setattr(linear, "_GROUP_BYTES", size)
+        monkeypatch.setattr(linear, "_READ_ONCE_BYTES", size)
         assert torch.equal(run_linear(case.kernel(n, k, monkeypatch), x, packed), wanted)
 
 
@@ -245,11 +246,13 @@ def test_panels_at_once_are_as_one_at_a_time(case: Case, monkeypatch: pytest.Mon
     n, k = 32 * 17 + 5, 150
     monkeypatch.setattr(runtime, "threads", lambda: 1)
     packed, bias = pack(random_codes(case.format, (n, k))), torch.randn(n)
+    isa = type(RUNNABLE[case.isa])
+    tile = isa.tile
     for m in (1, 2, 5):
         x, residual = activations(m, k, case.dtype, m), torch.randn(m, n).to(case.dtype)
         results = []
-        for streams in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
-            monkeypatch.setattr(type(RUNNABLE[case.isa]), "streams", lambda *_, streams=streams: streams)
+        for panels in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
+            monkeypatch.setattr(isa, "tile", lambda *a, panels=panels, **options: tile(*a, **options)._replace(panels=panels))
             kernel = case.kernel(n, k, monkeypatch)
             results.append([run_linear(kernel, x, packed, b, (-9.0, 9.0), r) for b in (None, bias) for r in (None, residual)])
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(results[0], one, strict=True))

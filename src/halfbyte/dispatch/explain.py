@@ -16,7 +16,7 @@ from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import grouped, probe, runtime
-from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa import ISA, Tiling
 from halfbyte.kernels.cpu.isas import current, native
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
@@ -37,7 +37,7 @@ class Explanation:
     isa: ISA
     threads: int
     choice: Choice
-    tile: tuple[int, int]
+    tile: Tiling
     weight_bytes: int
     roofline: Roofline | None
     measured: float | None
@@ -52,7 +52,7 @@ class Explanation:
             "isas_rejected": {isa.name: isa.missing() for isa in native() if isa.missing()},
             "threads": self.threads,
             "kernel": self.choice.taken.inner,
-            "tile": {"rows": self.tile[0], "vectors": self.tile[1]},
+            "tile": {"rows": self.tile.rows, "vectors": self.tile.vectors},
             "rejected": {candidate.inner: reason for candidate, reason in self.choice.rejected},
             "weight_bytes": self.weight_bytes,
             "roofline": None if roof is None else {**roof._asdict(), "bound": roof.bound},
@@ -67,7 +67,7 @@ class Explanation:
             shape_text(problem),
             f"machine  {machine().cpu}: {self.isa.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({runtime.name()})",
             f"kernel  {taken.inner}: {taken.summary}{scheme}",
-            f"tiles  up to {self.tile[0]} rows x {self.tile[1] * self.isa.lanes} outputs",
+            f"tiles  up to {self.tile.rows} rows x {self.tile.vectors * self.isa.lanes} outputs{' of expanded codes' * self.tile.expanded}",
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
@@ -123,7 +123,7 @@ def explain(
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = roofline(problem, geo.nbytes, ceilings)
     rows = -(-m // problem.experts)  # of one expert, the first of those with the most
-    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, fmt.bits, geo.block)
+    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, geo)
     return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, roof, seconds)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -32,6 +32,19 @@ class Int8Unit:
     bits: int
     k: int
     paired: bool = False
+    expanded: bool = False
+
+
+class Tiling(NamedTuple):
+    """How outputs are cut into tiles, of at most so many rows of activations and so many vectors of outputs side by side.
+
+    panels     that a tile of all rows takes at once, so that weights are read from as many places
+    expanded   tiles read codes that were expanded before: see `expanded.py`
+    """
+
+    rows: int
+    vectors: int
+    panels: int = 1
     expanded: bool = False
 
 
@@ -61,17 +74,13 @@ class ISA:
     matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
-    expanded_tile: tuple[int, int] | None = None  # rows and vectors of tiles that read expanded codes: see `expanded.py`
-    expanded_rows = 0  # from so many rows on
+    expands = False  # has tiles that read expanded codes
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     asks_in_turn = False  # where several row tiles pass over a panel, each asks for a share of the next one
-    expanded_long_tile: tuple[int, int] | None = None  # the same for blocks of more than 32, where it is another
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
     expanded_bytes = 24 << 10  # that are expanded at a time
     expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded
-    expands_bytes = False  # also codes of 8 bits in blocks, though not with points: for the numbers behind them, and to be near
-    expands_offsets = False  # also of formats with float offsets: see `LinearKernel`
     chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
 
     @property
@@ -89,20 +98,9 @@ class ISA:
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        """Most rows of a tile and how many vectors of outputs it has side by side, for M rows of activations.
-
-        bits, block   of the weight's format: `block` elements are summed before a scale comes
-        """
-        return (1, 8) if m == 1 else (2, 4)
-
-    def streams(self, m: int, inner: str, bits: int) -> int:
-        """Panels that a tile of all M rows takes at once, so that weights are read from as many places."""
-        return 1
-
-    def expands_from(self, block: int) -> int:
-        """Rows from which on codes are expanded, in blocks of so many elements."""
-        return self.expanded_rows
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
+        return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from halfbyte.kernels.cpu.ir import Function, Value
+from halfbyte.kernels.cpu.isa import Tiling
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, affine_nibbles
 from halfbyte.layouts.cpu_tiles import Geometry
 
@@ -56,19 +57,18 @@ class AMXTiles(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expanded_tile = None
-        self.ahead, self.asks_in_turn, self.bf16_pays = 8192, False, True
+        self.expands, self.ahead, self.asks_in_turn, self.bf16_pays = False, 8192, False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         # Short blocks: the totals of 16 x 16 outputs stay in registers. Long ones: four products for four loads of tiles.
         if m <= ROWS // 2:
-            return m, 2
-        if block > COLUMN_BYTES:
-            return min(m, 2 * ROWS), 2
-        return min(m, ROWS), 1 if compute == "int8" else 2
+            return Tiling(m, 2)
+        if geo.block > COLUMN_BYTES:
+            return Tiling(min(m, 2 * ROWS), 2)
+        return Tiling(min(m, ROWS), 1 if inner == "int8" else 2)
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
@@ -108,9 +108,6 @@ class AMXTiles(AVX512BF16):
     def tile_zero(self, f: Function, register: int) -> None:
         f.call("void", "llvm.x86.tilezero", f.value("i8", register))
 
-    def streams(self, m: int, inner: str, bits: int) -> int:
-        return 1
-
     def tile_load(self, f: Function, register: int, at: Value, stride: Value | int) -> None:
         f.call("void", "llvm.x86.tileloadd64", f.value("i8", register), at, f.value("i64", stride))
 
@@ -141,7 +138,7 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expanded_tile, self.bf16_pays = None, True
+        self.expands, self.bf16_pays = False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

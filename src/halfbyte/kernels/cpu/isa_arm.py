@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, mangled
-from halfbyte.kernels.cpu.isa import ISA, Int8Unit
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
 
 
@@ -22,10 +22,10 @@ class Neon(ISA):
     register = "w"
     direct_tile = (4, 2)
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         if m <= 2:
-            return m, 4
-        return (4, 2) if compute == "int8" else (min(m, 4), 4)
+            return Tiling(m, 4)
+        return Tiling(4, 2) if inner == "int8" else Tiling(min(m, 4), 4)
 
     def spread(self, a: Value, element: str, at: int) -> Value:
         # Products take an operand's lane for free. A register has four; what it reads beyond a short unit is still the record's.
@@ -71,10 +71,10 @@ class NeonDotprod(Neon):
     direct_tile = (5, 4)
     features = "+neon,+dotprod"
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        if compute == "int8":
-            return (1, 8) if m == 1 else (min(m, 5), 4)
-        return super().tile(m, compute, bits, block)
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        if inner == "int8":
+            return Tiling(1, 8) if m == 1 else Tiling(min(m, 5), 4)
+        return super().tile(m, inner, geo, codes=codes)
 
     def apart(self, bits: int) -> bool:
         return False
@@ -103,8 +103,8 @@ class NeonI8mm(NeonDotprod):
     lane_products = 8
     direct_tile = (8, 2)
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        return (min(m, 8), 2) if compute == "int8" and m > 1 else super().tile(m, compute, bits, block)
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(min(m, 8), 2) if inner == "int8" and m > 1 else super().tile(m, inner, geo, codes=codes)
 
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         return f.call(self.ints, "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, a.bits(self.quads), weights)
@@ -168,9 +168,9 @@ class SVE(NeonDotprod):
     features = "+neon,+dotprod,+sve"
     register = ""  # inline assembly takes no fixed vectors of more than 128 bits
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         vectors = min(4, PANEL // self.lanes)
-        return min(m, (20 if compute == "int8" else 16) // vectors), vectors
+        return Tiling(min(m, (20 if inner == "int8" else 16) // vectors), vectors)
 
     def missing(self) -> str | None:
         bits = 32 * self.lanes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, is_float, vector
-from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa import ISA, Tiling
+from halfbyte.layouts.cpu_tiles import Geometry
 
 
 class RV64GC(ISA):
@@ -17,8 +18,8 @@ class RV64GC(ISA):
     direct_tile = (1, 1)
     code_model = "medium"  # relative to the program counter: the code may lie anywhere
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        return 1, 1
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(1, 1)
 
 
 class RVV(RV64GC):
@@ -32,10 +33,10 @@ class RVV(RV64GC):
     register_totals = 4
     register = "^vr"
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         if m == 1:
-            return 1, 4 if compute == "int8" else 2
-        return (2, 2) if compute == "int8" else (min(m, 4), 2)
+            return Tiling(1, 4 if inner == "int8" else 2)
+        return Tiling(2 if inner == "int8" else min(m, 4), 2)
 
     def pinned(self, f: Function, acc: Value) -> Value:
         return acc if is_float(acc.type) else super().pinned(f, acc)  # LLVM 22 fails on floats here

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
-from halfbyte.kernels.cpu.isa import ISA, Int8Unit
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
@@ -47,18 +47,21 @@ class AVX2(ISA):
     narrows = True
     minimal = 28, 22  # on Zen 3
     arranges = True
-    expanded_tile: tuple[int, int] | None = 5, 2
-    expanded_rows = 48
+    expands = True
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        if m <= 2:
-            return m, 4
-        return (5, 2) if compute == "int8" and bits == 4 else (6, 2)
-
-    def streams(self, m: int, inner: str, bits: int) -> int:
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        fmt = geo.format
+        # At a block's end float offsets take so many instructions that expanding is slower.
+        if inner == "int8" and expandable(self, geo) and fmt.bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
+            return Tiling(5, 2, expanded=True)
         # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
         # do not wait for memory.
-        return 4 if bits == 4 or m <= 2 else 1
+        panels = 4 if fmt.bits == 4 or m <= 2 else 1
+        if inner == "int8" and has_pairs(fmt) and not 2 < m < 6:
+            return Tiling(*self.direct_tile, panels)
+        if m <= 2:
+            return Tiling(m, 4, panels)
+        return Tiling(5 if inner == "int8" and fmt.bits == 4 else 6, 2, panels)
 
     def activation_bytes(self, inner: str, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
@@ -174,13 +177,10 @@ class AVX512(AVX2):
     register_totals = 12
     direct_tile = (10, 2)
     arranges = False  # not measured
-    expanded_tile = None  # not measured
+    expands = False  # not measured
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        return min(m, 6), 2
-
-    def streams(self, m: int, inner: str, bits: int) -> int:
-        return 1
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(*self.direct_tile) if inner == "int8" and has_pairs(geo.format) else Tiling(min(m, 6), 2)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
@@ -210,10 +210,8 @@ class AVXVNNI(ISA):
     mixed_dot = True
     biases = True
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        if m <= 2:
-            return m, 4
-        return min(m, 5 if compute == "int8" else 6), 2
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
 
     def apart(self, bits: int) -> bool:
         return False
@@ -246,33 +244,27 @@ class AVX512VNNI(AVXVNNI):
     register_totals = 12
     direct_tile = (12, 2)
     minimal = 112, 58  # on Sapphire Rapids
-    expanded_rows = 32
-    expands_offsets = expands_bytes = True
 
     def __init__(self, intel: bool | None = None) -> None:
         self.intel = machine().vendor == "Intel" if intel is None else intel
         self.affine = self.intel and (intel is not None or "gfni" in machine().features)
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
-            self.expanded_tile, self.expanded_long_tile = (6, 2), (12, 2)  # the former's totals are in registers
-            self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = 1 << 14, 16 << 10, 3 << 18
+            self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 16 << 10, 3 << 18
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn = 2048, 1024, True
 
-    def tile(self, m: int, compute: str, bits: int = 4, block: int = 32) -> tuple[int, int]:
-        if compute != "int8":
-            return min(m, 6), 2
+    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+        block, panels = geo.padded, 4 if self.intel and m <= (3 if inner == "int8" else 2) else 1
+        if inner != "int8":
+            return Tiling(min(m, 6), 2, panels)
+        if expandable(self, geo) and m >= (32 if block < _LONG_BLOCK else 64) and not codes:
+            return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
         if block >= _LONG_BLOCK:
-            return min(m, 12 if bits == 8 and self.intel else 10), 2
+            return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
         if self.intel and m in _ONE_PASS:
-            return m, 1
-        return (m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8), 2
-
-    def streams(self, m: int, inner: str, bits: int) -> int:
-        return 4 if self.intel and m <= (3 if inner == "int8" else 2) else 1
-
-    def expands_from(self, block: int) -> int:
-        return self.expanded_rows * (1 if block < _LONG_BLOCK else 2)
+            return Tiling(m, 1)
+        return Tiling(m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8, 2, panels)
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
@@ -311,6 +303,13 @@ class AVX512BF16(AVX512VNNI):
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
         both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
         return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
+
+
+def expandable(isa: ISA, geo: Geometry) -> bool:
+    """Whether tiles may gain by reading expanded codes: those of 8 bits, in blocks, by the numbers behind them and by being near."""
+    fmt = geo.format
+    gains = fmt.bits == 4 or (fmt.zero != "point" and isinstance(fmt.block, int))
+    return isa.expands and gains and geo.padded <= isa.expanded_longest
 
 
 def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:

@@ -38,6 +38,7 @@ from halfbyte.memory import in_huge_pages
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
+_READ_ONCE_BYTES = 1 << 20  # of a group where there is one row tile: where a group begins reading falters
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 ROWS_A_PASS = 4096
@@ -209,7 +210,8 @@ class LinearKernel:
         geo, taken = self.geometry, self.taking(m)
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
         fields = taken.fields(m, share)
-        group = round_up(max(1, min(_GROUP_BYTES // geo.panel_bytes, share)), fields["at_once"])
+        group_bytes = _GROUP_BYTES if fields["tiles"] + fields["lesser_tiles"] > 1 else _READ_ONCE_BYTES
+        group = round_up(max(1, min(group_bytes // geo.panel_bytes, share)), fields["at_once"])
         if taken.isa.asks_in_turn:
             fields |= {"in_turn": int(fields["at_once"] == 1), "together": fields["at_once"]}
         phases = jit.load("driver", driver.build, self.isa)
@@ -224,22 +226,16 @@ class LinearKernel:
         most_at_once   panels that a tile may take
         """
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
-        most, vectors = self.isa.tile(m, spec.inner, geo.format.bits, geo.block)
-        if self.paired and m >= most:
-            most, vectors = self.isa.direct_tile
-        expands = self._expands(m)
-        if expands is not None:
-            most, vectors = expands
+        most, vectors, panels, expands = self.isa.tile(m, spec.inner, geo, codes=spec.out == "i8")
         count = -(-m // most)
         rows, more = divmod(m, count)
-        streams = self.isa.streams(m, spec.inner, spec.bits) if count == 1 else 1
-        at_once = min(streams, most_at_once)
-        spec = replace(spec, vectors=vectors, panels=streams if at_once > 1 else 1)
-        build: Any = expanded.build if expands is not None else amx.build if isinstance(self.isa, AMXTiles) else tile.build
+        at_once = min(panels, most_at_once) if count == 1 else 1
+        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1)
+        build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         lesser = compiled(build, replace(spec, rows=rows), self.isa)
         function = compiled(build, replace(spec, rows=rows + 1), self.isa) if more else lesser
         return {
-            **(self._expansion(vectors) if expands is not None else {}),
+            **(self._expansion(vectors) if expands else {}),
             "openmp": runtime.openmp_address(),
             "k": geo.k,
             "blocks": geo.blocks,
@@ -264,17 +260,6 @@ class LinearKernel:
             "out_bytes": element,
             "table_stride": 4 * PANEL * geo.panels,
         }
-
-    def _expands(self, m: int) -> tuple[int, int] | None:
-        """Rows and vectors of the tiles for M rows if they read expanded codes."""
-        spec, isa = self.tile_spec, self.isa
-        fits = spec.inner == "int8" and spec.out != "i8" and self.geometry.padded <= isa.expanded_longest
-        fits = fits and (spec.bits == 4 or (isa.expands_bytes and spec.zero != "point" and isinstance(self.geometry.format.block, int)))
-        # On AVX2 float offsets take so many instructions at a block's end that it is slower.
-        fits = fits and (spec.zero != "offset" or isa.expands_offsets)
-        if not fits or isa.expanded_tile is None or m < isa.expands_from(self.geometry.padded):
-            return None
-        return (self.geometry.padded > 32 and isa.expanded_long_tile) or isa.expanded_tile
 
     def _expansion(self, vectors: int) -> dict[str, int]:
         panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
