@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
+_REGION, _LINE = 1 << 26, 64  # bytes
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
@@ -28,6 +33,55 @@ def in_huge_pages(memory: Tensor) -> Tensor:
     if size > 0:
         _advise()(first, size, _MADV_HUGEPAGE)  # what fails changes nothing
     return memory
+
+
+class _Region:
+    """Memory in huge pages, of which parts are given away from front to back."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # where the kernel has none
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.taken = -ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) % _HUGE_PAGE
+
+    def take(self, size: int) -> ctypes.Array[ctypes.c_char] | None:
+        start, stop = self.taken, self.taken + size
+        if stop > len(self.memory):
+            return None
+        self.taken = -(-stop // _LINE) * _LINE
+        part = (ctypes.c_char * size).from_buffer(self.memory, start)
+        weakref.finalize(part, _give_back, self.memory, start, stop).atexit = False
+        return part
+
+
+def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
+    """Whole pages; the addresses follow when nobody has a part of `memory`."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+class _Thread(threading.local):
+    region: _Region | None = None
+
+
+_thread = _Thread()
+
+
+def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
+    """So many bytes, zeros, behind those that this thread asked for before, at a multiple of 64. None where that is not known to help.
+
+    Linux: huge pages then hold all of many small tensors; those of a tensor alone end where it may share a page with others.
+    """
+    if sys.platform != "linux" or not size:
+        return None
+    if size > _REGION:
+        return _Region(size).take(size)
+    part = None if _thread.region is None else _thread.region.take(size)
+    if part is None:
+        _thread.region = _Region(_REGION)
+        part = _thread.region.take(size)
+    return part
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed, round_up
-from halfbyte.memory import in_huge_pages
+from halfbyte.memory import side_by_side
 
 NAME = "cpu_tiles"
 PANEL = 32  # rows of a panel
@@ -133,7 +133,8 @@ def allocate(nbytes: int) -> Tensor:
 
     A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
     """
-    return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    memory = side_by_side(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:
