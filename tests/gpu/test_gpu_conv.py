@@ -192,11 +192,9 @@ def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu,
 
 @pytest.mark.parametrize("format", ["int4_g32", "q8_0"])
 @pytest.mark.parametrize("split", [1, 3])
-def test_written_and_split(format: str, split: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
-    config = Config(64, 32, 32, 2, 4, split, True, not interpreted)
-    check(format, "3x3 same", torch.float16, gpu, device, config)
+def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     record = 128 if format == "int4_g32" else 32
-    check(format, "3x3 same", torch.float16, gpu, device, Config(64, 32, record, 2, 4, split, False, not interpreted))
+    check(format, "3x3 same", torch.float16, gpu, device, Config(64, 32, record, 2, 4, split, not interpreted))
 
 
 @pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset"])

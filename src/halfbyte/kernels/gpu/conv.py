@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import decode, dequantize
+from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import added as with_others
 from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
@@ -100,7 +100,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     warps = 8 if block_n * block_m >= 128 * 128 else 4
     # Floats took longer so, and integers whose blocks are more (H100).
     early = integer and 2 * tiles * split <= gpu.sms and launcher.starts_early(gpu)
-    return (Config(block_n, block_m, step, stages, warps, split, False, ptx, gpu.backend == "cuda", early),)
+    return (Config(block_n, block_m, step, stages, warps, split, ptx, gpu.backend == "cuda", early),)
 
 
 def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> str:
@@ -162,38 +162,28 @@ def _start(
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     n, integer = problem.n, x.dtype == torch.int8
     tiles = _tiles(problem, config)
-    written = sizes.groups * n * geo.k * x.element_size() if config.written else 0
-    if memory is None and written + beside(problem, config):
-        memory = launcher.workspace(out.device, written + beside(problem, config))
-    if config.written and memory is not None:
-        rows = memory[:written].view(x.dtype).view(sizes.groups, n, geo.k)
-        for group in range(sizes.groups):
-            dequantize.write(gpu_tiles.views(weight[group * geo.nbytes :][: geo.nbytes], geo), geo, rows[group])
-        operands: tuple[Tensor, Tensor | None, Tensor | None] = rows, None, None
-        mode, packed = "written", (n, geo.k, n * geo.k * x.element_size())
-    else:
-        operands = gpu_tiles.views(weight[: geo.nbytes], geo)
-        mode, packed = _mode(geo, problem.dtype), (geo.n_padded, geo.k_padded, geo.nbytes)
-        if integer:
-            mode = "int8" if out.dtype == torch.int8 else "image"
+    mode = _mode(geo, problem.dtype)
+    if integer:
+        mode = "int8" if out.dtype == torch.int8 else "image"
     static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
     scratch: tuple[Tensor, Tensor] | None = None
-    if memory is not None and config.split > 1:
-        sums = memory[written:].view(torch.int32 if integer else torch.float32)
+    if config.split > 1:
+        memory = launcher.workspace(out.device, beside(problem, config)) if memory is None else memory
+        sums = memory.view(torch.int32 if integer else torch.float32)
         scratch = sums, launcher.locks(out.device, tiles * sizes.groups)
     image, window = places(problem, x)
     launcher.run(
         _conv,
         (tiles, config.split, sizes.groups),
         x,
-        tuple(operands),
+        tuple(gpu_tiles.views(weight[: geo.nbytes], geo)),
         table,
         out,
         (epilogue.bias, epilogue.residual if addition is None else addition.other),
         scratch,
         problem.m,
         n,
-        (*packed, -(-sizes.taps * static.channels // static.record)),
+        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.record)),
         image,
         window,
         (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
@@ -337,9 +327,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                     z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
             w = tl.load(wp + t * S.apart)
             xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
-            if S.mode == "written":
-                acc = dot(w, xs, acc)
-            elif x.dtype.element_ty == tl.float32 or S.mode == "exact":
+            if x.dtype.element_ty == tl.float32 or S.mode == "exact":
                 acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
             else:
                 acc = dot(_weights(w, s, z, xs.dtype, S), xs, acc)

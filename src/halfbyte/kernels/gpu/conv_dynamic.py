@@ -64,7 +64,7 @@ def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Con
         block_m //= 2
         if geo.format.bits == 8 and gpu.backend == "cuda":
             warps = 8
-    return (Config(64, block_m, step, 1 if gpu.backend == "hip" else 3, warps, 1, False, ptx),)
+    return (Config(64, block_m, step, 1 if gpu.backend == "hip" else 3, warps, 1, ptx),)
 
 
 def launch(

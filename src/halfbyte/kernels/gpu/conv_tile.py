@@ -57,8 +57,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Config:
-    """block_n rows of the weight by block_m patches a program, `step` of K at a time; K split over `split` programs. `written`: the weight
-    is written out in x's type first, in memory that later calls use again. `ptx`: inline PTX.
+    """block_n rows of the weight by block_m patches a program, `step` of K at a time; K split over `split` programs. `ptx`: inline PTX.
     `chosen`: where a patch leaves the image its address is chosen, elsewhere what was read (Triton's passes for AMD know no such address).
     `pdl`: it starts before the kernel before has ended, and lets the next one do so.
     """
@@ -69,7 +68,6 @@ class Config:
     stages: int
     warps: int
     split: int = 1
-    written: bool = False
     ptx: bool = True
     chosen: bool = True
     pdl: bool = False
@@ -88,7 +86,7 @@ class Static:
     fill      they then read the table's last row
     leads     of an Addition
     mode      of `conv.py`: "int8" and "image" of int8 x; "sums": the scale is multiplied by the sums; "weights": made in x's type;
-              "exact": in float32, where x or the scale has its range; "written": before. Of `conv_dynamic.py`: "dynamic"
+              "exact": in float32, where x or the scale has its range. Of `conv_dynamic.py`: "dynamic"
     """
 
     config: Config
@@ -190,8 +188,6 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
     """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
-    if mode == "written":
-        bits, zero, whole, channels = 16, "none", True, geo.k // sizes.taps
     block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
     record = 128 if bits == 4 else config.step
     return Static(
@@ -263,9 +259,7 @@ def weight_at(weight, group, pn, rni, packed, S: tl.constexpr):
     """Pointers to the first record of the tile's codes, and to the group's scales and zeros; where there are none, to others."""
     n_padded, k_padded, group_bytes, _steps = packed
     codes = (weight[0].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[0].dtype)
-    scale = codes
-    if S.mode != "written":
-        scale = (weight[1].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[1].dtype)
+    scale = (weight[1].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[1].dtype)
     zero = scale
     if S.zero != "none":
         zero = (weight[2].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[2].dtype)
