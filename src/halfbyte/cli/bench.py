@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from halfbyte.cli.output import Commands, add_command, check_fits, print_json, progress
+from halfbyte.cli.output import Commands, add_command, check_fits, progress, show
 
 
 def add(commands: Commands) -> None:
@@ -40,11 +40,7 @@ def _cuda(args: argparse.Namespace) -> int:
     )
     with progress(args, "measuring") as advance:
         report = gpu.run(plan, lambda doing: advance(0, 1, doing))
-    if args.json:
-        print_json(report.to_json())
-    else:
-        print(text(report))
-    return 0
+    return show(args, report.to_json(), text(report))
 
 
 def _cpu(args: argparse.Namespace) -> int:
@@ -63,8 +59,4 @@ def _cpu(args: argparse.Namespace) -> int:
     )
     with progress(args, "measuring", "part") as advance:
         report = cpu.run(plan, lambda doing, done: advance(done, 1, doing))
-    if args.json:
-        print_json(report.to_json())
-    else:
-        print(text(report))
-    return 0
+    return show(args, report.to_json(), text(report))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.generate import add_device, asked_dtype, check_device, writes_text
-from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
+from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -51,19 +51,12 @@ def run(args: argparse.Namespace) -> int:
         _check_plot(args)
     _check_stride(args, args.context)
     source = args.model if args.against is None else args.against
-    text = _read(args.lambada_like or args.text)
+    text = read_text(args.lambada_like or args.text)
     if writes_text(source):
         return _language(args, text)
     if args.against is None or args.format or args.lambada_like or args.plot:
         raise ArgumentError(f"{source} is not a language model: compare a quantized one, eval QUANTIZED --against {source} --text FILE")
     return _lines(args, text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 
 
 def _passages(text: str, path: Path, least: int) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from halfbyte.cli.generate import writes_text
-from halfbyte.cli.output import Commands, add_command, check_fits, print_json
+from halfbyte.cli.generate import asked_dtype, writes_text
+from halfbyte.cli.output import Commands, add_command, check_fits, show
 
 
 def add(commands: Commands) -> None:
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         "measured": not args.no_measure,
     }
     explanation = explain(args.m, args.n, args.k, args.format or "q4_0", dtype=getattr(torch, args.dtype or "float32"), **settings)
-    return _show(args, explanation)
+    return show(args, explanation.to_json(), str(explanation))
 
 
 def _run_model(args: argparse.Namespace) -> int:
@@ -60,17 +59,10 @@ def _run_model(args: argparse.Namespace) -> int:
 
     config = None if args.format is None else Config(args.format)
     if writes_text(args.model):
-        dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else args.dtype and getattr(torch, args.dtype)
+        dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else asked_dtype(args)
         model, _ = open_model(args.model, "cpu", config, dtype)
     else:
         model = shorten_(fuse_(load(args.model, format=config)))
-        model = model if args.dtype is None else model.to(getattr(torch, args.dtype))
-    return _show(args, explain_model(model, args.device, args.m))
-
-
-def _show(args: argparse.Namespace, explanation: Any) -> int:
-    if args.json:
-        print_json(explanation.to_json())
-    else:
-        print(explanation)
-    return 0
+        model = model if args.dtype is None else model.to(asked_dtype(args))
+    explanation = explain_model(model, args.device, args.m)
+    return show(args, explanation.to_json(), str(explanation))

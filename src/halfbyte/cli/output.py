@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from halfbyte.errors import ArgumentError
@@ -33,11 +34,28 @@ def print_json(document: Mapping[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
+def show(args: argparse.Namespace, document: Mapping[str, Any], text: str) -> int:
+    """Prints a result as JSON, if asked for, or as text; returns the exit code."""
+    if args.json:
+        print_json(document)
+    else:
+        print(text)
+    return 0
+
+
 def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, left: int = 1) -> None:
     """A table on stdout; the first `left` columns are words, the others numbers. It is never truncated to the terminal's width."""
     from halfbyte.nn.report import table
 
     print("\n".join(table([columns, *rows], left)))
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 
 
 class Advance(Protocol):

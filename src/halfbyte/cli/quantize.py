@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Commands, add_command, print_json, progress
+from halfbyte.cli.output import Commands, add_command, print_json, progress, read_text
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ def _calibration(args: argparse.Namespace, options: GPTQ) -> Calibration:
     from halfbyte.integrations.text import open_tokenizer
     from halfbyte.nn.calibrate import Calibration, calibration_tokens
 
-    try:
-        text = args.calibration.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"{args.calibration} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+    text = read_text(args.calibration)
     tokens = calibration_tokens(open_tokenizer(args.src), text, args.passages, args.length)
     return Calibration(tokens, device=args.device, gptq=options)
 

@@ -23,7 +23,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import PART, QuantLinear, QuantModule, has_hooks
+from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls in this order with the same tensor.
@@ -155,14 +155,12 @@ class _Group:
             self.packed = ops.pack(ops.unpack(self.packed), device)
 
 
-class FusedLinear(QuantLinear):
+class FusedLinear(DerivedLinear):
     """One of several fused linear layers. It is read, saved and reported as if it had its own weight."""
 
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
-        super().__init__(_part(group, index), linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
+        super().__init__(linear, _part(group, index))
         self._group, self._index = group, index
-        setattr(self, PART, getattr(linear, PART, None))
-        self.train(linear.training)
 
     @property
     def index(self) -> int:
@@ -197,13 +195,8 @@ class FusedLinear(QuantLinear):
         return self
 
 
-class GeluLinear(QuantLinear):
+class GeluLinear(DerivedLinear):
     """gelu(x W^T + bias)"""
-
-    def __init__(self, linear: QuantLinear) -> None:
-        super().__init__(linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
-        setattr(self, PART, getattr(linear, PART, None))
-        self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear_gelu(x, self.packed, self.bias, compute=self.compute, activation=self.activation)

@@ -269,6 +269,16 @@ class QuantLinear(QuantModule):
         )
 
 
+class DerivedLinear(QuantLinear):
+    """A QuantLinear made from another one, with its settings and its part of a distributed weight; by default with its weight."""
+
+    def __init__(self, linear: QuantLinear, packed: Packed | None = None) -> None:
+        super().__init__(packed or linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
+        self.transposed = linear.transposed
+        setattr(self, PART, getattr(linear, PART, None))
+        self.train(linear.training)
+
+
 class QuantEmbedding(QuantModule):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules import DerivedLinear, QuantLinear
 
 ORDER = "input_order"
 
 
-class PermutedLinear(QuantLinear):
+class PermutedLinear(DerivedLinear):
     """y = x[..., order] W^T + bias: column j of W belongs to input order[j].
 
     In weights of GPTQ with activation order the blocks are not contiguous inputs. Sorting the columns by block makes them contiguous and
@@ -25,11 +25,9 @@ class PermutedLinear(QuantLinear):
     input_order: Tensor
 
     def __init__(self, linear: QuantLinear, input_order: Tensor) -> None:
-        super().__init__(linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
+        super().__init__(linear)
         check_order(input_order, self.in_features)
         self.register_buffer(ORDER, input_order.to(torch.int32))
-        self.transposed = linear.transposed
-        self.train(linear.training)
 
     @property
     def weight(self) -> Tensor:
