@@ -37,7 +37,7 @@ def kept(
 ) -> ExportItem:
     """A weight that stays quantized; `write` makes its tensors from its codes and the order of its columns, if any."""
     weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
-    row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes[name], after, weight.error)
+    row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes(name), after, weight.error)
     return ExportItem(specs, lambda: write(model.codes(name), order_of(model, name)), row)
 
 
@@ -66,13 +66,13 @@ def dequantized(
         return cut(tensor) if cut else dict.fromkeys(specs, tensor)
 
     why, after = f"{weight.format}, dequantized: {reason}", sum(spec.nbytes for spec in specs.values())
-    return ExportItem(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes[name], after))
+    return ExportItem(specs, make, Row(name, weight.kind, weight.float_shape, None, why, model.nbytes(name), after))
 
 
 def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
     """A tensor that is not quantized, unchanged; with `as_float`, a stack of experts in the float model's layout."""
     spec = model.plain[name]
-    row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes.get(name, 0), spec.nbytes)
+    row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), spec.nbytes)
     if not as_float or not _stands_in(model, name):
         return ExportItem({name: spec}, lambda: {name: model.tensor(name)}, row)
     own = name.removesuffix(".weight")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
-from halfbyte.checkpoint.folder import complete
-from halfbyte.checkpoint.manifest import Weight, dtype_named, read_manifest
+from halfbyte.checkpoint.checkpoint_model import Checkpoint
+from halfbyte.checkpoint.manifest import Weight, dtype_named
+from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
-from halfbyte.checkpoint.stored_model import StoredModel, open_entries, order_name
-from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.checkpoint.stored_model import StoredModel, order_name
+from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.sharding import Ranges, stored_runs, take
 from halfbyte.formats.spec import Format
-from halfbyte.io.safetensors import Reader
-from halfbyte.io.tensors import checksum
 from halfbyte.nn.candidates import candidates, own_tensors
 from halfbyte.nn.config import Config, as_config
 from halfbyte.nn.convert import finished
@@ -31,7 +28,7 @@ from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_modul
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import Report, Row
+from halfbyte.nn.report import Report
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
@@ -46,70 +43,7 @@ def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Con
     """
     source = Path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
-    return open_checkpoint(source) if found is None else open_entries(source, *found, quantize)
-
-
-def open_checkpoint(dir: str | PathLike[str]) -> StoredModel:
-    """Reads config.json and the headers of the files of a halfbyte checkpoint, and checks that they fit together."""
-    folder = Path(dir)
-    config, manifest = read_manifest(folder)
-    complete(folder, manifest)
-    reader = Reader([folder / name for name in manifest.files])
-    parts = {part: spec for name, weight in manifest.weights.items() for part, spec in weight.stored(name).items()}
-    if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
-        raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
-    for name, spec in parts.items():
-        if (got := reader.spec(name)) != spec:
-            says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
-            raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
-
-    def read(name: str, crc32: int) -> Tensor:
-        tensor = reader.read(name)
-        if checksum(tensor) != crc32:
-            path = reader.places[name].path
-            raise CheckpointError(f"{path}: the bytes of {name} do not match their checksum: the file is damaged")
-        return tensor
-
-    def codes(name: str) -> Codes:
-        weight = manifest.weights[name]
-        try:
-            codes = Codes.from_tensors(weight.format, weight.shape, {part: read(f"{name}.{part}", c) for part, c in weight.crc32.items()})
-            codes.check_values()
-        except FormatError as e:
-            raise CheckpointError(f"{folder}: {name}: {e}") from e
-        return codes
-
-    def tensor(name: str) -> Tensor:
-        return read(name, manifest.plain[name])
-
-    def codes_part(name: str, dim: int, ranges: Ranges) -> Codes:
-        weight = manifest.weights[name]
-        runs = stored_runs(weight.format, weight.shape, dim, ranges)
-        if runs is None:  # a boundary lies within a byte
-            return take(codes(name), dim, ranges)
-        shape = list(weight.shape)
-        shape[dim] = sum(stop - start for start, stop in ranges)
-        tensors = {}
-        for part, crc32 in weight.crc32.items():
-            full, mine = f"{name}.{part}", runs[part]
-            tensors[part] = read(full, crc32) if mine is None else reader.read_part(full, dim, mine)
-        try:
-            made = Codes.from_tensors(weight.format, tuple(shape), tensors)
-            made.check_values()
-        except FormatError as e:
-            raise CheckpointError(f"{folder}: {name}: {e}") from e
-        return made
-
-    plain = {name: reader.spec(name) for name in manifest.plain}
-    sizes = {name: weight.stored_bytes for name, weight in manifest.weights.items()} | {name: spec.nbytes for name, spec in plain.items()}
-
-    def report() -> Report:
-        return _report(stored)
-
-    stored = StoredModel(
-        folder, config, manifest.weights, plain, manifest.tied, codes, tensor, report, sizes, manifest.static, codes_part, reader.read_part
-    )
-    return stored
+    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize)
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
@@ -127,21 +61,6 @@ def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
 def describe(dir: str | PathLike[str]) -> Report:
     """A report of a checkpoint or a file that `load` reads, from its headers alone (and the zero points of some weights)."""
     return open_model(dir).report()
-
-
-def _report(checkpoint: StoredModel) -> Report:
-    rows = []
-    for name, owner in checkpoint.names():
-        tied_to = None if owner == name else owner
-        if weight := checkpoint.weights.get(owner):
-            name, tied_to = name.removesuffix(".weight"), tied_to and tied_to.removesuffix(".weight")
-            before, after = weight.float_bytes, weight.stored_bytes
-            row = Row(name, weight.kind, weight.shape, weight.format, None, before, after, weight.error, tied_to)
-        else:
-            spec = checkpoint.plain[owner]
-            row = Row(name, "tensor", spec.shape, None, "stored as it is", spec.nbytes, spec.nbytes, None, tied_to)
-        rows.append(row if tied_to is None else replace(row, bytes_before=0, bytes_after=0))
-    return Report(tuple(rows))
 
 
 def load(

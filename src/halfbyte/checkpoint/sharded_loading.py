@@ -18,8 +18,10 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges
+from halfbyte.io.tensors import Spec
 from halfbyte.nn.parallel import Part, Processes, attach_, shrink_
 from halfbyte.nn.parallel_plan import Holder, holders, make_plan
+from halfbyte.nn.report import Report
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,17 +79,31 @@ def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, shar
     for name in {id(modules[name]): name for name in plan.cuts if name in found}.values():
         shrink_(modules[name], parts[name], moved)
 
-    def codes(name: str) -> Codes:
-        return stored.part_of_codes(name, *runs[name]) if name in runs else stored.codes(name)
-
-    def tensor(name: str) -> Tensor:
-        return stored.part_of_tensor(name, *runs[name]) if name in runs else stored.tensor(name)
-
     def finish(model: nn.Module) -> None:
         attach_(model, plan, parts, before)
 
     plain = {name: spec for name, spec in stored.plain.items() if name not in dropped}
-    return replace(stored, codes=codes, tensor=tensor, plain=plain), finish
+    return _Share(stored, plain, runs), finish
+
+
+class _Share(StoredModel):
+    """A stored model with these plain tensors, of which those in `runs` are read in part: along a dimension, some ranges."""
+
+    def __init__(self, whole: StoredModel, plain: Mapping[str, Spec], runs: Mapping[str, tuple[int, Ranges]]) -> None:
+        super().__init__(whole.path, whole.config, whole.weights, plain, whole.tied)
+        self._whole, self._runs = whole, runs
+
+    def codes(self, name: str) -> Codes:
+        return self._whole.part_of_codes(name, *self._runs[name]) if name in self._runs else self._whole.codes(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._whole.part_of_tensor(name, *self._runs[name]) if name in self._runs else self._whole.tensor(name)
+
+    def nbytes(self, name: str) -> int:
+        return self._whole.nbytes(name)
+
+    def report(self) -> Report:
+        return self._whole.report()
 
 
 def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -> Holder:

@@ -12,9 +12,9 @@ from torch import nn
 from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.loading import fill
+from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
-from halfbyte.checkpoint.stored_model import open_entries
 from halfbyte.formats.spec import Format
 from halfbyte.io.gguf import read_header
 from halfbyte.nn.config import Config, as_config
@@ -43,9 +43,9 @@ def load_gguf(
     source = Path(path)
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:
-        stored = open_entries(source, *read_file(read_header(source), dtype))
+        stored = OtherModel(source, *read_file(read_header(source), dtype))
     else:
-        stored = open_entries(source, *open_floats(source, dtype), as_config(format))
+        stored = OtherModel(source, *open_floats(source, dtype), as_config(format))
     model = fill(stored, device_of(mesh, device), sharding=sharding)
     tokenizer = gguf_tokenizer.load(source)
     generation: Any = getattr(model, "generation_config", None)

@@ -1,0 +1,93 @@
+"""A halfbyte checkpoint as a model on disk: its tensors are read with their checksums, or, for one of several processes, in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from halfbyte.checkpoint.folder import complete
+from halfbyte.checkpoint.manifest import read_manifest
+from halfbyte.checkpoint.stored_model import StoredModel
+from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.sharding import Ranges, stored_runs
+from halfbyte.io.safetensors import Reader
+from halfbyte.io.tensors import checksum
+from halfbyte.nn.report import Report, Row
+
+
+class Checkpoint(StoredModel):
+    """Opening it reads config.json and the headers of the files, and checks that they fit together."""
+
+    def __init__(self, folder: Path) -> None:
+        config, manifest = read_manifest(folder)
+        complete(folder, manifest)
+        reader = Reader([folder / name for name in manifest.files])
+        parts = {part: spec for name, weight in manifest.weights.items() for part, spec in weight.stored(name).items()}
+        if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
+            raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
+        for name, spec in parts.items():
+            if (got := reader.spec(name)) != spec:
+                says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
+                raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
+        plain = {name: reader.spec(name) for name in manifest.plain}
+        super().__init__(folder, config, manifest.weights, plain, manifest.tied, manifest.static)
+        self._reader, self._checksums = reader, manifest.plain
+
+    def codes(self, name: str) -> Codes:
+        weight = self.weights[name]
+        return self._checked(name, weight.shape, {part: self._read(f"{name}.{part}", crc32) for part, crc32 in weight.crc32.items()})
+
+    def tensor(self, name: str) -> Tensor:
+        return self._read(name, self._checksums[name])
+
+    def nbytes(self, name: str) -> int:
+        return self.weights[name].stored_bytes if name in self.weights else self.plain[name].nbytes
+
+    def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
+        weight = self.weights[name]
+        runs = stored_runs(weight.format, weight.shape, dim, ranges)
+        if runs is None:  # a boundary lies within a byte
+            return super().part_of_codes(name, dim, ranges)
+        shape = list(weight.shape)
+        shape[dim] = sum(stop - start for start, stop in ranges)
+        tensors = {}
+        for part, crc32 in weight.crc32.items():
+            full, mine = f"{name}.{part}", runs[part]
+            tensors[part] = self._read(full, crc32) if mine is None else self._reader.read_part(full, dim, mine)
+        return self._checked(name, tuple(shape), tensors)
+
+    def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:
+        return self._reader.read_part(name, dim, ranges)
+
+    def _read(self, name: str, crc32: int) -> Tensor:
+        tensor = self._reader.read(name)
+        if checksum(tensor) != crc32:
+            path = self._reader.places[name].path
+            raise CheckpointError(f"{path}: the bytes of {name} do not match their checksum: the file is damaged")
+        return tensor
+
+    def _checked(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
+        try:
+            codes = Codes.from_tensors(self.weights[name].format, shape, tensors)
+            codes.check_values()
+        except FormatError as e:
+            raise CheckpointError(f"{self.path}: {name}: {e}") from e
+        return codes
+
+    def report(self) -> Report:
+        rows = []
+        for name, owner in self.names():
+            tied_to = None if owner == name else owner
+            if weight := self.weights.get(owner):
+                name, tied_to = name.removesuffix(".weight"), tied_to and tied_to.removesuffix(".weight")
+                before, after = weight.float_bytes, weight.stored_bytes
+                row = Row(name, weight.kind, weight.shape, weight.format, None, before, after, weight.error, tied_to)
+            else:
+                spec = self.plain[owner]
+                row = Row(name, "tensor", spec.shape, None, "stored as it is", spec.nbytes, spec.nbytes, None, tied_to)
+            rows.append(row if tied_to is None else replace(row, bytes_before=0, bytes_after=0))
+        return Report(tuple(rows))
