@@ -80,7 +80,7 @@ def test_layers_one_by_one_compute_what_the_model_computes(kind: str) -> None:
     model = language_model(kind)
     _, layers = decoder_layers(model)
     with torch.no_grad():
-        runs = Runs(model, layers, tokens(), batch=4)
+        runs = Runs(model, tokens(), batch=4)
         seen: list[Tensor] = []
         hook = layers[-1].register_forward_hook(
             lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)

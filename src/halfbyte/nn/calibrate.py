@@ -11,7 +11,7 @@ The moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +26,12 @@ from halfbyte.nn.calibrate_experts import quantize_experts
 from halfbyte.nn.experts import StackedExperts
 from halfbyte.nn.folding import Fold, find_folds
 from halfbyte.nn.kinds import relative_distance
-from halfbyte.nn.runs import Moments, Runs, decoder_layers
+from halfbyte.nn.runs import Copy, Moments, Progress, Runs
 from halfbyte.quantizers.awq import AWQ, awq, search_scale
 from halfbyte.quantizers.check import check_finite
 from halfbyte.quantizers.gptq import GPTQ, gptq
 from halfbyte.quantizers.mse import mse
 
-Progress = Callable[[int, int, str], object]
 _Folds = dict[tuple[object, ...], list[Fold]]  # key: the structure of the layer, its class and the names of its linear layers
 
 
@@ -140,7 +139,7 @@ def calibrate(
     method: str,
     calibration: Calibration,
     *,
-    materialize: Callable[[str, nn.Module], nn.Module] | None = None,
+    materialize: Copy | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Result]:
     """Quantizes the linear layers and stacks of experts (`experts.expanded`) named in `formats`, and yields their codes one by one.
@@ -154,29 +153,18 @@ def calibrate(
     token reaches is left out; experts that few tokens reach are named in the result's notes. Raises ArgumentError for tokens outside of
     the model's vocabulary.
     """
-    name, layers = decoder_layers(model)
     copy = materialize or (lambda _, module: deepcopy(module))
-    with torch.no_grad():
-        runs = Runs(model, layers, calibration.tokens, calibration.batch, calibration.device)
+    runs = Runs(model, calibration.tokens, calibration.batch, calibration.device)
     folds: _Folds = {}
-    for i, layer in enumerate(layers):
-        prefix = f"{name}.{i}"
-        mine = {full[len(prefix) + 1 :]: fmt for full, fmt in formats.items() if full.startswith(f"{prefix}.")}
-        with torch.no_grad():
-            block = copy(prefix, layer).eval().float().to(runs.device)
-            results = _quantize_layer(runs, i, block, prefix, mine, method, calibration, folds) if mine else []
-            runs.advance(i, block)
-        yield from results
-        if progress is not None:
-            progress(i + 1, len(layers), prefix)
-    outside = {full: fmt for full, fmt in formats.items() if not full.startswith(f"{name}.")}
-    with torch.no_grad():
-        measured = runs.outside(list(outside))
-    for full, moments in measured.items():
-        linear = copy(full, model.get_submodule(full)).float().to(runs.device)
-        yield _quantize(linear, full, outside[full], method, moments, calibration)
+    for i, prefix, block, names in runs.blocks(formats, copy, progress):
+        mine = {name: formats[f"{prefix}.{name}"] for name in names}
+        yield from _quantize_layer(runs, i, block, prefix, mine, method, calibration, folds) if mine else ()
+    for name, moments in runs.outside(formats).items():
+        linear = runs.in_float32(copy(name, model.get_submodule(name)))
+        yield _quantize(linear, name, formats[name], method, moments, calibration)
 
 
+@torch.no_grad()
 def _quantize_layer(
     runs: Runs,
     i: int,

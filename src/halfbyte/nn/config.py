@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, calibrated_names, check_given
+from halfbyte.nn.calibrate import Calibration, as_calibration, calibrated_names, check_given
 from halfbyte.nn.candidates import candidates, choose, formats_of
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.modules import check_compute
+from halfbyte.nn.runs import Progress
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.nn.static import OBSERVERS
 from halfbyte.quantizers import CALIBRATED, METHODS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.calibrate import Calibration, Progress, Result, as_calibration, calibrate, calibrated_names, unreached
+from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
 from halfbyte.nn.candidates import Candidate, Decisions, candidates, check_patterns, decide, formats_of, quantized
 from halfbyte.nn.config import Config, as_config, take_calibration
 from halfbyte.nn.expanded import expanded
@@ -19,6 +19,7 @@ from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_notes
+from halfbyte.nn.runs import Progress
 from halfbyte.nn.static import LayerWeight, calibrated, on_codes, replace_
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.

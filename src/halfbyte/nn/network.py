@@ -169,14 +169,14 @@ class _Writer:
         self.root: dict[str, Any] = {}
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        self.waiting: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
+        self.pending: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
 
     def result(self) -> fx.GraphModule:
         for node in self.network.graph.nodes:
             if (step := self._step(node)) is not None or self._moves_nothing(node):
-                self.waiting[node] = step
+                self.pending[node] = step
                 continue
-            self._finish()
+            self._flush()
             self.made[node] = copy_node(node, self.network, self.graph, self.root, self.made.__getitem__)
         return fx.GraphModule(self.root, self.graph, type(self.network).__name__)
 
@@ -187,36 +187,36 @@ class _Writer:
         return step_of(*(self.seen[source] for source in _sources(node)))  # type: ignore[no-any-return]
 
     def _moves_nothing(self, node: fx.Node) -> bool:
-        """Whether it gives what a step before it gives, as it lies in memory, in another shape."""
-        if not isinstance(self.modules.get(str(node.target)), nn.Flatten) or _sources(node)[0] not in self.waiting:
+        """Whether it is a view, of another shape, of the result of a pending step."""
+        if not isinstance(self.modules.get(str(node.target)), nn.Flatten) or _sources(node)[0] not in self.pending:
             return False
         x, y = self.seen[_sources(node)[0]], self.seen[node]
         return x.is_contiguous() and y.is_contiguous()
 
-    def _finish(self) -> None:
-        """What waits becomes a program."""
-        waiting, self.waiting = self.waiting, {}
-        steps = {node: step for node, step in waiting.items() if step is not None}
+    def _flush(self) -> None:
+        """Makes a program of the pending steps."""
+        pending, self.pending = self.pending, {}
+        steps = {node: step for node, step in pending.items() if step is not None}
         if not steps:
             return
-        at = {node: node for node in waiting}  # where its memory comes from
-        for node in waiting.keys() - steps.keys():
-            at[node] = at[_sources(node)[0]]
-        brought = list(dict.fromkeys(source for node in steps for source in _sources(node) if source not in at))
-        views = [node for node in waiting if node not in steps and self._is_read_behind(node, waiting)]
-        given = [node for node in steps if self._is_read_behind(node, waiting) or any(at[view] is node for view in views)]
-        program = _ProgramModule(brought, steps, at, given, self.seen)
+        memory_of = {node: node for node in pending}  # where its memory comes from
+        for node in pending.keys() - steps.keys():
+            memory_of[node] = memory_of[_sources(node)[0]]
+        inputs = list(dict.fromkeys(source for node in steps for source in _sources(node) if source not in memory_of))
+        views = [node for node in pending if node not in steps and self._is_read_later(node, pending)]
+        outputs = [node for node in steps if self._is_read_later(node, pending) or any(memory_of[view] is node for view in views)]
+        program = _ProgramModule(inputs, steps, memory_of, outputs, self.seen)
         name = f"program_{len(self.graph.nodes)}"
         self.root[name] = program
-        call = self.graph.call_module(name, tuple(self.made[source] for source in brought))
-        for i, node in enumerate(given):
+        call = self.graph.call_module(name, tuple(self.made[source] for source in inputs))
+        for i, node in enumerate(outputs):
             self.made[node] = self.graph.call_function(operator.getitem, (call, i))
         for view in views:
-            self.made[view] = self.graph.call_function(torch.reshape, (self.made[at[view]], tuple(self.seen[view].shape)))
+            self.made[view] = self.graph.call_function(torch.reshape, (self.made[memory_of[view]], tuple(self.seen[view].shape)))
 
     @staticmethod
-    def _is_read_behind(node: fx.Node, waiting: dict[fx.Node, Any]) -> bool:
-        return any(user not in waiting for user in node.users)
+    def _is_read_later(node: fx.Node, pending: dict[fx.Node, Any]) -> bool:
+        return any(user not in pending for user in node.users)
 
 
 def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -229,27 +229,27 @@ class _ProgramModule(nn.Module):
 
     def __init__(
         self,
-        brought: list[fx.Node],
+        inputs: list[fx.Node],
         steps: dict[fx.Node, Step],
-        at: dict[fx.Node, fx.Node],
-        given: list[fx.Node],
+        memory_of: dict[fx.Node, fx.Node],
+        outputs: list[fx.Node],
         seen: dict[fx.Node, Tensor],
     ) -> None:
         from halfbyte.kernels.cpu.steps import Program, Wired
 
         super().__init__()
-        numbers = {node: i for i, node in enumerate((*brought, *steps))}
+        numbers = {node: i for i, node in enumerate((*inputs, *steps))}
         wired = [
-            Wired(step, tuple(numbers[at.get(source, source)] for source in _sources(node)), node in given)
+            Wired(step, tuple(numbers[memory_of.get(source, source)] for source in _sources(node)), node in outputs)
             for node, step in steps.items()
         ]
-        self._program = Program(wired, len(brought))
-        self._brought = [(seen[node].shape, seen[node].stride()) for node in brought]
-        self._given = [(tuple(seen[node].shape), seen[node].stride(), seen[node].dtype) for node in given]
+        self._program = Program(wired, len(inputs))
+        self._inputs = [(seen[node].shape, seen[node].stride()) for node in inputs]
+        self._outputs = [(tuple(seen[node].shape), seen[node].stride(), seen[node].dtype) for node in outputs]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        if [(t.shape, t.stride()) for t in tensors] != self._brought:
+        if [(t.shape, t.stride()) for t in tensors] != self._inputs:
             raise _OtherSizes
-        made = [torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype in self._given]
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype in self._outputs]
         self._program((*tensors, *made))
         return made

@@ -6,7 +6,7 @@ the other arguments with which the model calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
+
+Copy = Callable[[str, nn.Module], nn.Module]  # (name, module of the model) -> a copy of it that has data
+Progress = Callable[[int, int, str], object]  # (layers done, all of them, name)
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -81,10 +84,10 @@ def takes_tokens(model: nn.Module) -> Iterator[None]:
 class Runs:
     """Forward passes over the calibration tokens: hidden states before the next layer, and the other arguments of each layer."""
 
-    def __init__(
-        self, model: nn.Module, layers: nn.ModuleList, tokens: Tensor, batch: int, device: torch.device | str | None = None
-    ) -> None:
-        self.model, self.layers = model, layers
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, tokens: Tensor, batch: int, device: torch.device | str | None = None) -> None:
+        self.model = model
+        self.name, self.layers = decoder_layers(model)
         self.batches = list(tokens.split(batch))
         first = next(p for p in model.parameters() if not p.is_meta)
         self.home = first.device
@@ -96,7 +99,7 @@ class Runs:
             largest = int(tokens.max())
             raise ArgumentError(f"the calibration has tokens up to {largest}, a vocabulary of {known}: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
-        self.others: list[list[tuple[Any, Any]]] = [[] for _ in layers]  # of each layer, for each batch
+        self.others: list[list[tuple[Any, Any]]] = [[] for _ in self.layers]  # of each layer, for each batch
         with takes_tokens(model):
             self._embed()
 
@@ -170,14 +173,34 @@ class Runs:
             handle.remove()
         return moments
 
+    @torch.no_grad()
+    def blocks(self, names: Iterable[str], copy: Copy, progress: Progress | None) -> Iterator[tuple[int, str, nn.Module, list[str]]]:
+        """Each decoder layer: its index and name, a float32 copy of it, and which of the modules `names` it has, by their names in it.
+
+        The hidden states go through the copy afterwards, as it then is, to the next layer.
+        """
+        for i, layer in enumerate(self.layers):
+            prefix = f"{self.name}.{i}"
+            block = self.in_float32(copy(prefix, layer)).eval()
+            yield i, prefix, block, [name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")]
+            self.advance(i, block)
+            if progress is not None:
+                progress(i + 1, len(self.layers), prefix)
+
+    def in_float32(self, module: nn.Module) -> nn.Module:
+        return module.float().to(self.device)
+
     def advance(self, i: int, block: nn.Module) -> None:
         """Takes the hidden states through the block."""
         for batch in range(len(self.batches)):
             self.hidden[batch] = self.forward(i, block, batch)
         self.others[i] = []
 
-    def outside(self, names: Sequence[str]) -> dict[str, Moments]:
-        """Moments of the inputs of linear layers outside of the decoder layers, after all of these have been advanced."""
+    @torch.no_grad()
+    def outside(self, names: Iterable[str]) -> dict[str, Moments]:
+        """Moments of the inputs of those of these linear layers that are outside of the decoder layers, after all of these have been
+        advanced."""
+        names = [name for name in names if not name.startswith(f"{self.name}.")]
         if not names:
             return {}
         hidden = iter(self.hidden)

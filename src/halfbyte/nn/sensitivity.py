@@ -11,8 +11,8 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.calibrate import Calibration, Progress
-from halfbyte.nn.runs import takes_tokens
+from halfbyte.nn.calibrate import Calibration
+from halfbyte.nn.runs import Progress, takes_tokens
 
 
 @torch.no_grad()

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
-from halfbyte.nn.calibrate import Calibration, Progress, as_calibration, check_given
+from halfbyte.nn.calibrate import Calibration, as_calibration, check_given
 from halfbyte.nn.candidates import candidates, choose, formats_of
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.report import add_notes
-from halfbyte.nn.runs import Runs, decoder_layers
+from halfbyte.nn.runs import Progress, Runs
 from halfbyte.nn.transposed import is_conv1d
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
 
@@ -100,8 +100,7 @@ def _by_inputs(
 ) -> dict[str, Tensor]:
     """The new weights of the Linears `names`, except those that no token reaches: each decoder layer is pruned for the outputs of the
     pruned layers before it."""
-    whole, layers = decoder_layers(model)
-    runs = Runs(model, layers, calibration.tokens, calibration.batch, calibration.device)
+    runs = Runs(model, calibration.tokens, calibration.batch, calibration.device)
     pruned: dict[str, Tensor] = {}
 
     def shrink(linear: nn.Module, name: str, moments: Tensor) -> None:
@@ -109,18 +108,11 @@ def _by_inputs(
         weight.data = prune(weight, wanted, method, moments, damping=calibration.gptq.damping, name=f"{name}.weight")
         pruned[name] = weight.data.to(runs.home)
 
-    for i, layer in enumerate(layers):
-        prefix = f"{whole}.{i}."
-        block = deepcopy(layer).eval().float().to(runs.device)
-        mine = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    for i, prefix, block, mine in runs.blocks(names, lambda _, layer: deepcopy(layer), progress):
         for name, moments in runs.measure(i, block, mine).items():
-            shrink(block.get_submodule(name), prefix + name, moments.second)
-        runs.advance(i, block)
-        if progress is not None:
-            progress(i + 1, len(layers), prefix.rstrip("."))
-    outside = [name for name in names if not name.startswith(f"{whole}.")]
-    for name, moments in runs.outside(outside).items():
-        shrink(deepcopy(model.get_submodule(name)).float().to(runs.device), name, moments.second)
+            shrink(block.get_submodule(name), f"{prefix}.{name}", moments.second)
+    for name, moments in runs.outside(names).items():
+        shrink(runs.in_float32(deepcopy(model.get_submodule(name))), name, moments.second)
     return pruned
 
 
