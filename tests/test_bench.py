@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.bench import cpu, own, torch_peers, worker
-from halfbyte.bench.contenders import PEERS, contender, select
+from halfbyte.bench import cpu, torch_peers, worker
+from halfbyte.bench.contenders import PEERS, contender, halfbyte_linear, select
 from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
@@ -53,7 +53,7 @@ def prepare(name: str, work: Workload = WORK) -> dict[str, Any]:
 @pytest.mark.parametrize("cache_bytes", [10_000, 1 << 17])
 def test_rotation_passes_over_more_than_the_cache(cache_bytes: int) -> None:
     work = replace(WORK, cache_bytes=cache_bytes)
-    for built in (own.linear(work, "q4_0", "auto"), torch_peers.dense(work, torch.float32)):
+    for built in (halfbyte_linear(work, "q4_0", "auto", torch.float32), torch_peers.dense(work, torch.float32)):
         assert built.copies * built.copy_bytes >= 4 * cache_bytes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfbyte.bench import integer, onnxruntime_peer, openvino_peer, own, torch_peers
+from halfbyte import ops
+from halfbyte.bench import integer, onnxruntime_peer, openvino_peer, torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -60,6 +61,19 @@ class Contender:
     peer: bool = True
 
 
+def halfbyte_linear(work: Workload, format: str, compute: str, dtype: torch.dtype) -> Built:
+    """`ops.linear` on activations of `dtype`."""
+    slab = work.codes(format)
+    copy_bytes = work.take(slab, 0).nbytes
+    weights = [ops.pack(work.take(slab, copy)) for copy in range(work.copies(copy_bytes))]
+
+    def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
+        x = x.to(dtype)
+        return lambda: (ops.linear(x, weight, compute=compute) for weight in weights)
+
+    return Built(slab.dequantize(torch.float64), copy_bytes, len(weights), bind, dtype)
+
+
 PEERS = (
     Contender("torch_fp32", "torch fp32", "float32", _FLOAT32, partial(torch_peers.dense, dtype=torch.float32)),
     Contender("torch_bf16", "torch bf16", "bfloat16", _BFLOAT16, partial(torch_peers.dense, dtype=torch.bfloat16)),
@@ -101,7 +115,7 @@ def contender(name: str) -> Contender:
         raise ArgumentError(f"there is no contender {name!r}: use one of {', '.join(_PEERS)}, {ways}")
     fmt, arithmetic = str(as_format(format)), _OWN[compute]
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
-    build = partial(own.linear, format=fmt, compute="float" if compute else "auto", dtype=dtype)
+    build = partial(halfbyte_linear, format=fmt, compute="float" if compute else "auto", dtype=dtype)
     return Contender(name, " ".join(filter(None, ("halfbyte", fmt, compute))), fmt, arithmetic, build, peer=False)
 
 

@@ -69,6 +69,16 @@ class Geometry:
         return -(-self.k // self.block)
 
     @functools.cached_property
+    def blocks_a_record(self) -> int:
+        """1 where a block is longer."""
+        return max(1, RECORD // self.padded)
+
+    @functools.cached_property
+    def records_a_block(self) -> int:
+        """1 where a block is shorter."""
+        return max(1, self.padded // RECORD)
+
+    @functools.cached_property
     def k_padded(self) -> int:
         return round_up((self.blocks - 1) * self.padded + self.last, RECORD) if self.k else 0
 

@@ -1,12 +1,14 @@
 """The operations, as functions on Codes and Packed and as torch custom ops `halfbyte::…` below them.
 
-functions.py  the public functions
+functions.py  the public functions of linear layers and embeddings
 library.py    the custom ops as torch sees them: schemas, shapes, gradients
-checks.py     validation of arguments, on every device
 cpu.py        the ops on the CPU
-cuda.py       the ops on GPUs
+cuda.py       the ops on GPUs; replay.py: launches made again
+conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
 grouped.py    mixture of experts, on all devices
 decoding.py   the steps of a decoder layer for one token, on all devices
+decoder.py    whole decoder layers in one call on a CPU; encoder.py, embed.py: the same of encoders
+checks.py     validation of arguments, on every device; images.py: of convolutions
 """
 
 from halfbyte.ops import library as library
