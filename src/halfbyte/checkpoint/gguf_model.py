@@ -83,9 +83,7 @@ class _Tensor:
         value = gguf.read(self.entry)
         if self.factor is None:
             return value
-        factor = gguf.read(self.factor)
-        assert isinstance(factor, Tensor)
-        factor = factor.float().reshape(-1, *(1 for _ in self.entry.shape[1:]))
+        factor = _numbers(self.factor).float().reshape(-1, *(1 for _ in self.entry.shape[1:]))
         if isinstance(value, Tensor):
             return value.float() * factor
         assert self.quantized is not None
@@ -155,8 +153,7 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
         return out
 
     def read_bias(wanted: torch.dtype | None) -> Tensor:
-        rows = [gguf.read(bias) for bias in fitting]
-        return torch.stack([row for row in rows if isinstance(row, Tensor)], dim=-1).flatten(1).to(wanted or dtype)
+        return torch.stack([_numbers(bias) for bias in fitting], dim=-1).flatten(1).to(wanted or dtype)
 
     form = next((tensor.quantized.form for tensor in tensors if tensor.quantized is not None), None)
     nbytes, bias_bytes = (sum(each.place.spec.nbytes for each in found) for found in (parts, fitting))
@@ -209,10 +206,15 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype or tensor.dtype)
 
 
-def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
+def _numbers(entry: gguf.Entry) -> Tensor:
+    """A tensor that is not quantized."""
     value = gguf.read(entry)
     assert isinstance(value, Tensor)
-    return value.T.to(dtype or value.dtype)
+    return value
+
+
+def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
+    return _cast(_numbers(entry).T, dtype)
 
 
 _MXFP4 = "GGUF mxfp4"
@@ -223,9 +225,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def _plain(file: gguf.File, name: str) -> Tensor:
     if file.entries[name].blocks is not None or len(file.entries[name].shape) != 1:
         raise CheckpointError(f"{file.path}: {name} is not a list of numbers: the file is damaged")
-    tensor = gguf.read(file.entries[name])
-    assert isinstance(tensor, Tensor)
-    return tensor
+    return _numbers(file.entries[name])
 
 
 def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: float, dtype: torch.dtype | None) -> Codes | Tensor:
@@ -239,7 +239,7 @@ def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: f
         value = value[rows]
     if minus:
         value = value.float() - minus
-    return value if dtype is None else value.to(dtype)
+    return _cast(value, dtype)
 
 
 def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None) -> Codes | Tensor:
@@ -248,5 +248,5 @@ def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None)
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
         return Codes.joined(codes, partial(torch.cat, dim=1))
-    plain = [floats(value, dtype or torch.float32) if isinstance(value, Codes) else value.to(dtype or value.dtype) for value in values]
+    plain = [floats(value, dtype or torch.float32) if isinstance(value, Codes) else _cast(value, dtype) for value in values]
     return torch.cat(plain, dim=1)

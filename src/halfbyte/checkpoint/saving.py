@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -126,16 +126,14 @@ def publish(
         del sums[name]
     if weights:
         ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
-        config = {**config, SETTINGS: describe({name: _module(weight, name in ordered) for name, weight in _by_module(weights)})}
+        modules = {
+            (module := name.removesuffix(".weight")): Module(
+                weight.format, weight.shape, weight.compute, weight.activation, module in ordered
+            )
+            for name, weight in weights.items()
+        }
+        config = {**config, SETTINGS: describe(modules)}
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
-
-
-def _by_module(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
-    yield from ((name.removesuffix(".weight"), weight) for name, weight in weights.items())
-
-
-def _module(weight: Weight, ordered: bool) -> Module:
-    return Module(weight.format, weight.shape, weight.compute, weight.activation, ordered)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

@@ -30,14 +30,10 @@ _CHUNK = 1 << 20  # weights that are multiplied at a time
 def format_of(scale: Tensor, zero: Tensor, bits: int, group: int | None) -> Format:
     """The format that holds codes with these scales and zeros."""
     held, block = (8 if bits == 8 else 4), group or "channel"
-    if not _integral(zero, held):
+    if not bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << held)).all()):
         return Format(held, block, "offset", torch.float32)  # type: ignore[arg-type]
     middle = bool((zero == zero_points.middle(held)).all())
     return Format(held, block, "none" if middle else "point", scale.dtype)  # type: ignore[arg-type]
-
-
-def _integral(zero: Tensor, held: int) -> bool:
-    return bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << held)).all())
 
 
 def read(parts: Mapping[str, Tensor], bits: int, group: int | None, shape: tuple[int, int], where: str) -> Codes:

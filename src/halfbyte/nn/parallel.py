@@ -18,7 +18,7 @@ collectives are torch's (parallel_sum.py), which torch.compile supports and CUDA
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -302,8 +302,7 @@ class ParallelReport:
     sums: str = ""
 
     def to_json(self) -> dict[str, object]:
-        rows = [{key: getattr(row, key) for key in ("name", "how", "why", "before", "after")} for row in self.rows]
-        return {"rank": self.rank, "count": self.count, "sums": self.sums, "rows": rows}
+        return {"rank": self.rank, "count": self.count, "sums": self.sums, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[ParallelRow]] = {}

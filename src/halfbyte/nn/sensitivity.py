@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.errors import UnsupportedError
-from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration
 from halfbyte.nn.runs import Progress, takes_tokens
@@ -31,7 +30,7 @@ def measure_losses(
     for done, (name, weight) in enumerate(weights.items()):
         kept = weight.detach().clone()
         rounded = [ops.quantize(kept, fmt, name=name) for fmt in formats]
-        errors = [_squared_error(kept, codes) for codes in rounded]
+        errors = [float((kept.float() - codes.dequantize()).square().sum(dtype=torch.float64)) for codes in rounded]
         worst = max(range(len(formats)), key=errors.__getitem__)
         try:
             weight.copy_(rounded[worst].dequantize(weight.dtype))
@@ -42,10 +41,6 @@ def measure_losses(
         if progress is not None:
             progress(done + 1, len(weights), name)
     return losses
-
-
-def _squared_error(weight: Tensor, codes: Codes) -> float:
-    return float((weight.float() - codes.dequantize()).square().sum(dtype=torch.float64))
 
 
 def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
