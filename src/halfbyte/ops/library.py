@@ -38,7 +38,7 @@ def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> b
     )
 
 
-_KINDS = frozenset((Tensor, nn.Parameter))  # plain tensors: a DTensor has no memory of its own
+_KINDS = Tensor, nn.Parameter  # plain tensors: a DTensor has no memory of its own
 
 
 def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> bool:
