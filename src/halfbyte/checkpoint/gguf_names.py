@@ -398,7 +398,7 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     found = [a for a in ARCHITECTURES if a.name == name]
     if not found:
         known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
-        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}")
+        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}: use its safetensors")
     fits = [a for a in found if (a.experts is not None) == sparse and _known(a, metadata)]
     if not fits:
         what = "with experts" if sparse else "without experts"
