@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.tile import Inner
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, check_compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,11 @@ CPU_LINEAR = (
     Candidate("bf16", "float", "weights dequantized in registers to bfloat16, bfloat16 dot products", _bf16_refuses),
     Candidate("float", "float", "weights dequantized in registers, float32 fused multiply-adds", lambda *_: None),
 )
-COMPUTES = ("auto", "int8", "float")
 
 
 def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Choice:
     """The kernel for a linear layer of `fmt` weights and `dtype` activations. Raises ArgumentError for an unknown compute."""
-    if compute not in COMPUTES:
-        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+    check_compute(compute)
     taken, rejected = None, []
     for candidate in CPU_LINEAR:
         reason = candidate.refuses(fmt, dtype, isa)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from halfbyte.dispatch import tune
 from halfbyte.dispatch.roofline import Tiles, predict
-from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.kernels.problem import Compute, Problem
+from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.problem import Compute, Problem, check_compute
 from halfbyte.machine import Gpu
 
 OLDEST_TRITON = (3, 6)
@@ -97,7 +97,6 @@ GPU_GROUPED = (
         lambda c, p: Tiles(c.tile.columns, 16 * c.tile.bands, ordered=c.sort),
     ),
 )  # fmt: skip
-COMPUTES = ("auto", "float", "int8")
 
 
 class GpuOption(NamedTuple):
@@ -139,8 +138,7 @@ def triton_trouble() -> str | None:
 
 def compute_of(compute: str) -> Compute:
     """What "auto" means on a GPU: "float", which is as fast where rows are few and leaves the activations as they are."""
-    if compute not in COMPUTES:
-        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+    check_compute(compute)
     return "int8" if compute == "int8" else "float"
 
 

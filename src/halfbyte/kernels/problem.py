@@ -17,6 +17,12 @@ Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
 Pair = tuple[int, int]
+COMPUTES = ("auto", "int8", "float")  # what operations are asked for
+
+
+def check_compute(compute: str) -> None:
+    if compute not in COMPUTES:
+        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.kernels.problem import COMPUTES
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.scaled import Factor, scaled, set_factor
 from halfbyte.ops.conv import pack_conv
+from halfbyte.ops.images import ACTIVATIONS
 
 AnyPacked = Packed | PackedConv
-COMPUTES = ("auto", "int8", "float")
-ACTIVATIONS = ("block", "row", "block_offset", "row_offset", "image")
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
 
