@@ -30,10 +30,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.integrations import decoding_cpu, embedding, encoding
-from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.shortened import Shortened, shorten
+from halfbyte.integrations.shortened import Shortened, shorten, why_hooked, why_not_fused
 from halfbyte.machine import Gpu, gpu
-from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
@@ -92,9 +90,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         if device != "cpu" and linear.compute not in ("auto", "float"):
             return f"its {name} is to compute in {linear.compute}"
     for name, parts in groups.items():
-        together = all(type(linear) is FusedLinear and linear.index == i for i, linear in enumerate(parts))
-        if not together or len({id(linear.together[0]) for linear in parts}) > 1:
-            return f"{name} are not computed together, which fuse_ does where their formats are the same"
+        if (reason := why_not_fused(name, parts)) is not None:
+            return reason
     for name in ("o_proj", "down_proj"):
         if type(linears[name]) is not QuantLinear:
             return f"its {name} is a {type(linears[name]).__name__}"
@@ -102,10 +99,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         return f"its activation is {attention.config.hidden_act}, not silu"
     if mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
-    hooked = next((name for name, module in layer.named_modules() if name and watched(module)), None)
-    if hooked is not None:
-        return f"its {hooked} has a hook"
-    return decoding_cpu.why_not_one_call(layer) if device == "cpu" else None
+    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if device == "cpu" else None)
 
 
 @dataclass(frozen=True, slots=True)

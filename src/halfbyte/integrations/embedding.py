@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding
 from halfbyte.ops.embed import NormedEmbeddings, ids_fit
@@ -62,8 +61,7 @@ def why_not(module: Any) -> str | None:
             return f"its {name} gives {table.dtype}" if table.embed_scale is None else f"its {name} multiplies what it gives"
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1 or norm.bias is None or norm.weight.dtype != torch.float32:
         return "its LayerNorm is none with weight and bias in float32"
-    hooked = next((name for name, part in module.named_modules() if name and watched(part)), None)
-    return why_not_packed([table.packed for table in tables.values()]) if hooked is None else f"its {hooked} has a hook"
+    return why_hooked(module) or why_not_packed([table.packed for table in tables.values()])
 
 
 class _OneCall(Shortened):

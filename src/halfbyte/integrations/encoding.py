@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from halfbyte.integrations.ahead import Ahead, following, given, watched
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten
+from halfbyte.integrations.ahead import Ahead, following, given
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked, why_not_fused
 from halfbyte.integrations.unchanged import Unchanged
-from halfbyte.nn.fused import FusedLinear, GeluLinear
+from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, run_layers, why_not
@@ -241,10 +241,8 @@ def _why_not_parts(layer: nn.Module) -> str | None:
             return f"its {name} is a {type(linear).__name__}, which is not quantized"
         if part_of(linear) is not None:
             return "its weights are spread over processes"
-    qkv = list(linears.values())[:3]
-    together = all(type(linear) is FusedLinear and linear.index == i for i, linear in enumerate(qkv))
-    if not together or len({id(linear.together[0]) for linear in qkv}) > 1:
-        return f"{'+'.join(parts.qkv)} are not computed together, which fuse_ does where their formats are the same"
+    if (reason := why_not_fused("+".join(parts.qkv), list(linears.values())[:3])) is not None:
+        return reason
     if type(linears[parts.up]) is not GeluLinear or type(activation) is not nn.Identity:
         return f"its {parts.up} has no GELU, which fuse_ puts there where it follows"
     for name in (parts.o, parts.down):
@@ -256,5 +254,4 @@ def _why_not_parts(layer: nn.Module) -> str | None:
         return "it is a decoder"
     if not parts.biased and (implementation := cast(Any, attention).config._attn_implementation) not in _ATTENTION:
         return f'its attn_implementation is "{implementation}", not {" or ".join(map(repr, _ATTENTION))}'
-    hooked = next((name for name, module in layer.named_modules() if name and watched(module)), None)
-    return None if hooked is None else f"its {hooked} has a hook"
+    return why_hooked(layer)

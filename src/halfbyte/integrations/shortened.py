@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from halfbyte.integrations.ahead import watched
+from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.report import REMARK
 
 _classes: dict[tuple[type, type], Any] = {}
@@ -36,6 +39,19 @@ def _shortened(before: type[Shortened], cls: type) -> Any:
     if parts not in _classes:
         _classes.setdefault(parts, type(f"{before.__name__.lstrip('_')}{cls.__name__}", parts, {"of_classes": parts}))
     return _classes[parts]
+
+
+def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:
+    """Why these linear layers are not computed together, in this order, or None."""
+    parts = [linear for linear in linears if type(linear) is FusedLinear]
+    if [linear.index for linear in parts] == list(range(len(linears))) and len({id(linear.together[0]) for linear in parts}) == 1:
+        return None
+    return f"{names} are not computed together, which fuse_ does where their formats are the same"
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Which part of a module has a hook, or None."""
+    return next((f"its {name} has a hook" for name, part in module.named_modules() if name and watched(part)), None)
 
 
 def original(module: Any) -> type:
