@@ -19,7 +19,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.parallel import Part, Processes, attach_, shrink_
+from halfbyte.nn.parallel import Processes, attach_, parts_of_plan, shrink_all_
 from halfbyte.nn.parallel_plan import Holder, holders, make_plan
 from halfbyte.nn.report import Report
 
@@ -61,23 +61,15 @@ def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, shar
     before = {name: _nbytes(modules[name], stored.weights.get(owners[f"{name}.weight"])) for name in found}
     runs: dict[str, tuple[int, Ranges]] = {}
     dropped: set[str] = set()
-    parts: dict[str, Part] = {}
-    done: set[int] = set()
-    for name, cut in plan.cuts.items():
-        module = modules[name]
-        biased = getattr(module, "bias", None) is not None
-        parts[name] = Part(cut, processes, module.weight.shape[cut.dim] if name in found else 0, biased)
-        if name not in found or id(module) in done:
-            continue
-        done.add(id(module))
-        runs[owners[f"{name}.weight"]] = cut.dim, parts[name].mine
-        if biased and cut.along == "outputs":
-            runs[owners[f"{name}.bias"]] = 0, parts[name].mine
-        elif biased and processes.rank > 0:
+    parts = parts_of_plan(modules, plan, processes)
+    cut = {name: part for name, part in parts.items() if name in found}
+    for name, part in cut.items():
+        runs[owners[f"{name}.weight"]] = part.cut.dim, part.mine
+        if part.bias and part.cut.along == "outputs":
+            runs[owners[f"{name}.bias"]] = 0, part.mine
+        elif part.bias and processes.rank > 0:
             dropped.add(owners[f"{name}.bias"])
-    moved: dict[int, Any] = {}
-    for name in {id(modules[name]): name for name in plan.cuts if name in found}.values():
-        shrink_(modules[name], parts[name], moved)
+    shrink_all_({name: modules[name] for name in cut}, parts)
 
     def finish(model: nn.Module) -> None:
         attach_(model, plan, parts, before)

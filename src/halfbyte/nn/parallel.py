@@ -128,17 +128,27 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
     made = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
     modules = dict(model.named_modules(remove_duplicate=False))
     before = bytes_of_holders(model)
-    moved: dict[int, Any] = {}
-    done: set[int] = set()
-    parts = {}
-    for name, cut in made.cuts.items():
-        module = modules[name]
-        parts[name] = Part(cut, processes, _size(module, cut), getattr(module, "bias", None) is not None)
-        if id(module) not in done and name in before:
-            shrink_(module, parts[name], moved)
-            done.add(id(module))
+    parts = parts_of_plan(modules, made, processes)
+    shrink_all_({name: modules[name] for name in made.cuts if name in before}, parts)
     attach_(model, made, parts, before)
     return model
+
+
+def parts_of_plan(modules: Mapping[str, Any], plan: Plan, processes: Processes) -> dict[str, Part]:
+    """Of each module that is cut, before it is."""
+    parts = {}
+    for name, cut in plan.cuts.items():
+        weight = getattr(modules[name], "weight", None)
+        size = 0 if weight is None else int(weight.shape[cut.dim])
+        parts[name] = Part(cut, processes, size, getattr(modules[name], "bias", None) is not None)
+    return parts
+
+
+def shrink_all_(modules: Mapping[str, nn.Module], parts: Mapping[str, Part]) -> None:
+    """`shrink_` for modules by name, those with several names once."""
+    moved: dict[int, Any] = {}
+    for module, part in {id(module): (module, parts[name]) for name, module in modules.items()}.values():
+        shrink_(module, part, moved)
 
 
 def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
@@ -350,10 +360,6 @@ def _report(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 def bytes_of_holders(model: nn.Module) -> dict[str, int]:
     """Bytes of each module that holds a weight, by name."""
     return {name: _nbytes(model.get_submodule(name)) for name in holders(model)}
-
-
-def _size(module: Any, cut: Cut) -> int:
-    return int(module.weight.shape[cut.dim]) if hasattr(module, "weight") else 0
 
 
 def _nbytes(module: nn.Module) -> int:
