@@ -79,6 +79,8 @@ def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
         return _Region(size).take(size)
     part = None if _thread.region is None else _thread.region.take(size)
     if part is None:
+        # What the weights before were made from lies free in the C library's heap, where this will not take its place.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
         _thread.region = _Region(_REGION)
         part = _thread.region.take(size)
     return part

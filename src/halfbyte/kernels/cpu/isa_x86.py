@@ -14,6 +14,7 @@ from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
+_LONG_PANEL = 1 << 16  # bytes: shorter ones are read as fast one after the other, or faster
 _ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
@@ -252,10 +253,11 @@ class AVX512VNNI(AVXVNNI):
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 16 << 10, 3 << 18
         if self.intel:
-            self.ahead, self.streams_ahead, self.asks_in_turn = 2048, 1024, True
+            self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, True
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
-        block, panels = geo.padded, 4 if self.intel and m <= (3 if inner == "int8" else 2) else 1
+        block, few = geo.padded, m <= (3 if inner == "int8" else 2)
+        panels = 4 if self.intel and few and geo.panel_bytes >= _LONG_PANEL else 1
         if inner != "int8":
             return Tiling(min(m, 6), 2, panels)
         if expandable(self, geo) and m >= (32 if block < _LONG_BLOCK else 64) and not codes:
