@@ -9,27 +9,38 @@ from __future__ import annotations
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 
+_LONG_PANEL = 1 << 16  # bytes
+
 
 class Prefetcher:
     """What a tile prefetches.
 
     panels        most that it takes at once
     ahead         bytes from its weights to those that come next; 0: none do
+    record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
+                  each fourth is from another quarter, since four places are read faster than one
     turn, turns   its number, and of how many that ask in turn for what comes next; of none, number 0 alone asks for its own
     """
 
-    def __init__(self, isa: ISA, f: Function, panel_bytes: Value, panels: int, ahead: Value, turn: Value, turns: Value) -> None:
-        self.f, self.panel_bytes, self.ahead, self.turns = f, panel_bytes, ahead, turns
+    def __init__(
+        self, isa: ISA, f: Function, panel_bytes: Value, panels: int, record: int, ahead: Value, turn: Value, turns: Value
+    ) -> None:
+        self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
         self.several = panels > 1
         self.in_turn = isa.asks_in_turn and not self.several
         self.distance = isa.streams_ahead if self.several else isa.ahead
         self.asks = turn.equals(0) | (turns > 0)  # near
         self.left = f.variable(turn)
-        self.near, self.far = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
+        self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
         self.side: Value | None = None  # of the panel, where it takes several tiles: the first one asks
 
-    def begin_block(self, done: Value) -> None:
-        """A block that is so many bytes behind the panel's beginning."""
+    def begin_block(self, b: Value, blocks: Value, done: Value) -> None:
+        """Block b of so many, which is so many bytes behind the panel's beginning."""
+        if self.record and self.in_turn:
+            quarter = blocks >> 2
+            other = (b < quarter * 4).select((b & 3) * quarter + (b >> 2), b)
+            far = (self.panel_bytes > _LONG_PANEL - 1) & (self.ahead > 0)
+            self.next.value = far.select((other - b) * self.record, 0) + self.ahead
         if self.distance:
             near = self.f.value("i64", self.distance)
             if self.several:
@@ -41,7 +52,7 @@ class Prefetcher:
         if self.in_turn:
             mine = self.left.value.equals(0)
             self.left.value = mine.select(self.turns, self.left.value) - 1
-            self.far.value = (mine & (self.turns > 0)).select(self.ahead, 0)
+            self.far.value = (mine & (self.turns > 0)).select(self.next.value, 0)
 
     def issue(self, weights: Value, size: int) -> None:
         """For what is ahead of so many bytes."""

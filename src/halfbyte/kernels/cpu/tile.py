@@ -42,6 +42,7 @@ FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and blo
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
 HIGHEST_CODE = 15  # of 4 bits
+_FEW_ROWS = 8  # of a tile that waits for memory
 
 
 def biasable(fmt: Format, block: int) -> bool:
@@ -132,11 +133,12 @@ class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
-        self.prefetcher = Prefetcher(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, *ahead) if ahead else None
         self.unit_bytes = PANEL * spec.unit * spec.bits // 8
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
+        record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
+        self.prefetcher = Prefetcher(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, record, *ahead) if ahead else None
         self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
         self.count = spec.rows * spec.vectors
         self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired)
@@ -211,7 +213,7 @@ class Tile:
             tail = weights + (self.unit_bytes if spec.single else n * self.unit_bytes)
             fields = activations + (unit_activations if spec.single else n * unit_activations)
             if self.prefetcher is not None:
-                self.prefetcher.begin_block(done.value)
+                self.prefetcher.begin_block(b, blocks, done.value)
                 if spec.single:
                     self.prefetcher.begin_unit()
                 done.value = done.value + n * self.unit_bytes + self.tail_bytes
