@@ -122,22 +122,27 @@ def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopp
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "pixels", "sweep"),
-    [("int4_g32", 64, 128, False), ("int8_channel", 64, 256, False), ("int4_g32", 64, 128, True), ("int8_channel", 128, 128, True)],
+    ("name", "outputs", "rows", "pixels", "sweep"),
+    [
+        ("int4_g32", 80, 64, 128, False),
+        ("int8_channel", 144, 256, 128, False),
+        ("int4_g32", 80, 64, 256, True),
+        ("int8_channel", 80, 128, 128, True),
+    ],
 )
-def test_conv_hopper(name: str, rows: int, pixels: int, sweep: bool) -> None:
+def test_conv_hopper(name: str, outputs: int, rows: int, pixels: int, sweep: bool) -> None:
     window = Window((1, 1), (1, 1, 0, 2))
-    codes = random_codes(as_format(name), (80, 9, 64) if name != "int8_channel" else (80, 9 * 64))
+    codes = random_codes(as_format(name), (outputs, 9, 64) if name != "int8_channel" else (outputs, 9 * 64))
     sizes = convolution.filter_of(codes, (3, 3), 1)
-    problem = Convolution(sizes, window, 9, (4, 9), torch.float16)
-    x, bias = torch.randn(9, 64, 4, 9).half(), torch.randn(80)
+    problem = Convolution(sizes, window, 16, (4, 9), torch.float16)
+    x, bias, residual = torch.randn(16, 64, 4, 9).half(), torch.randn(outputs), 100 * torch.randn(problem.m, outputs).half()
     asked = rows, pixels, sweep
     config = next(config for config in conv_hopper.configs(problem, GPU) if (config.rows, config.pixels, config.sweep) == asked)
-    out = torch.full((problem.m, 80), torch.nan, dtype=x.dtype)
+    out = torch.full((problem.m, outputs), torch.nan, dtype=x.dtype)
     with interpreted(conv_hopper):
-        memory = x.permute(0, 2, 3, 1).contiguous()
-        conv_hopper.launch(problem, replace(config, programs=2), memory, convolution.pack_gpu(codes, sizes).data, out, Epilogue(bias))
-    y = out.view(9, *problem.out, 80).permute(0, 3, 1, 2)
+        memory, weight = x.permute(0, 2, 3, 1).contiguous(), convolution.pack_gpu(codes, sizes).data
+        conv_hopper.launch(problem, replace(config, programs=2), memory, weight, out, Epilogue(bias, residual))
+    y = (out.double() - residual).view(16, *problem.out, outputs).permute(0, 3, 1, 2)
     expected = conv_reference.conv2d(x, codes, (3, 3), window, bias, 1)
     size = conv_reference.conv2d(x.abs(), codes, (3, 3), window, None, 1).abs()
     error = 2 * conv_reference.error_bound(x, codes, (3, 3), window, bias, 1)

@@ -1,7 +1,7 @@
 """y = x * W, a convolution of stride 1 or 2 on Hopper's tensor cores: TMA, warp specialization, a persistent grid.
 
 The sums of `conv.py`: int8 to int8, or in float16 and bfloat16 with the weight written out in x's type first. A program computes tiles
-of 64 or 128 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one warp
+of 64 to 256 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one warp
 asks TMA for the same box of x, moved by the tap: a patch is never addressed pixel by pixel, and what lies outside of the image comes
 as 0. Two warpgroups multiply, both operands from shared memory. Where the stride is 2, a box is of every second row and column: x is then
 [image, row / 2, row % 2, column / 2, column % 2 and channel].
@@ -9,6 +9,10 @@ as 0. Two warpgroups multiply, both operands from shared memory. Where the strid
 Small tiles wait for shared memory, not for the matrix unit. There a box is a row of y, with its images next to each other in shared
 memory and then its columns: a step to the right is then a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one
 copy of x.
+
+Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then fetches rows of the
+weight in an order in which 8 sums of a thread lie next to each other in y: they are written, and what is added to them is read, 16
+bytes at a time. Elsewhere warps exchange sums through shared memory first.
 
 Outside of the image lies in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of those
 pixels whose tap is outside. All of it is exact.
@@ -30,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import supports as supports_any
-from halfbyte.kernels.gpu.conv_hopper_write import write, write_codes
+from halfbyte.kernels.gpu.conv_hopper_write import GROUP, SUMS, others_of, write, write_codes
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
@@ -41,22 +45,20 @@ _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of `rows` (64 or 128) outputs by a `box` of (images, rows, columns) of y, whose product is a power of two; `stages` steps
-    of K in flight. `paired`: 64 bytes are all channels, so that two pixels are read as one line of 128, which TMA takes no longer for,
-    and each warpgroup multiplies one of the two. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of
-    the kernel; a box has one row then, and a multiple of 8 images."""
+    """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256; `stages` steps of K
+    in flight. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of the kernel; a box has one row then,
+    and a multiple of 8 images."""
 
     rows: int
     box: tuple[int, int, int]
     stages: int
     programs: int
-    paired: bool = False
     resident: bool = False
     sweep: bool = False
 
     @property
     def pixels(self) -> int:
-        return self.box[0] * self.box[1] * self.box[2]
+        return math.prod(self.box)
 
     def tiles(self, problem: Convolution) -> int:
         return count_boxes(problem, self.box) * -(-problem.n // self.rows)
@@ -65,7 +67,8 @@ class Config:
 @dataclass(frozen=True)
 class _Static:
     """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; unit: divides the number of
-    outputs; leads: of an Addition."""
+    outputs; leads: of an Addition. direct: warpgroups multiply 64 pixels by outputs, or else 64 outputs by pixels; ahead: what is added is
+    read a tile before."""
 
     rows: int
     images: int
@@ -77,9 +80,10 @@ class _Static:
     taps: int
     parts: int
     step: int
-    paired: bool
     resident: bool
     sweep: bool
+    direct: bool
+    ahead: bool
     bounded: bool
     clamp: bool
     leads: bool
@@ -109,12 +113,7 @@ class _Static:
     @property
     def lines(self) -> int:
         """Of shared memory in a buffer of x."""
-        return self.images if self.sweep else self.pixels // 2 if self.paired else self.pixels
-
-    @property
-    def line(self) -> int:
-        """Elements of one."""
-        return self.step * 2 if self.paired else self.step
+        return self.images if self.sweep else self.pixels
 
     @property
     def steps(self) -> int:
@@ -132,8 +131,8 @@ class _Static:
 
     @property
     def columns(self) -> int:
-        """Pixels that a warpgroup multiplies."""
-        return self.pixels * self.rows // 128
+        """Pixels, or outputs, that a warpgroup multiplies by 64 of the others."""
+        return self.rows if self.direct else self.pixels * self.rows // 128
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
@@ -160,35 +159,32 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least clocks of a program."""
-    found = []
-    for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256)):
-        if rows > 64 >= problem.n:
+    found, integer = [], problem.dtype == torch.int8
+    for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)):
+        if rows > 64 and rows >= 2 * problem.n:
             continue
-        if problem.sizes.kernel[1] > 1 and problem.window.stride == (1, 1):
+        if rows < 256 and problem.sizes.kernel[1] > 1 and problem.window.stride == (1, 1):
             sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
                 box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))
                 found.append(_config(problem, gpu, rows, box, sweep=True))
-        paired = rows == 64 and pixels == 256 and problem.sizes.channels * problem.dtype.itemsize == 64 and problem.window.stride == (1, 1)
-        boxes = [box for box in boxes_of(pixels) if not paired or box[2] == 2]
-        found.append(_config(problem, gpu, rows, min(boxes, key=lambda box: (count_boxes(problem, box), -box[2])), paired=paired))
+        if rows < 256 if integer else pixels == 128:
+            found.append(_config(problem, gpu, rows, min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
 
 
-def _config(
-    problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False, paired: bool = False
-) -> Config | None:
+def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False) -> Config | None:
     """With what fits in shared memory, if that is enough."""
     line, pixels = _step(problem) * problem.dtype.itemsize, math.prod(box)
     weight = rows * problem.sizes.taps * _parts(problem) * line
     tiles = count_boxes(problem, box) * -(-problem.n // rows)
     resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
-    left = gpu.shared - (16 << 10) - (weight if resident else 0)
+    left = gpu.shared - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
     together = problem.sizes.kernel[1] if sweep else 1
     stage = line * (_lines(problem, box) if sweep else pixels) + (0 if resident else together * rows * line)
     stages = min(8, left // stage)
-    return Config(rows, box, stages, min(gpu.sms, tiles), paired, resident, sweep) if stages > (2 if sweep else 1) else None
+    return Config(rows, box, stages, min(gpu.sms, tiles), resident, sweep) if stages > (2 if sweep else 1) else None
 
 
 def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
@@ -201,15 +197,16 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
     memory gives and takes; a tile takes time of its own, by its size."""
     rows, pixels, step = config.rows, config.pixels, _step(problem)
     read = 128 + (2 if rows == 128 else 1) * pixels
-    written = pixels / (2 if config.paired else 1)
-    if config.sweep:
-        written = _lines(problem, config.box) / problem.sizes.kernel[1]
+    if _direct(problem, pixels):
+        read = pixels + 2 * rows
+    written = _lines(problem, config.box) / problem.sizes.kernel[1] if config.sweep else pixels
     if not config.resident:
         written += rows
     lines = (0.9 * read + written) * step * problem.dtype.itemsize / 128
     multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
     steps = problem.sizes.taps * _parts(problem)
-    clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + rows * pixels / 8)
+    own = rows * pixels / (16 if _direct(problem, pixels) else 8)
+    clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + own)
     # Of integers the largest tile takes longer than that, where several follow each other.
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
 
@@ -228,6 +225,11 @@ def _step(problem: Convolution) -> int:
     return 128 if problem.dtype == torch.int8 and problem.sizes.channels % 128 == 0 else 64
 
 
+def _direct(problem: Convolution, pixels: int) -> bool:
+    """Whether tiles of so many pixels are written from where the tensor cores leave their sums."""
+    return problem.dtype != torch.int8 and pixels == 128
+
+
 def _parts(problem: Convolution) -> int:
     """Steps of a tap. Of the last one, what lies behind the channels of x comes as 0."""
     return -(-problem.sizes.channels // _step(problem))
@@ -236,9 +238,10 @@ def _parts(problem: Convolution) -> int:
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     geo = convolution.gpu_geometry(problem.sizes)
-    nbytes = problem.n * geo.k * x.element_size()
-    rows = launcher.turns(out.device, nbytes)[:nbytes].view(x.dtype).view(problem.n, geo.k)
-    dequantize.write(gpu_tiles.views(weight, geo), geo, rows, early=True)
+    padded = -(-problem.n // GROUP.value) * GROUP.value
+    nbytes = padded * geo.k * x.element_size()
+    rows = launcher.turns(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
+    dequantize.write(gpu_tiles.views(weight, geo), geo, rows[: problem.n], early=True)
     _start(problem, config, x, rows, out, epilogue, None)
 
 
@@ -269,6 +272,7 @@ def _start(
     table: Tensor | None,
     addition: Addition | None = None,
 ) -> None:
+    adds = (epilogue.residual if addition is None else addition.other) is not None
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     static = _Static(
         rows=config.rows,
@@ -281,9 +285,10 @@ def _start(
         taps=problem.sizes.taps,
         parts=_parts(problem),
         step=step,
-        paired=config.paired,
         resident=config.resident,
         sweep=config.sweep,
+        direct=_direct(problem, config.pixels),
+        ahead=adds and not config.sweep and (table is None or config.tiles(problem) > config.programs),
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
         leads=addition is not None and addition.leads,
@@ -292,21 +297,22 @@ def _start(
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
-    elif config.paired:
-        images, box = x.flatten(2), [*config.box[:2], static.line]
     elif static.stride == 2:
         b, h, w, c = x.shape
         images, box = x.view(b, h // 2, 2, w // 2, 2 * c), [*config.box[:2], 1, config.box[2], step]
     else:
         images, box = x, [*config.box, step]
-    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=2)
-    of_box = gl.NVMMASharedLayout(swizzle_byte_width=static.line * bits // 8, element_bitwidth=bits, rank=len(box))
+    weights, part = rows, [config.rows, step]
+    if static.direct:  # in an order in which a thread's sums are of 8 outputs next to each other
+        weights, part = rows.view(-1, 4, 4, 2, rows.shape[1]).permute(0, 2, 1, 3, 4), [config.rows // GROUP.value, 4, 4, 2, step]
+    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(part))
+    of_box = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
     covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     launcher.run(
         _conv,
         (config.programs,),
         TensorDescriptor.from_tensor(images, box, of_box),
-        TensorDescriptor.from_tensor(rows, [config.rows, step], of_rows),
+        TensorDescriptor.from_tensor(weights, part, of_rows),
         table,
         out,
         (epilogue.bias, epilogue.residual if addition is None else addition.other),
@@ -318,7 +324,7 @@ def _start(
         0 if table is None else table.stride(1),
         static,
         num_warps=4,
-        launch_pdl=True,
+        early=True,
     )
 
 
@@ -350,9 +356,6 @@ def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
         for i in gl.static_range(COLUMNS):
             to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
             tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
-    elif S.paired:
-        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-        tma.async_copy_global_to_shared(xd, [b, iy, ix * S.step], full.index(stage), to)
     elif S.stride == 2:
         to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
         at = (right & 1) * (S.parts * S.step) + part
@@ -363,18 +366,29 @@ def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_w(wd, ws, arrived, buffer, n, k, S: gl.constexpr):
+    """Of the weight, columns k … of rows n …"""
+    PART: gl.constexpr = wd.block_shape
+    to = ws.index(buffer)
+    if S.direct:
+        tma.async_copy_global_to_shared(wd, [n // GROUP, 0, 0, 0, k], arrived, to._reinterpret(wd.dtype, PART, wd.layout))
+    else:
+        tma.async_copy_global_to_shared(wd, [n, k], arrived, to)
+
+
+@gluon.jit
 def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     STEPS: gl.constexpr = S.steps
     TOGETHER: gl.constexpr = S.together
     KEPT: gl.constexpr = S.kept
     WEIGHTS: gl.constexpr = 0 if S.resident else S.rows * S.together
-    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.line * S.lines * S.buffers + WEIGHTS * S.step)
+    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.step * S.lines * S.buffers + WEIGHTS * S.step)
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
     if S.resident:
         mbarrier.expect(loaded, KEPT * S.rows * S.step * (xd.dtype.primitive_bitwidth // 8))
         for t in range(KEPT):
-            tma.async_copy_global_to_shared(wd, [0, t * S.step], loaded, ws.index(t))
+            _fetch_w(wd, ws, loaded, t, 0, t * S.step, S)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
@@ -386,30 +400,31 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
             if not S.resident:
                 for i in gl.static_range(TOGETHER):
                     at = (t // S.parts * TOGETHER + i) * (S.parts * S.step) + t % S.parts * S.step
-                    tma.async_copy_global_to_shared(wd, [first_n, at], full.index(stage), ws.index(stage * TOGETHER + i))
+                    _fetch_w(wd, ws, full.index(stage), stage * TOGETHER + i, first_n, at, S)
             step += 1
 
 
 @gluon.jit
 def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
-    """What a warpgroup multiplies of the TAPth tap of a stage: of the weight [64, k], of x [k, columns]."""
+    """What a warpgroup multiplies of the TAPth tap of a stage: of the weight [64, k], of x [k, columns]; or of x [64, k], of the
+    weight [k, columns]."""
     COLUMNS: gl.constexpr = S.columns
     w = ws.index((t // S.parts * S.together + TAP) * S.parts + t % S.parts if S.resident else stage * S.together + TAP)
     if S.sweep:
         xt = xs.index(stage * S.buffers + TAP * S.dilation)._reinterpret(xs.dtype, [S.pixels, S.step], xs.layout)
     else:
         xt = xs.index(stage)
-    if S.rows == 128:
-        w = w.slice(W * 64, 64, dim=0)
-    elif S.paired:
-        xt = xt.slice(W * S.step, S.step, dim=1)
+    if S.direct:
+        return xt.slice(W * 64, 64, dim=0), w.permute([1, 0])
+    elif S.rows == 128:
+        return w.slice(W * 64, 64, dim=0), xt.permute([1, 0])
     else:
-        xt = xt.slice(W * COLUMNS, COLUMNS, dim=0)
-    return w, xt.permute([1, 0])
+        return w, xt.slice(W * COLUMNS, COLUMNS, dim=0).permute([1, 0])
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
+def _consume(held, W: gl.constexpr, S: gl.constexpr):
+    xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row = held
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
     TOGETHER: gl.constexpr = S.together
@@ -420,20 +435,21 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128 if INTEGER and COLUMNS > 128 else COLUMNS, 32 if INTEGER else 16]
     )
     WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
+    AT_ONCE: gl.constexpr = GROUP if S.direct else WIDTH
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
-    PART: gl.constexpr = W if S.rows == 64 else 0
-    HALF: gl.constexpr = 0 if S.rows == 64 else W
-    FIRST: gl.constexpr = PART if S.paired else PART * COLUMNS
-    NEXT: gl.constexpr = 2 * WIDTH if S.paired else WIDTH
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
     if S.resident:
         mbarrier.wait(loaded, 0)
+    others = ()
+    if S.ahead:
+        for i in gl.static_range(COLUMNS // AT_ONCE):
+            at = _piece(gl.program_id(0), i * AT_ONCE, W, grid, S)
+            others += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first_n, b, y, x = _tile(tile, grid, S)
         told = ()
         if INTEGER:  # on its way while there is nothing to multiply yet
-            rn = gl.minimum(first_n + HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
+            rn = gl.minimum(_piece(tile, 0, W, grid, S)[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
             told = (rn, gl.load(table + rn), gl.load(table + row + rn))  # type: ignore[assignment]
             told += (gl.load(table + 2 * row + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
             for tap in gl.static_range(TOLD):
@@ -443,33 +459,58 @@ def _consume(xs, ws, full, empty, loaded, table, out, added, N, grid, image, win
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             for i in gl.static_range(TOGETHER):
-                w, xt = _operands(xs, ws, stage, t, i, W, S)
-                acc = warpgroup_mma(w, xt, acc, is_async=True)
+                left, right = _operands(xs, ws, stage, t, i, W, S)
+                acc = warpgroup_mma(left, right, acc, is_async=True)
             acc = warpgroup_mma_wait(TOGETHER, deps=[acc])  # for the step before
             if t > 0:
                 mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-        pieces = _pieces(acc)
-        for i in gl.static_range(COLUMNS // WIDTH):
-            at = (first_n + HALF * 64, FIRST + i * NEXT, b, y, x)
-            if INTEGER:
-                write_codes(pieces[i], table, told, out, added[1], N, at, image, window, bounds, row, S)
+        pieces = _pieces(acc, AT_ONCE)
+        following = ()
+        for i in gl.static_range(COLUMNS // AT_ONCE):
+            at = _piece(tile, i * AT_ONCE, W, grid, S)
+            if S.ahead:
+                other = others[i]  # type: ignore[var-annotated]
+            elif added[1] is not None:
+                other = others_of(added[1], N, at, image, WIDTH, S)
             else:
-                write(pieces[i], out, added, N, at, image, bounds, S)
+                other = None
+            sums = pieces[i]
+            if S.direct:
+                sums = sums.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, GROUP]).permute([1, 0])
+                sums = gl.convert_layout(sums, SUMS, assert_trivial=True)
+            if INTEGER:
+                write_codes(sums, table, told, out, other, N, at, image, window, bounds, row, S)
+            else:
+                write(sums, out, added[0], other, N, at, image, bounds, S)
+            if S.ahead:
+                at = _piece(tile + gl.num_programs(0), i * AT_ONCE, W, grid, S)
+                following += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
+        others = following
 
 
 @gluon.jit
-def _pieces(acc):
-    """Of at most 64 columns: what is written from fewer registers leaves more of them for addresses."""
-    if acc.shape[1] == 256:
-        left, right = _halves(acc)
-        return _halves(left) + _halves(right)
-    elif acc.shape[1] == 128:
-        return _halves(acc)
+def _piece(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
+    """Where a piece of a warpgroup's sums, from a column on, belongs: first output, first pixel, and the tile's image, row and column."""
+    first_n, b, y, x = _tile(tile, grid, S)
+    if S.direct:
+        return first_n + column, W * 64, b, y, x
+    elif S.rows == 128:
+        return first_n + W * 64, column, b, y, x
     else:
+        return first_n, W * S.columns + column, b, y, x
+
+
+@gluon.jit
+def _pieces(acc, WIDTH: gl.constexpr):
+    """Of WIDTH columns: what is written from fewer registers leaves more of them for addresses."""
+    if acc.shape[1] == WIDTH:
         return (acc,)
+    else:
+        left, right = _halves(acc)
+        return _pieces(left, WIDTH) + _pieces(right, WIDTH)
 
 
 @gluon.jit
@@ -490,8 +531,8 @@ def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S:
     LINES: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=xd.layout.swizzle_byte_width, element_bitwidth=xd.layout.element_bitwidth, rank=2
     )
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.buffers, S.lines, S.line], LINES)
-    ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], wd.layout)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.buffers, S.lines, S.step], LINES)
+    ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], LINES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -503,10 +544,11 @@ def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S:
     gdc_wait()
     if table is None:  # the next one may write a weight from here on, as `launch.turns` has it
         gdc_launch_dependents()
+    held = (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 0, S)),
-            (_consume, (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row, 1, S)),
+            (_consume, (held, 0, S)),
+            (_consume, (held, 1, S)),
             (_produce, (xd, wd, xs, ws, full, empty, loaded, grid, window, S)),
         ],
         [4, 1],

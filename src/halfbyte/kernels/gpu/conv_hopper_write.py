@@ -1,7 +1,7 @@
 """What `conv_hopper.py` does with its tiles' sums: codes or numbers, written where their pixels are.
 
-`S` is its Static. `at`: the first output; the first of these pixels in the tile, of which they are every second where pixels are paired;
-the tile's first image, row and column. `image`: sizes of x and y.
+`S` is its Static. `at`: the first output; the first of these pixels in their box; the box's first image, row and column. `image`: sizes
+of x and y.
 """
 
 from __future__ import annotations
@@ -12,14 +12,26 @@ from triton.experimental.gluon import language as gl
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.epilogue import finish
 
+GROUP = gl.constexpr(32)  # outputs that four threads write at once, where sums are written from where they are
+
+# Of what is written, [outputs, pixels], 16 bytes a thread: codes; numbers; numbers where the tensor cores' sums are so already.
+CODES = gl.constexpr(gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1]))
+NUMBERS = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [4, 0], [0, 8]],
+        lane_bases=[[8, 0], [16, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 16], [0, 32]],
+        block_bases=[],
+        shape=[GROUP.value, 64],
+    )
+)
+
 
 @gluon.jit
 def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexpr):
     """Image, row and column of WIDTH pixels, and which of them there are."""
-    i = gl.arange(0, WIDTH, layout=LAYOUT)
-    if S.paired:
-        i = i * 2
-    i += at[1]
+    i = at[1] + gl.arange(0, WIDTH, layout=LAYOUT)
     if S.sweep:
         b = at[2] + i % S.images
         oy = at[3] + gl.zeros_like(i)
@@ -32,9 +44,17 @@ def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
+def others_of(added, N, at, image, WIDTH: gl.constexpr, S: gl.constexpr):
+    """What is added to a piece."""
+    OUT: gl.constexpr = SUMS if S.direct else CODES if added.dtype.element_ty == gl.int8 else NUMBERS
+    rn, m, mask = _places(at, N, image, WIDTH, S, OUT)
+    return gl.load(added + (gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)), mask=mask, other=0)
+
+
+@gluon.jit
 def write_codes(acc, table, told, out, others, N, at, image, window, bounds, row, S: gl.constexpr):
     """Sums of codes -> codes. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is outside."""
-    OUT: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
+    OUT: gl.constexpr = CODES
     acc += gl.expand_dims(told[3], 1)
     if S.bounded:
         acc = _outside(acc, table, told, at, image, window, row, S)
@@ -46,7 +66,7 @@ def write_codes(acc, table, told, out, others, N, at, image, window, bounds, row
     rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
     to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
     if others is not None:
-        codes = _added(codes, gl.load(others + to, mask=mask, other=0), bounds, S)
+        codes = _added(codes, others, bounds, S)
     gl.store(out + to, codes, mask=mask)
 
 
@@ -108,21 +128,21 @@ def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
 @gluon.jit
 def _places(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr):
     """Outputs, patches (rows of y) and which of them there are."""
-    rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    rn = at[0] + gl.arange(0, GROUP if S.direct else 64, layout=gl.SliceLayout(1, OUT))
     b, oy, ox, real = _pixels(at, image, WIDTH, S, gl.SliceLayout(0, OUT))
     m = (b.to(gl.int64) * image[3] + oy) * image[4] + ox
     return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
 
 
 @gluon.jit
-def write(total, out, added, N, at, image, bounds, S: gl.constexpr):
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+def write(total, out, bias, others, N, at, image, bounds, S: gl.constexpr):
     MMA: gl.constexpr = total.type.layout
+    OUT: gl.constexpr = SUMS if S.direct else NUMBERS
     DTYPE: gl.constexpr = out.dtype.element_ty
     rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
     to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
-    if added[1] is not None:
-        total += gl.convert_layout(gl.load(added[1] + to, mask=mask, other=0.0), MMA).to(gl.float32)
-    row = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    y = finish(total, (added[0], None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
+    if others is not None:
+        total += gl.convert_layout(others, MMA).to(gl.float32)
+    row = at[0] + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, MMA))
+    y = finish(total, (bias, None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
     gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)

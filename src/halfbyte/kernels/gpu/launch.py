@@ -99,15 +99,15 @@ _LEAST_LOCKS = 1 << 12
 _LEAST_OF_GRAPH = 1 << 8  # tuning captures a graph for each config
 _ARENA = 1 << 21  # locks, for the graphs of one device
 _PLACE = 1 << 18  # bytes of which a place of turns has a multiple
-_MOST_OF_GRAPHS = 1 << 26  # bytes of turns, for the graphs of one device
+_MOST_OF_GRAPHS = 1 << 27  # bytes of turns, for the graphs of one device
 
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _locks: dict[tuple[int, int], Tensor] = {}
 _graph_locks: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and graph
 _arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
 _turns: dict[tuple[int, int, int], list[Tensor]] = {}  # by device, stream and graph: two places, the one that was given last behind
-_spare_turns: dict[int, list[Tensor]] = {}  # for the next graph, by device
-_given_turns: dict[int, int] = {}  # bytes of turns for graphs, by device
+_left_turns: dict[int, Tensor] = {}  # for graphs, by device
+_given_turns: dict[int, int] = {}  # bytes of turns that there were for graphs, by device
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
@@ -141,28 +141,25 @@ def turns(device: torch.device, nbytes: int) -> Tensor:
     more, if readers wait for the kernel before them before they let the next one start, and writers do before they end (gdc_wait).
     """
     index, _, graph = key = _where(device)
-    found, spare = _turns.get(key), _spare_turns.get(index)
+    found = _turns.get(key)
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device) if found is None else found[1]
+    size = -(-nbytes // _PLACE) * _PLACE
+    left, given = _left_turns.get(index), _given_turns.get(index, 0)
     if found is None or found[0].numel() < nbytes:
-        if graph and found is None and spare is not None and spare[0].numel() >= nbytes:
-            found = _turns[key] = _spare_turns.pop(index)
+        if graph and left is not None and left.numel() >= 2 * size:
+            places, _left_turns[index] = left[: 2 * size], left[2 * size :]
         elif graph or nbytes > _MOST_KEPT:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             memory[:1].zero_()  # by a kernel that lets none start early: whatever came before it has ended then
             return memory
         else:
-            found = _turns[key] = _two_places(device, nbytes)
-    size, given = found[0].numel(), _given_turns.get(index, 0)
-    if index >= 0 and not graph and (spare is None or spare[0].numel() < size) and given + 2 * size <= _MOST_OF_GRAPHS:
-        _given_turns[index], _spare_turns[index] = given + 2 * size, _two_places(device, size)
+            places = _lasting(torch.uint8, 2 * size, device)
+        found = _turns[key] = list(places.view(2, size))
+    if index >= 0 and not graph and (left is None or left.numel() < 2 * size) and given + 4 * size <= _MOST_OF_GRAPHS:
+        _given_turns[index], _left_turns[index] = given + 4 * size, _lasting(torch.uint8, 4 * size, device)
     found.reverse()
     return found[1]
-
-
-def _two_places(device: torch.device, nbytes: int) -> list[Tensor]:
-    size = -(-nbytes // _PLACE) * _PLACE
-    return list(_lasting(torch.uint8, 2 * size, device).view(2, size))
 
 
 def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
