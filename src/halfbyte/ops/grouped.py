@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,9 +119,7 @@ def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     """Raises ArgumentError for an id that is out of range and an unknown compute."""
-    from halfbyte.dispatch.cpu import kernel_for
-
-    kernel = kernel_for(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
+    kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
     numbers = ids.flatten().tolist()
     if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
         raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
@@ -132,6 +131,13 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
         return grouped.run(kernel, x.contiguous(), numbers, aligned(weight), biases)
 
     return multiply
+
+
+@functools.lru_cache(maxsize=1024)  # to import at each call takes longer
+def _cpu_kernel(*settings: Any) -> Any:
+    from halfbyte.dispatch.cpu import kernel_for
+
+    return kernel_for(*settings)
 
 
 _replays = Replays()
