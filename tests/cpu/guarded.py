@@ -251,7 +251,7 @@ QUADS = [(1, 70, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))), (1, 33, 1, (3, 2), Wi
 
 def own_weights(tell: Callable[[str], None]) -> None:
     isa = current()
-    filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, 0))) for number, out in enumerate((5, 33))]
+    filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, number))) for number, out in enumerate((5, 33))]
     others = ARRANGED if isa.arranges else [*ARRANGED[-1:], *QUADS] if isa.mixed_dot else []
     for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + others):
         sizes = Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from samples import random_codes
-from support import RUNNABLE
+from support import RUNNABLE, examples
 from torch import Tensor
 
 from halfbyte.formats import as_format
@@ -15,7 +15,7 @@ from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu import jit, runtime, winograd
 from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS, current
-from halfbyte.kernels.cpu.winograd import WinogradKernel, WinogradSpec, outputs, pixels, transformed
+from halfbyte.kernels.cpu.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops import conv as ops
@@ -33,24 +33,29 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
-def both(of_one, numbers: list[list[int]]) -> list[list[int]]:
-    """A transformation of one dimension in both."""
-    lines = [of_one(line) for line in numbers]
-    return [list(line) for line in zip(*(of_one(list(column)) for column in zip(*lines, strict=True)), strict=True)]
+def both(down, across, numbers: list[list[int]]) -> list[list[int]]:
+    """A transformation of each dimension."""
+    lines = [across(line) for line in numbers]
+    return [list(line) for line in zip(*(down(list(column)) for column in zip(*lines, strict=True)), strict=True)]
 
 
 def weights(w: list[int]) -> list[int]:
     return [sum(a * b for a, b in zip(row, w, strict=True)) for row in winograd.WEIGHTS]
 
 
-def test_a_tile_is_the_convolution_times_its_factor() -> None:
+@pytest.mark.parametrize("down", SIDES, ids=lambda side: str(side.outputs))
+@pytest.mark.parametrize("across", SIDES, ids=lambda side: str(side.outputs))
+def test_a_tile_is_the_convolution_times_its_factor(down: Side, across: Side) -> None:
     rng = random.Random(0)
-    for _ in range(50):
-        x = [[rng.randint(-128, 127) for _ in range(6)] for _ in range(6)]
+    for _ in range(25):
+        x = [[rng.randint(-128, 127) for _ in range(across.pixels)] for _ in range(down.pixels)]
         w = [[rng.randint(-128, 127) for _ in range(3)] for _ in range(3)]
-        products = [[a * b for a, b in zip(*lines, strict=True)] for lines in zip(both(pixels, x), both(weights, w), strict=True)]
-        y = both(outputs, products)
-        for i, j in itertools.product(range(4), range(4)):
+        moved, filters = both(down.of_pixels, across.of_pixels, x), both(weights, weights, w)
+        products = [
+            [m * filters[i][j] for j, m in zip(across.positions, line, strict=True)] for i, line in zip(down.positions, moved, strict=True)
+        ]
+        y = both(down.of_products, across.of_products, products)
+        for i, j in itertools.product(range(down.outputs), range(across.outputs)):
             wanted = sum(w[a][b] * x[i + a][j + b] for a in range(3) for b in range(3))
             assert y[i][j] == 576 * wanted
             modulo = y[i][j] * winograd.INVERSE % 2**32  # as the kernel has it
@@ -64,6 +69,7 @@ def reach(of_one, size: int) -> int:
 
 
 def test_factors_fit_int16() -> None:
+    assert reach(few_pixels, 4) < reach(pixels, 6)
     assert reach(pixels, 6) ** 2 * 128 == 12800 < 2**15
     assert reach(weights, 3) ** 2 * 128 == 6272 < 2**15
     for step in (lambda x: [x[4] - (x[2] << 2), x[3] - (x[1] << 2), (x[3] - x[1]) << 1, (x[0] - x[2]) << 2],):  # on the way to pixels
@@ -90,7 +96,7 @@ def image(shape: tuple[int, int, int, int], rng: torch.Generator) -> Tensor:
 def test_images_of_all_sizes_are_those_of_the_reference(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     rng, torchs = random.Random(1), torch.Generator().manual_seed(1)
-    for case in range(60):
+    for case in range(examples(isa, 24)):
         channels, out = rng.choice((1, 2, 3, 5)) * 2 * isa.lanes, rng.choice((1, 5, 16, 17, 32, 33, 64, 70))
         sizes = Filter(as_format(rng.choice(("int8_channel", "int8_tensor"))), out, channels, (3, 3))
         window = Window((1, 1), tuple(rng.randint(0, 3) for _ in range(4)), (1, 1))  # type: ignore[arg-type]
@@ -103,6 +109,19 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, monkeypatch) -> Non
         assert y.is_contiguous(memory_format=torch.channels_last)
         wanted = conv_reference.qconv2d(x, codes, (3, 3), window, bias, clamp=(-100, 120), **more)  # type: ignore[arg-type]
         assert bool(wanted.agrees(y).all()), (sizes, window, x.shape)
+
+
+@isas
+def test_runs_of_tiles(isa, monkeypatch) -> None:
+    """More tiles than stay in the cache at once, where any of them are short."""
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    channels, torchs, more = 2 * isa.lanes, torch.Generator().manual_seed(2), scales(18 * isa.lanes, 3, -5)
+    sizes, window = Filter(INT8, 40, channels, (3, 3)), Window((1, 1), (1,) * 4, (1, 1))
+    codes = random_codes(INT8, sizes.codes_shape, 0)
+    for height, width in ((22, 26), (25, 32), (32, 22)):
+        x = image((3, channels, height, width), torchs)
+        wanted = conv_reference.qconv2d(x, codes, (3, 3), window, None, clamp=(-100, 120), **more)  # type: ignore[arg-type]
+        assert bool(wanted.agrees(run(codes, sizes, x, window, None, (-100, 120), **more)).all())
 
 
 def of_one_code(channels: int, code: int) -> Codes:
@@ -159,14 +178,23 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.minimal], ids=lambda isa: isa.name)
 def test_products_are_made_in_registers(isa) -> None:
     """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
-    group = isa.direct_tile[0]
-    loops = jit.compile_assembly(winograd.build(WinogradSpec(group), isa), isa).split("\n.L")
+    groups = sorted({isa.direct_tile[0], isa.direct_tile[0] - 1})
+    spec = WinogradSpec(tuple(Class(at, 18, rows) for at, rows in zip((0, 18), groups, strict=True)))
+    loops = jit.compile_assembly(winograd.build(spec, isa), isa).split("\n.L")
     product = "vpdpwssd" if isa.sums_shorts else "vpmaddwd"
-    (loop,) = (part.splitlines() for part in loops if product in part)
-    products = group * 2 * isa.lanes  # pairs of channels times tiles times vectors
-    assert sum(product in line for line in loop) == products
-    assert sum("vpaddd" in line for line in loop) == (0 if isa.sums_shorts else products)
-    assert not any("%rsp" in line for line in loop if "mm" in line)
+    found = [part.splitlines() for part in loops if product in part]
+    for group, loop in zip(groups, sorted(found, key=lambda loop: sum(product in line for line in loop)), strict=True):
+        products = group * 2 * isa.lanes  # pairs of channels times tiles times vectors
+        assert sum(product in line for line in loop) == products
+        assert sum("vpaddd" in line for line in loop) == (0 if isa.sums_shorts else products)
+        assert not any("%rsp" in line for line in loop if "mm" in line)
+
+
+def test_left_over_lines_are_short_tiles() -> None:
+    assert [Tiles.of((2, side, 16)).short for side in (4, 5, 6, 7)] == [(short, False) for short in (False, True, True, False)]
+    tiles = Tiles.of((1, 14, 14))
+    assert tiles.kinds == [3, 9, 3, 1]
+    assert sum(len(some) * (stop - start) for some, (start, stop) in zip(winograd.CLASSES, tiles.classes, strict=True)) == 484
 
 
 def test_groups_of_tiles_are_nearly_full() -> None:

@@ -2,6 +2,9 @@
 
     576 * y = A^T [sum over ci of (G w G^T) * (B^T x B)] A       F(4x4, 3x3): 36 products for 16 outputs, where there are 144
 
+Where one or two lines or columns of outputs are left over, their tiles are short: F(2, 3) along that side, which takes four of the six
+positions, with the same weights. 14 x 14 outputs take 484 products of each pair of channels so, not 576.
+
 (S. Winograd, "Arithmetic complexity of computations", 1980; A. Lavin and S. Gray, "Fast algorithms for convolutional neural networks",
 2016.) The matrices are multiplied by what makes them integers, 24 for each dimension. Products are of int16: some instruction sets have
 no others that are exact, and for those that make twice as many products of codes in the same time there are still fewer. Weights are
@@ -11,7 +14,7 @@ Arithmetic. |x| <= 128 and |w| <= 128, so |B^T x B| <= 12800 and |G w G^T| <= 62
 of them after a multiplication by the inverse of 9 modulo 2^32 and a shift by 6 is y, exactly, where |y| < 2^25, which `transformed`
 makes sure of. Then as `tile.RequantizingTile`.
 
-Threads draw items: a run of tiles of 4 x 4 outputs times a part of the columns of outputs. An item's tiles of the image are transformed
+Threads draw items: a run of tiles times a part of the columns of outputs. An item's tiles of the image are transformed
 into the thread's own memory, unless the item before had the same; for each column all products, tile by tile, are made there, too, and
 transformed into outputs. Tiles that reach beyond the image are first copied, with what stands for 0 around.
 """
@@ -19,9 +22,10 @@ transformed into outputs. Tiles that reach beyond the image are first copied, wi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +33,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
@@ -38,7 +42,7 @@ from halfbyte.kernels.cpu.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.layouts.cpu_tiles import PANEL, allocate
 
 T = TypeVar("T", int, Value)
 
@@ -48,21 +52,33 @@ WINOGRAD = Block(
         # items: runs of tiles x parts of the columns
         *("items", "parts", "tiles", "run", "columns", "channels"),
         # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
-        *("thread_bytes", "plane_bytes", "products_at", "image_tile_at", "out_tile_at"),
+        *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
+        *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`
         # the image and the outputs
         *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
+        *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
         *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
     ),
     LINEAR.floats,
 )
 M, SIZE = 4, 6  # outputs of a tile and pixels under it, each way
+SHORT = 2  # outputs of a short tile
+NEAR = 0, 1, 2, 5  # positions of a short tile
 WEIGHTS = ((6, 0, 0), (-1, -1, -1), (-1, 1, -1), (1, 2, 4), (1, -2, 4), (0, 0, 3))  # G
 SHIFT, INVERSE = 6, pow(9, -1, 1 << 32)  # 576 = 2^6 * 9
 POSITIONS = SIZE**2
+KINDS = ((1, 0), (0, 0), (0, 1), (1, 1))  # in the order of tiles: whether they are short down and across
+# Positions with the same tiles are one class: those of the first have all; others lack tiles that are short across, down, either way.
+CLASSES = [
+    [(i, j) for i in range(SIZE) for j in range(SIZE) if (i not in NEAR, j not in NEAR) == far]
+    for far in itertools.product((False, True), repeat=2)
+]
+ORDER = {position: n for n, position in enumerate(itertools.chain(*CLASSES))}  # of weights, planes and products
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _GROUP_COST = 0.5  # of beginning and ending a group's products, in tiles
 _LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
+_AHEAD = 8192  # bytes of weights, which come from the third-level cache where they are many
 # A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
 _WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 8, 0.18, 0.37
 
@@ -79,17 +95,43 @@ def outputs(p: Sequence[T]) -> list[T]:
     return [p[0] + near + far, across + (beyond << 1), near + (far << 2), across + ((beyond + p[5]) << 3)]
 
 
+def few_pixels(x: Sequence[T]) -> list[T]:
+    """B^T x of the four pixels under a short tile."""
+    a, b = x[1] + x[2], x[1] - x[2]
+    return [x[0] - x[2], a - (a << 2), (b << 2) - b, (x[3] - x[1]) << 1]
+
+
+def few_outputs(p: Sequence[T]) -> list[T]:
+    """A^T p of four products, two numbers."""
+    return [(p[0] + p[1] + p[2]) << 2, (p[1] - p[2] + p[3]) << 2]
+
+
+class Side(NamedTuple):
+    """One side of a tile: its outputs, the pixels under it, and its positions, among all six."""
+
+    outputs: int
+    pixels: int
+    positions: tuple[int, ...]
+    of_pixels: Callable[[Sequence[Value]], list[Value]]
+    of_products: Callable[[Sequence[Value]], list[Value]]
+
+
+SIDES = Side(M, SIZE, tuple(range(SIZE)), pixels, outputs), Side(SHORT, SHORT + 2, NEAR, few_pixels, few_outputs)
+
+
 def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
     """The weights as the kernel reads them, int16 [columns, 36, Ci / 2, 2 * lanes, 2]; None where y may be too large for it."""
     w = codes.values().reshape(sizes.out, 3, 3, sizes.channels).to(torch.int32)
     if 128 * int(w.abs().sum((1, 2, 3), dtype=torch.int64).max()) >= 1 << 31 - SHIFT:
         return None
     g = torch.tensor(WEIGHTS, dtype=torch.float32, device="cpu")
-    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16).flatten(0, 1)  # small integers: exact
+    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16)  # small integers: exact
+    made = torch.stack([made[position] for position in ORDER])
     column = 2 * current().lanes
     columns = -(-sizes.out // column)
     made = torch.nn.functional.pad(made, (0, 0, 0, columns * column - sizes.out))
-    return made.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4).contiguous()
+    made = made.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4)
+    return allocate(2 * made.numel()).view(torch.int16).view(made.shape).copy_(made)
 
 
 def group_of(tiles: int, isa: ISA) -> int:
@@ -98,11 +140,69 @@ def group_of(tiles: int, isa: ISA) -> int:
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
+def _whole(tiles: int, isa: ISA) -> int:
+    """So many in whole groups."""
+    group = group_of(tiles, isa)
+    return -(-tiles // group) * group
+
+
+class Tiles(NamedTuple):
+    """Of images [B, Ho, Wo]: whole tiles of an image down and across, and whether short ones follow."""
+
+    images: int
+    high: int
+    wide: int
+    short: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, out: tuple[int, int, int]) -> Tiles:
+        batch, *sides = out
+        short = [0 < side % M <= SHORT for side in sides]
+        high, wide = (side // M if few else -(-side // M) for side, few in zip(sides, short, strict=True))
+        return cls(batch, high, wide, (short[0], short[1]))
+
+    @property
+    def kinds(self) -> list[int]:
+        """How many there are of each of `KINDS`."""
+        sides = (self.high, int(self.short[0])), (self.wide, int(self.short[1]))
+        return [self.images * sides[0][down] * sides[1][across] for down, across in KINDS]
+
+    @property
+    def classes(self) -> list[tuple[int, int]]:
+        """The first tile and the one behind the last of each of `CLASSES`."""
+        starts = list(itertools.accumulate(self.kinds, initial=0))
+        return [(starts[0], starts[4]), (starts[0], starts[2]), (starts[1], starts[3]), (starts[1], starts[2])]
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Positions with the same tiles: `count` of them, from `first` on; `rows` tiles are multiplied together."""
+
+    first: int
+    count: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class WinogradSpec:
-    """rows: tiles that are multiplied together."""
+    """What the code is compiled for.
 
-    rows: int
+    classes   as `CLASSES`; one of all positions where there are no short tiles
+    down, across   whether there are tiles that are short so
+    """
+
+    classes: tuple[Class, ...]
+    down: bool = False
+    across: bool = False
+
+    @classmethod
+    def of(cls, tiles: Tiles, isa: ISA) -> WinogradSpec:
+        counts = [len(some) for some in CLASSES] if any(tiles.short) else [POSITIONS]
+        classes = (
+            Class(sum(counts[:n]), count, group_of(stop - start, isa))
+            for n, (count, (start, stop)) in enumerate(zip(counts, tiles.classes, strict=False))
+        )
+        return cls(tuple(classes), *tiles.short)
 
 
 @phase
@@ -115,7 +215,9 @@ class _Winograd(Emitter):
 
     def __init__(self, spec: WinogradSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.rows, (_, number, _) = spec.rows, f.parameters
+        _, number, _ = f.parameters
+        self.classes = list(enumerate(spec.classes))
+        self.kinds = [n for n, (down, across) in enumerate(KINDS) if down <= spec.down and across <= spec.across]
         self.width = 2 * isa.lanes  # channels of a vector of int16, and outputs of a column
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
         self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
@@ -128,55 +230,81 @@ class _Winograd(Emitter):
         for item in f.draw_items(counter, get("items")):
             part, run = item % parts, item // parts
             first = run * get("run")
-            count = f.umin(get("run"), get("tiles") - first)
+            stop = f.umin(first + get("run"), get("tiles"))
+            some = [self._range(first, stop, get(f"class_start_{n}"), get(f"class_stop_{n}")) for n, _ in self.classes]
             with f.when(there.value.differs(run)):
-                for t in f.loop(count):
-                    self._image(first + t, t)
+                for kind in self.kinds:
+                    for t in self._tiles(kind, first, stop):
+                        self._image(kind, t, [t - start for start, _ in some])
                 there.value = run
             for column in f.loop((part + 1) * columns // parts, part * columns // parts):
-                self._multiply(column, (count + (self.rows - 1)) // self.rows)
-                for t in f.loop(count):
-                    self._outputs(first + t, t, column)
+                weights = f.variable(self.pointer("weights") + column * get("channels") * (POSITIONS * 2 * self.width))
+                for (n, c), (start, count) in zip(self.classes, some, strict=True):
+                    self._multiply(n, c, weights, self._record(start - first), (count + (c.rows - 1)) // c.rows)
+                for kind in self.kinds:
+                    for t in self._tiles(kind, first, stop):
+                        self._outputs(kind, t, self._record(t - first), column)
 
-    def _place(self, tile: Value) -> tuple[Value, Value, Value]:
+    def _range(self, first: Value, stop: Value, start: Value, end: Value) -> tuple[Value, Value]:
+        """What lies in both ranges: where it begins, and how many there are."""
+        start, end = first.below(start).select(start, first), self.f.umin(stop, end)
+        return start, start.below(end).select(end - start, 0)
+
+    def _tiles(self, kind: int, first: Value, stop: Value) -> Iterator[Value]:
+        end = self.get(f"kind_{kind + 1}") if kind + 1 < len(KINDS) else self.get("tiles")
+        start, count = self._range(first, stop, self.get(f"kind_{kind}"), end)
+        return self.f.loop(start + count, start)
+
+    def _record(self, tile: Value) -> Value:
+        """The products of a run's tile."""
+        return self.products + tile * (POSITIONS * self.width * 4)
+
+    def _place(self, kind: int, tile: Value) -> tuple[Value, Value, Value]:
         """A tile's image, and its first output's line and place in that."""
-        wide, high = self.get("tiles_wide"), self.get("tiles_high")
-        return tile // wide // high, tile // wide % high * M, tile % wide * M
+        high, wide = self.get("tiles_high"), self.get("tiles_wide")
+        one, zero, (down, across) = self.f.value("i64", 1), self.f.value("i64", 0), KINDS[kind]
+        n, rows, columns = tile - self.get(f"kind_{kind}"), one if down else high, one if across else wide
+        y, x = high if down else zero, wide if across else zero
+        return n // columns // rows, (y + n // columns % rows) * M, (x + n % columns) * M
 
     # The image
 
-    def _image(self, tile: Value, t: Value) -> None:
-        """Transforms the pixels under a tile."""
-        f, get, rows = self.f, self.get, self.rows
-        b, y, x = self._place(tile)
+    def _image(self, kind: int, tile: Value, rows: Sequence[Value]) -> None:
+        """Transforms the pixels under a tile, which is one of the rows of each class."""
+        f, get = self.f, self.get
+        b, y, x = self._place(kind, tile)
+        down, across = (SIDES[short] for short in KINDS[kind])
         y, x, pixel, line, channels = y - get("top"), x - get("left"), get("pixel_bytes"), get("line_bytes"), get("channels")
         image = self.pointer("x") + b * get("image_bytes")
-        inside = self._within(y, x) & self._within(y + (SIZE - 1), x + (SIZE - 1))
+        inside = self._within(y, x) & self._within(y + (down.pixels - 1), x + (across.pixels - 1))
         with f.when(inside.equals(0)):
             to, outside = f.variable(self.image_tile), self.pointer("outside")
-            for h in f.loop(SIZE):
-                for w in f.loop(SIZE):
+            for h in f.loop(down.pixels):
+                for w in f.loop(across.pixels):
                     source = self._within(y + h, x + w).select(image + (y + h) * line + (x + w) * pixel, outside)
                     for c in f.loop(channels, step=self.width):
                         to.value.store(source.load(vector("i8", self.width), c), c)
                     to.value = to.value + channels
         start = inside.select(image + y * line + x * pixel, self.image_tile)
-        line, pixel = inside.select(line, channels * SIZE), inside.select(pixel, channels)
+        line, pixel = inside.select(line, channels * across.pixels), inside.select(pixel, channels)
         row_bytes = 2 * self.width
-        plane = self.get("plane_bytes")
-        row = self.image + t // rows * (channels * (2 * rows)) + t % rows * row_bytes
-        kind = vector("i8", self.width)
-        for c in f.loop(channels, step=self.width):
-            for i in range(SIZE):
-                at = start + line * i + c
-                for j, value in enumerate(pixels([at.load(kind, pixel * j).to("i16") for j in range(SIZE)])):
+        places = [
+            self.image + get(f"planes_at_{n}") + row // c.rows * (channels * (2 * c.rows)) + row % c.rows * row_bytes
+            for (n, c), row in zip(self.classes, rows, strict=True)
+        ]
+        planes = [get(f"plane_bytes_{n}") for n, _ in self.classes]
+        codes = vector("i8", self.width)
+        for at in f.loop(channels, step=self.width):
+            for i in range(down.pixels):
+                here = start + line * i + at
+                for j, value in enumerate(across.of_pixels([here.load(codes, pixel * j).to("i16") for j in range(across.pixels)])):
                     self.buffer.store(value, (i * SIZE + j) * row_bytes, row_bytes)
                 f.fence()
-            place = row + c * (2 * rows)
-            for j in range(SIZE):
-                lines = [self.buffer.load(self.isa.shorts, (i * SIZE + j) * row_bytes, row_bytes) for i in range(SIZE)]
-                for i, value in enumerate(pixels(lines)):
-                    place.store(value, plane * (i * SIZE + j), row_bytes)
+            for j, position in enumerate(across.positions):
+                lines = [self.buffer.load(self.isa.shorts, (i * SIZE + j) * row_bytes, row_bytes) for i in range(down.pixels)]
+                for i, value in zip(down.positions, down.of_pixels(lines), strict=True):
+                    n, some = next((n, c) for n, c in self.classes if ORDER[i, position] < c.first + c.count)
+                    (places[n] + at * (2 * some.rows)).store(value, planes[n] * (ORDER[i, position] - some.first), row_bytes)
                 f.fence()
 
     def _within(self, y: Value, x: Value) -> Value:
@@ -185,24 +313,30 @@ class _Winograd(Emitter):
 
     # Products
 
-    def _multiply(self, column: Value, groups: Value) -> None:
-        """Sums over the channels, for each position and tile, of a column of outputs."""
-        f, isa, rows = self.f, self.isa, self.rows
+    def _multiply(self, n: int, some: Class, weights: Variable, products: Value, groups: Value) -> None:
+        """Sums over the channels, for each position and tile of a class, of a column of outputs; `weights` moves to the next class."""
+        f, isa, rows = self.f, self.isa, some.rows
         channels, record = self.get("channels"), POSITIONS * self.width * 4
         size = 4 * isa.lanes
         matrix = channels * (2 * self.width)
-        for p in f.loop(POSITIONS):
-            weights = self.pointer("weights") + (column * POSITIONS + p) * matrix
-            tiles, to = f.variable(self.image + p * self.get("plane_bytes")), f.variable(self.products + p * (4 * self.width))
+        # What comes from far is asked for evenly: two groups of tiles ask for half of it each.
+        alone = groups.equals(1)
+        step, beside = alone.select(f.value("i64", 2 * size), size), alone.select(f.value("i64", size), 0)
+        planes = self.image + self.get(f"planes_at_{n}")
+        for p in f.loop(some.count):
+            tiles = f.variable(planes + p * self.get(f"plane_bytes_{n}"))
+            to = f.variable(products + (p + some.first) * (4 * self.width))
             for group in f.loop(groups):
                 sums = [f.variable(f.value(isa.ints, 0)) for _ in range(2 * rows)]
-                at, w = f.variable(tiles.value), f.variable(weights)
-                for c in f.loop(channels, step=self.width):
-                    with f.when((c // self.width % groups).equals(group)):  # the next position's, which lie behind these, all the time
-                        self._ask_for(w.value + matrix)
+                at, w = f.variable(tiles.value), f.variable(weights.value)
+                asked = f.variable(weights.value + _AHEAD + group % 2 * (matrix // 2))
+                for _ in f.loop(channels, step=self.width):
                     values = [s.value for s in sums]
                     for pair in range(self.width // 2):
                         both = [w.value.load(isa.shorts, (2 * pair + v) * size, size) for v in range(2)]
+                        f.prefetch(asked.value)
+                        f.prefetch(asked.value + beside)
+                        asked.value = asked.value + step
                         for i in range(rows):
                             a = at.value.load("i32", 2 * self.width * i + 4 * pair, 4).splat(isa.lanes)
                             for v, factor in enumerate(both):
@@ -217,52 +351,52 @@ class _Winograd(Emitter):
                     to.value.store(s.value, n // 2 * record + n % 2 * size, size)
                 tiles.value = tiles.value + channels * (2 * rows)
                 to.value = to.value + record * rows
-
-    def _ask_for(self, weights: Value) -> None:
-        for line in range(0, 2 * self.width * self.width, 64):
-            self.f.prefetch(weights + line, 2)
+            weights.value = weights.value + matrix
 
     # Outputs
 
-    def _outputs(self, tile: Value, t: Value, column: Value) -> None:
+    def _outputs(self, kind: int, tile: Value, products: Value, column: Value) -> None:
         """Transforms a tile's sums, requantizes them, and writes what lies inside."""
         f, get, width = self.f, self.get, self.width
-        b, y, x = self._place(tile)
+        b, y, x = self._place(kind, tile)
+        down, across = (SIDES[short] for short in KINDS[kind])
         stride, line = get("out_stride"), get("out_line_bytes")
         out = self.pointer("out") + (b * get("out_height") + y) * line + x * stride + column * width
-        high, wide, some = f.umin(get("out_height") - y, f.value("i64", M)), f.umin(get("out_width") - x, f.value("i64", M)), get("n")
-        some = f.umin(some - column * width, f.value("i64", width))
-        whole = high.equals(M) & wide.equals(M) & some.equals(width)
+        high = f.umin(get("out_height") - y, f.value("i64", down.outputs))
+        wide = f.umin(get("out_width") - x, f.value("i64", across.outputs))
+        some = f.umin(get("n") - column * width, f.value("i64", width))
+        whole = high.equals(down.outputs) & wide.equals(across.outputs) & some.equals(width)
         to = whole.select(out, self.out_tile)
         steps = whole.select(line, f.value("i64", M * width)), whole.select(stride, f.value("i64", width))
-        sums, table = self.products + t * (POSITIONS * width * 4), self.pointer("bias") + column * (4 * width)
+        table = self.pointer("bias") + column * (4 * width)
         for v in f.loop(2):
-            self._requantize(sums + v * (4 * self.isa.lanes), table + v * (4 * self.isa.lanes), to + v * self.isa.lanes, steps)
+            lanes = v * (4 * self.isa.lanes)
+            self._requantize(down, across, products + lanes, table + lanes, to + v * self.isa.lanes, steps)
         with f.when(whole.equals(0)):
             for i in f.loop(high):
                 for j in f.loop(wide):
                     for n in f.loop(some):
                         (out + i * line + j * stride + n).store((self.out_tile + (i * M + j) * width + n).load("i8"))
 
-    def _requantize(self, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
+    def _requantize(self, down: Side, across: Side, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
         """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
         f, isa, size = self.f, self.isa, 4 * self.isa.lanes
-        for i in range(SIZE):
-            line = [sums.load(isa.ints, (i * SIZE + j) * (4 * self.width), size) for j in range(SIZE)]
-            for j, value in enumerate(outputs(line)):
+        for i, position in enumerate(down.positions):
+            line = [sums.load(isa.ints, ORDER[position, j] * (4 * self.width), size) for j in across.positions]
+            for j, value in enumerate(across.of_products(line)):
                 self.buffer.store(value, (i * M + j) * size, size)
             f.fence()
         offset, multiplier, start = (
             (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
         )
         low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
-        for j in range(M):
-            column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(SIZE)]
+        for j in range(across.outputs):
+            column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(len(down.positions))]
             reals = []
-            for value in outputs(column):
+            for value in down.of_products(column):
                 exact = (value * INVERSE).shift_signed(SHIFT)
                 reals.append(f.fma((exact + start).to("float"), multiplier, offset).max_or(low).min_or(high))
-            codes = isa.narrowed(f, reals) if isa.narrows else None
+            codes = isa.narrowed(f, [reals[i % len(reals)] for i in range(4)]) if isa.narrows else None
             for i, real in enumerate(reals):
                 here = to + steps[0] * i + steps[1] * j
                 if codes is None:
@@ -284,11 +418,11 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     assert isa.minimal is not None
     directly, by_this = isa.minimal
     batch, height, width = out
-    matrix, tiles = sizes.out * sizes.channels, batch * -(-height // M) * -(-width // M)
-    group = group_of(tiles, isa)
-    products = POSITIONS * -(-tiles // group) * group * matrix
-    ends = tiles * POSITIONS * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
-    cycles = products / by_this + ends + 2 * POSITIONS * matrix / _WEIGHT_BYTES
+    matrix, tiles = sizes.out * sizes.channels, Tiles.of(out)
+    counts = [stop - start for start, stop in tiles.classes]
+    products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in ([_whole(n, isa) for n in counts], counts))
+    multiplied = max(products * matrix / by_this, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
+    cycles = multiplied + ends * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
     return cycles < batch * height * width * 9 * matrix / directly
 
 
@@ -313,9 +447,9 @@ class WinogradKernel(CodesConv):
         sizes, column = self.sizes, 2 * self.isa.lanes
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
-        high, wide, columns = -(-ho // M), -(-wo // M), -(-sizes.out // column)
-        tiles = batch * high * wide
-        rows = group_of(tiles, self.isa)
+        of, columns = Tiles.of((batch, ho, wo)), -(-sizes.out // column)
+        spec, tiles = WinogradSpec.of(of, self.isa), sum(of.kinds)
+        rows = spec.classes[0].rows
         groups = -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         runs = -(-groups // max(_LEAST_GROUPS, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
@@ -324,9 +458,14 @@ class WinogradKernel(CodesConv):
         run = -(-groups // runs) * rows
         runs = -(-tiles // run)
         parts = max(1, min(columns, -(-most * _ITEMS_A_THREAD // runs))) if most > 1 else 1
-        plane = run * channels * 2 + 64  # or all planes would have the same places in the first-level cache
-        products_at = POSITIONS * plane
-        image_tile_at = products_at + run * POSITIONS * column * 4
+        # 64 bytes behind each plane, or all of them would have the same places in the first-level cache.
+        planes = [
+            -(-min(run, stop - start) // some.rows) * some.rows * channels * 2 + 64
+            for some, (start, stop) in zip(spec.classes, of.classes, strict=False)
+        ]
+        planes_at = list(itertools.accumulate((some.count * plane for some, plane in zip(spec.classes, planes, strict=True)), initial=0))
+        products_at = planes_at.pop()
+        image_tile_at = products_at + (run + max(some.rows for some in spec.classes)) * POSITIONS * column * 4
         out_tile_at = image_tile_at + (POSITIONS * channels + 63 & ~63)
         thread_bytes = out_tile_at + M * M * column
         edge = torch.full((channels,), outside, dtype=torch.int8, device="cpu")
@@ -344,17 +483,19 @@ class WinogradKernel(CodesConv):
             "columns": columns,
             "channels": channels,
             "thread_bytes": thread_bytes,
-            "plane_bytes": plane,
             "products_at": products_at,
             "image_tile_at": image_tile_at,
             "out_tile_at": out_tile_at,
-            "tiles_high": high,
-            "tiles_wide": wide,
+            "tiles_high": of.high,
+            "tiles_wide": of.wide,
             "image_bytes": height * width * channels,
             "line_bytes": width * channels,
             "pixel_bytes": channels,
             "out_line_bytes": wo * sizes.out,
             "outside": edge.data_ptr(),
         }
-        buffer = arguments(WINOGRAD, compiled(build, WinogradSpec(rows), self.isa), fields)
+        for n, (plane, at, (start, stop)) in enumerate(zip(planes, planes_at, of.classes, strict=False)):
+            fields |= {f"plane_bytes_{n}": plane, f"planes_at_{n}": at, f"class_start_{n}": start, f"class_stop_{n}": stop}
+        fields |= {f"kind_{n}": start for n, start in enumerate(itertools.accumulate(of.kinds[:-1], initial=0))}
+        buffer = arguments(WINOGRAD, compiled(build, spec, self.isa), fields)
         return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
