@@ -1,4 +1,4 @@
-"""Who takes part on a GPU: halfbyte, torch's own products, and the kernels of vLLM where it is installed.
+"""Who takes part on a GPU: halfbyte, torch's own products, and the kernels of gemlite and vLLM where they are installed.
 
 A contender puts copies of one weight in memory, as many as exceed the caches, and gives for x [M, K] the launches of y = x W^T, one
 for each copy. What it cannot do it says with Absent.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,21 @@ def cutlass(work: GpuWork, folder: str | None) -> Bind:
     return bind
 
 
+def gemlite(work: GpuWork) -> Bind:
+    work.needs(work.format.zero == "none" and work.compute == "float" and work.dtype != torch.float32, "symmetric weights, 16 bits")
+    if find_spec("gemlite") is None:
+        raise Absent("gemlite is not installed")
+    core = import_module("gemlite.core")
+    kind = core.DType.FP16 if work.dtype == torch.float16 else core.DType.BF16
+    layers = []
+    u = (work.codes.values() - work.format.q_min).to(torch.uint8)
+    for (scale,) in work.rotate(work.codes.scale.to(work.dtype)):
+        layer = core.GemLiteLinearTriton(work.format.bits, work.group, work.k, work.n, kind, kind)
+        layer.pack(u, scale.view(-1, 1), -work.format.q_min, None)
+        layers.append(layer)
+    return lambda x: [partial(layer, x) for layer in layers]
+
+
 @dataclass(frozen=True)
 class GpuContender:
     """One line of the plot."""
@@ -250,6 +266,7 @@ GPU_PEERS: Sequence[GpuContender] = (
     GpuContender("cublas", "cuBLAS 16-bit", cublas),
     GpuContender("tinygemm", "torch int4pack", tinygemm),
     GpuContender("int_mm", "torch._int_mm (product alone)", int_mm),
+    GpuContender("gemlite", "gemlite", gemlite),
     GpuContender("marlin", "vLLM Marlin", marlin, of_vllm=True),
     GpuContender("machete", "vLLM Machete", machete, of_vllm=True),
     GpuContender("cutlass", "vLLM CUTLASS int8", cutlass, of_vllm=True),
