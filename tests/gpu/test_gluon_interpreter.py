@@ -97,6 +97,7 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
     [
         ("int4_channel", "row", 1),
         ("int8_channel", "row", 2),
+        ("int8_channel", "row", 3),
         ("int4_g128", "row", 2),
         ("int8_g128_zp", "row", 1),
         ("q8_0", "block", 1),
@@ -105,17 +106,20 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
     ],
 )
 def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | int) -> None:
-    """A tile or two for a program, chains of four records and of one; with few rows skinny_int8_hopper."""
+    """A tile or two for a program, chains of four records and of one, tiles of 256 rows, results by TMA and without; with few rows
+    skinny_int8_hopper."""
     m, k = (70, 600) if isinstance(config, int) else (60, 450)
-    codes, x, bias = random_codes(as_format(name), (140, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(140)
-    problem = Problem("linear", m, 140, k, codes.format, x.dtype, "int8", activation)
+    n = 140 if config == 2 else 136
+    codes, x, bias = random_codes(as_format(name), (n, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(n)
+    problem = Problem("linear", m, n, k, codes.format, x.dtype, "int8", activation)
     views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
     module = gemm_int8_hopper if isinstance(config, int) else skinny_int8_hopper
     assert module.supports(problem, GPU) is None
-    out = torch.full((m, 140), torch.nan, dtype=x.dtype)
+    out = torch.full((m, n), torch.nan, dtype=x.dtype)
     with interpreted(gemm_int8_hopper, skinny_hopper):
         if isinstance(config, int):
-            config = replace(module.configs(problem, GPU)[0], programs=config)
+            found = module.configs(problem, GPU)
+            config = replace(found[-1] if config == 3 else found[0], programs=config)
         module.launch(problem, config, x, *views, out, Epilogue(bias, None, -1.0, 6.0))
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()

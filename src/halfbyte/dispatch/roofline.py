@@ -110,8 +110,8 @@ class CostModel(NamedTuple):
     scaling  of integers, what the scales of a block take, over 128 products of the same rows: of rows of x and blocks of the weight; of
              blocks on both sides
     floats   it multiplies in floating point, whatever becomes of the activations before
-    hides    of weights with a scale a channel: up to so many rows of x are quantized while the weight is on its way, which few
-             multiprocessors read as fast as all
+    hides    of weights with a scale a channel: up to so many rows of x are quantized while the weight is on its way, which half of the
+             multiprocessors read nearly half as fast as all
     """
 
     memory: float
@@ -131,7 +131,7 @@ COST_MODELS = {
     "gemm_hopper": CostModel(0.90, 1.08, 9e-6, norm=2),
     "dequantized": CostModel(0.93, 0.97, 4e-6, norm=2, unpacks=True),
     "gemm_int8": CostModel(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
-    "skinny_int8_hopper": CostModel(0.90, 1.00, 2e-6, norm=1, floats=False),
+    "skinny_int8_hopper": CostModel(0.90, 2.00, 1.5e-6, norm=2, floats=False, hides=64),
     "gemm_int8_hopper": CostModel(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
     "rounded": CostModel(0.90, 1.08, 9e-6, norm=2),
 }
@@ -185,7 +185,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
             rate *= _OF_SCALED_BYTES if geo.padded < gpu_tiles.RECORD else 1.0
             seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
     arithmetic = operations * waves * min(idle, 8.0) / (rate * cost.arithmetic)
-    memory = nbytes * min(idle, 1.3 if fed else 4.0) / (ceilings.bandwidth * cost.memory)
+    memory = nbytes * min(idle, 2.2 if fed else 4.0) / (ceilings.bandwidth * cost.memory)
     if candidate == "skinny":
         memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
     if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache

@@ -193,17 +193,15 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = 
         WHOLE=plan.whole,
         NIBBLES=plan.nibbles,
         PDL=early,
-        num_warps=max(1, min(16, held * plan.granule // 512)),
+        num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 else 1024))),
         early=early,
     )
     return out
 
 
-def first(
-    multiply: Callable[..., None], beside: Callable[..., int], *, early: Callable[[Any], bool] = lambda config: False
-) -> Callable[..., None]:
+def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
-    `beside(problem, config)` bytes of memory of its own; `early(config)` as in `quantize_activation`."""
+    `beside(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
 
     def launch_both(
         problem: Problem,
@@ -218,7 +216,7 @@ def first(
         """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
         own = plan(problem)
         memory = launch.workspace(out.device, own.nbytes + beside(problem, config))
-        quantized = quantize_activation(x, own, memory, early=early(config))
+        quantized = quantize_activation(x, own, memory, early=early)
         multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
 
     return launch_both
@@ -292,11 +290,14 @@ def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
+    """A step of NaN gives zeros. Without an offset none is beyond 127, and what is not there is 0 already."""
+    good = (step < float("inf"))[:, None]
     if WITH_OFFSET:
-        v = v - middle[:, None]
-    v = tl.where(real & (step < float("inf"))[:, None], v, 0.0)  # a step of NaN is no less
-    c = round_product(v, tl.broadcast_to(inverse[:, None], v.shape))
-    return tl.minimum(tl.maximum(c, -127), 127)
+        v = tl.where(real & good, v - middle[:, None], 0.0)
+        c = round_product(v, tl.broadcast_to(inverse[:, None], v.shape))
+        return tl.minimum(tl.maximum(c, -127), 127)
+    else:
+        return round_product(tl.where(good, v, 0.0), tl.broadcast_to(inverse[:, None], v.shape))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
-from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC_BITS, in_groups
+from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.int8_hopper_tile import UP, add_chain, add_records, next_stage, scaled, sum_blocks, sum_whole
+from halfbyte.kernels.gpu.int8_hopper_tile import Static, next_stage, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -70,12 +71,13 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     if chains(problem):
         unroll = 4
     else:  # two records of a tile and all that scales them fit the registers here; 8 bits were faster without
-        unroll = 2 if fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
+        unroll = 2 if plan.granule == gpu_tiles.RECORD and fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
     for (block_m, panels), us in _record_us(problem, plan.whole).items():
         rows = -(-problem.m // block_m)
         tiles = rows * -(-problem.n // (64 * panels))
         waves = -(-tiles // gpu.sms)
-        stages = min(8, (gpu.shared - (32 << 10)) // _stage_bytes(problem, block_m, panels))
+        static = compiled_for(problem, Config(block_m, 1, 8, 1, panels, unroll), clamp=False)
+        stages = min(8, (gpu.shared - (32 << 10)) // static.stage_bytes)
         # Programs that start one after the other ask for the same weights at different times.
         early = rows == 1 or (rows == 2 and fits)
         found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll, early)))
@@ -83,7 +85,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 
 def chains(problem: Problem) -> bool:
-    """Whether sums of blocks may lose what `add_chain` makes them lose."""
+    """Whether sums of blocks may lose what chains make them lose (`int8_hopper_tile.py`)."""
     plan, fmt = activations.plan(problem), problem.format
     return plan.whole_row and plan.granule == gpu_tiles.RECORD and fmt.scale == torch.float16 and problem.dtype != torch.float32
 
@@ -94,7 +96,7 @@ def _record_us(problem: Problem, whole: bool) -> dict[tuple[int, int], float]:
     if problem.m <= 32:
         return {(16 if problem.m <= 16 and whole else 32, panels): us for panels, us in ((1, 1.0), (2, 1.3))}
     if problem.m <= 64:
-        return {(64, 1): 1.0, (64, 2): 1.3, (32, 2): 0.98 if bits == 4 and whole else 1.03}
+        return {(64, 1): 1.0, (64, 2): 1.3, (32, 1): 0.99, (32, 2): 0.98 if bits == 4 and whole else 1.03}
     if not whole:
         return {(128, 2): 0.518, (64, 2): 0.330, (128, 1): 0.307, (64, 1): 0.20}
     if bits == 4:
@@ -102,89 +104,90 @@ def _record_us(problem: Problem, whole: bool) -> dict[tuple[int, int], float]:
     return {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228, (128, 1): 0.24}
 
 
-def _stage_bytes(problem: Problem, block_m: int, panels: int) -> int:
-    """Bytes of a record of both operands, and of the scales and sums of its blocks."""
+def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
     plan, fmt = activations.plan(problem), problem.format
-    total = 128 * block_m + 1024 * fmt.bits * panels
-    if not plan.whole:
-        of_row = 4 * ((not plan.whole_row) + (fmt.zero != "none"))
-        total += 128 // plan.granule * (of_row * block_m + fmt.scale.itemsize * 64 * panels)
-    return total
+    return Static(
+        bits=fmt.bits,
+        zero=ZEROS[fmt.zero],
+        scale_bytes=fmt.scale.itemsize,
+        whole=plan.whole,
+        row=plan.whole_row,
+        granule=plan.granule,
+        block_m=config.block_m,
+        panels=config.panels,
+        stages=config.stages,
+        group=config.group,
+        unroll=config.unroll,
+        early=config.early,
+        biased=not plan.whole and plan.granule == 32 and fmt.zero == "none" and fmt.scale == torch.float16,
+        clamp=clamp,
+    )
 
 
 def multiply(
     problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
     """The product alone."""
-    plan, geo, fmt = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k)), problem.format
-    rows = weight.codes.view(torch.int8).view(-1, 128) if fmt.bits == 4 else weight.codes
-    scaled = not plan.whole
+    geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
+    rows = weight.codes.view(torch.int8).view(-1, 128) if static.bits == 4 else weight.codes
+    by_tma = epilogue.residual is None and out.itemsize == 2 and problem.n % 8 == 0 and out.data_ptr() % 16 == 0
     run(
         _gemm,
         (config.programs,),
         _descriptor(x.q, config.block_m, 128),
-        _descriptor(rows, 8 * fmt.bits, 128),
-        _descriptor(x.scale, 1, config.block_m) if scaled and not plan.whole_row else None,
-        _descriptor(x.sums, 1, config.block_m) if scaled and weight.zero is not None else None,
-        _descriptor(weight.scale, 1, 64) if scaled else None,
-        x.scale,
-        x.sums,
-        weight.scale,
-        weight.scale if weight.zero is None else weight.zero,
+        _descriptor(rows, 8 * static.bits, 128),
+        None if static.whole or static.row else _descriptor(x.scale, 1, config.block_m),
+        None if static.whole or weight.zero is None else _descriptor(x.sums, 1, config.block_m),
+        None if static.whole else _descriptor(weight.scale, 1, 64),
+        _descriptor(out, static.part, 64) if by_tma else None,
+        (x.scale, x.sums),
+        (weight.scale, weight.zero),
         out,
-        epilogue.bias,
-        epilogue.residual,
-        epilogue.low,
-        epilogue.high,
-        plan.m,
+        (epilogue.bias, epilogue.residual),
+        problem.m,
         problem.n,
         geo.n_padded,
         geo.records,
-        BITS=fmt.bits,
-        ZERO=ZEROS[fmt.zero],
-        WHOLE=plan.whole,
-        ROW=plan.whole_row,
-        G=plan.granule,
-        BM=config.block_m,
-        PANELS=config.panels,
-        STAGES=config.stages,
-        STAGE_BYTES=_stage_bytes(problem, config.block_m, config.panels),
-        GROUP=config.group,
-        UNROLL=config.unroll,
-        CLAMP=epilogue.clamps,
+        (epilogue.low, epilogue.high),
+        static,
         num_warps=4,
-        **({"launch_pdl": True} if config.early else {}),
+        early=True,
     )
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of tiles of a matrix; rows of 128 bytes are swizzled, as wgmma reads them."""
-    width = columns * matrix.itemsize
-    operand = matrix.dtype == torch.int8 and width == 128
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if operand else 0, element_bitwidth=8 * matrix.itemsize, rank=2)
+    """Of tiles of a matrix; rows of 128 bytes are swizzled, as wgmma reads them; not the single ones of scales."""
+    swizzled = rows > 1 and columns * matrix.itemsize == 128
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if swizzled else 0, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, lambda problem, config: 0, early=lambda config: config.early and not INTERPRETED)
+launch = activations.first(multiply, lambda problem, config: 0, early=not triton.knobs.runtime.interpret)
+
+
+# The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a row).
 
 
 @gluon.jit
-def _load_weight(wd, ws, full, pn, r, stage, R, BITS: gl.constexpr, PANELS: gl.constexpr, STAGE_BYTES: gl.constexpr):
+def _load_weight(wd, ws, full, pn, r, stage, sizes, S: gl.constexpr):
     """Record r of a tile of the weight, and how many bytes are to come with it in all."""
+    PANELS: gl.constexpr = S.panels
     bar = full.index(stage)
-    mbarrier.expect(bar, STAGE_BYTES)
+    mbarrier.expect(bar, S.stage_bytes)
     for p in gl.static_range(PANELS):
         panel = pn * PANELS + p
-        if BITS == 4:
-            tma.async_copy_global_to_shared(wd, [(panel * R + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+        if S.bits == 4:
+            tma.async_copy_global_to_shared(wd, [(panel * sizes[3] + r) * 32, 0], bar, ws.index(stage * PANELS + p))
         else:
             tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
 
 
 @gluon.jit
-def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, PANELS: gl.constexpr, PIECES: gl.constexpr):
+def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, S: gl.constexpr):
     """Of record r the rows of x from first_m on, and what scales both."""
     xs, _, a, m, s, _ = buffers
+    PANELS: gl.constexpr = S.panels
+    PIECES: gl.constexpr = S.pieces
     bar = full.index(stage)
     tma.async_copy_global_to_shared(xd, [first_m, r * 128], bar, xs.index(stage))
     for j in gl.static_range(PIECES):
@@ -200,164 +203,146 @@ def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, PANELS: gl.
 
 
 @gluon.jit
-def _produce(
-    xd, wd, ad, md, sd, buffers, full, empty, M, N, R,
-    BITS: gl.constexpr, BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
-    GROUP: gl.constexpr, PIECES: gl.constexpr,
-):  # fmt: skip
-    tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS)
-    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, GROUP)
-    ahead = gl.minimum(R, STAGES)
-    for r in range(ahead):  # the weight, before the kernel before has ended
-        _load_weight(wd, buffers[1], full, pn, r, r, R, BITS, PANELS, STAGE_BYTES)
+def _tiles(sizes, S: gl.constexpr):
+    """How many there are along M and along N."""
+    return gl.cdiv(sizes[0], S.block_m), gl.cdiv(sizes[1], 64 * S.panels)
+
+
+@gluon.jit
+def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
+    tiles_m, tiles_n = _tiles(sizes, S)
+    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, S.group)
+    ahead = gl.minimum(sizes[3], S.stages)
+    if not S.early:
+        gdc_wait()
+    for r in range(ahead):
+        _load_weight(wd, buffers[1], full, pn, r, r, sizes, S)
     gdc_wait()
     for r in range(ahead):
-        _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, r, PANELS, PIECES)
-    stage = gl.where(ahead == STAGES, 0, ahead)
-    phase = gl.where(ahead == STAGES, 0, 1)
+        _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, r, r, S)
+    stage = gl.where(ahead == S.stages, 0, ahead)
+    phase = gl.where(ahead == S.stages, 0, 1)
     tile = gl.program_id(0)
     # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
     while tile < tiles_m * tiles_n:
-        pm, pn = in_groups(tile, tiles_m, tiles_n, GROUP)
-        for r in range(ahead, R):
+        pm, pn = in_groups(tile, tiles_m, tiles_n, S.group)
+        for r in range(ahead, sizes[3]):
             mbarrier.wait(empty.index(stage), phase)
-            _load_weight(wd, buffers[1], full, pn, r, stage, R, BITS, PANELS, STAGE_BYTES)
-            _load_rest(xd, ad, md, sd, buffers, full, pm * BM, pn, r, stage, PANELS, PIECES)
-            stage, phase = next_stage(stage, phase, STAGES)
+            _load_weight(wd, buffers[1], full, pn, r, stage, sizes, S)
+            _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, r, stage, S)
+            stage, phase = next_stage(stage, phase, S.stages)
         ahead -= ahead
         tile += gl.num_programs(0)
 
 
 @gluon.jit
-def _consume(
-    buffers, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
-    UNROLL: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
+def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, W: gl.constexpr, S: gl.constexpr):
     """Warpgroup W: panel W of the tile by all of its rows of x."""
-    # Two sums of parts of the rows: in turn where blocks are scaled; else so that what finishes them fits the registers.
-    PART: gl.constexpr = BM if WHOLE and BM < 256 else BM // 2
-    COUNT: gl.constexpr = BM if WHOLE else PART
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(COUNT, 128), 32])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    tiles = gl.cdiv(N, 64 * PANELS) * gl.cdiv(M, BM)
-    first = gl.full([64, COUNT], 0 if WHOLE else MAGIC_BITS, gl.int32, layout=MMA)
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
+    tiles_m, tiles_n = _tiles(sizes, S)
+    to = (yd, ys.index(W), out, added, sizes, bounds)
     stage = 0
     phase = 0
     gdc_wait()
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = in_groups(tile, gl.cdiv(M, BM), gl.cdiv(N, 64 * PANELS), GROUP)
-        n = (pn * PANELS + W) * 64
-        m = pm * BM
-        to = (out, bias, residual, low, high, M, N)
-        own = (sa, sums, scale, zero)
-        if WHOLE:
-            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, R, first, W, BITS, PANELS, STAGES, OPERAND)
-            if COUNT == PART:
-                _finish(acc, own, to, n, m, NP, BITS, ZERO, True, True, CLAMP)
-            else:
-                left, right = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
-                _finish(left, own, to, n, m, NP, BITS, ZERO, True, True, CLAMP)
-                _finish(right, own, to, n, m + PART, NP, BITS, ZERO, True, True, CLAMP)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = in_groups(tile, tiles_m, tiles_n, S.group)
+        n = (pn * S.panels + W) * 64
+        m = pm * S.block_m
+        rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
+        # What the sums will be multiplied by is on its way while products are added up.
+        by_x = _row_scale(of_x, m, S)
+        by_w = of_w[0]
+        if S.whole:
+            by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
+            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, sizes[3], W, S)
         else:
-            zeros = (zero, gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1), NP)
-            if UNROLL == 4:
-                left = gl.zeros_like(first).to(gl.float32)
-                right = left
-                whole = R // UNROLL * UNROLL
-                for r in range(0, whole, UNROLL):
-                    left, right, stage, phase = add_chain(
-                        buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, PANELS, STAGES, OPERAND, UNROLL
-                    )
-                for r in range(whole, R):
-                    left, right, stage, phase = add_chain(
-                        buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, PANELS, STAGES, OPERAND, 1
-                    )
-                left *= UP
-                right *= UP
-            elif G == 128:
-                left = gl.zeros_like(first).to(gl.float32)
-                right = left
-                whole = R // UNROLL * UNROLL
-                for r in range(0, whole, UNROLL):
-                    left, right, stage, phase = add_records(
-                        buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, ROW, PANELS, STAGES, OPERAND, UNROLL
-                    )
-                if UNROLL > 1:
-                    for r in range(whole, R):
-                        left, right, stage, phase = add_records(
-                            buffers, full, empty, stage, phase, r, left, right, zeros, W, BITS, ZERO, ROW, PANELS, STAGES, OPERAND, 1
-                        )
-            else:
-                left, right, stage, phase = sum_blocks(
-                    buffers, full, empty, stage, phase, R, first, zeros, W, BITS, ZERO, ROW, G, PANELS, STAGES, OPERAND, BIASED
-                )  # fmt: skip
-            _finish(left, own, to, n, m, NP, BITS, ZERO, False, ROW, CLAMP)
-            _finish(right, own, to, n, m + PART, NP, BITS, ZERO, False, ROW, CLAMP)
+            left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, sizes[3], (of_w[1], rn, sizes[2]), W, S)
+        if PART == S.block_m:
+            _finish(acc, by_x, by_w, of_x, of_w, rn, to, n, m, S)
+        else:
+            if S.whole:
+                left, right = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
+            by_right = _row_scale(of_x, m + PART, S)
+            _finish(left, by_x, by_w, of_x, of_w, rn, to, n, m, S)
+            _finish(right, by_right, by_w, of_x, of_w, rn, to, n, m + PART, S)
+    if yd is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _finish(
-    total, own, to, first_n, first_m, NP,
-    BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, CLAMP: gl.constexpr,
-):  # fmt: skip
-    """Integers of all of K, or scaled sums of blocks, [64, BM] -> y."""
-    sa, sums, scale, zero = own
-    out, bias, residual, low, high, M, N = to
-    BM: gl.constexpr = total.shape[1]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 32])
-    total = gl.convert_layout(total, MMA, assert_trivial=True)
-    rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    if WHOLE:
-        rn = gl.minimum(first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), NP - 1)
-        s = gl.expand_dims(gl.load(scale + rn).to(gl.float32), 1)
-        z = s
-        m = s
-        if ZERO != 0:
-            z = gl.expand_dims(gl.load(zero + rn), 1)
-            m = gl.expand_dims(gl.load(sums + rm), 0)
-        total = scaled(total.to(gl.float32), s, z, m, BITS, ZERO)
-    if BITS == 4:
-        total *= 0.0625
-    if ROW:
-        total *= gl.expand_dims(gl.load(sa + rm), 0)
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    rn = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    rm = first_m + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
-    dtype: gl.constexpr = out.dtype.element_ty
-    mask = gl.expand_dims(rn < N, 1) & gl.expand_dims(rm < M, 0)
-    at = gl.expand_dims(rm, 0).to(gl.int64) * N + gl.expand_dims(rn, 1)
-    if bias is None and residual is None and not CLAMP:
-        y = gl.convert_layout(total.to(dtype), OUT)
+def _row_scale(of_x, first, S: gl.constexpr):
+    """The scales of the rows of x from `first` on whose sums are finished together, [1, part]."""
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
+    if S.row:
+        return gl.expand_dims(gl.load(of_x[0] + first + gl.arange(0, PART, layout=gl.SliceLayout(0, MMA))), 0)
     else:
-        y = finish(gl.convert_layout(total, OUT), (bias, residual), rn, rm, N, low, high, CLAMP, dtype, mask)
-    gl.store(out + at, y, mask=mask)
+        return of_x[0]
+
+
+@gluon.jit
+def _finish(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.constexpr):
+    """Integers of all of K, or scaled sums of blocks, [64, part] -> y."""
+    yd, place, out, added, sizes, bounds = to
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    total = gl.convert_layout(total, MMA, assert_trivial=True)
+    if S.whole:
+        z = by_w
+        m = by_w
+        if S.zero != 0:
+            z = gl.expand_dims(gl.load(of_w[1] + rn), 1)
+            m = gl.expand_dims(gl.load(of_x[1] + first_m + gl.arange(0, PART, layout=gl.SliceLayout(0, MMA))), 0)
+        total = scaled(total.to(gl.float32), by_w, z, m, S)
+    if S.row:
+        total *= by_x * (0.0625 if S.bits == 4 else 1.0)
+    elif S.bits == 4:
+        total *= 0.0625
+    if yd is not None:
+        row = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+        y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
+        tma.store_wait(0)
+        gl.thread_barrier()  # what was there before is on its way
+        place.permute([1, 0]).store(y)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
+    else:
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        rn = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+        rm = first_m + gl.arange(0, PART, layout=gl.SliceLayout(0, OUT))
+        mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
+        at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
+        y = finish(gl.convert_layout(total, OUT), added, rn, rm, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, mask)
+        gl.store(out + at, y, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _gemm(
-    xd, wd, ad, md, sd, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
-    BITS: gl.constexpr, ZERO: gl.constexpr, WHOLE: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr,
-    BM: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, GROUP: gl.constexpr, CLAMP: gl.constexpr,
-    UNROLL: gl.constexpr,
-):  # fmt: skip
+def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
-    PIECES: gl.constexpr = 128 // G
+    STAGES: gl.constexpr = S.stages
+    PANELS: gl.constexpr = S.panels
+    BM: gl.constexpr = S.block_m
+    PIECES: gl.constexpr = S.pieces
+    PART: gl.constexpr = S.part
+    LINES: gl.constexpr = 8 * S.bits
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
-    ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, 8 * BITS, 128], wd.layout)
+    ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, LINES, 128], wd.layout)
     a = xs  # what is not there is not read
     m = xs
     s = xs
+    ys = xs
+    constant = xs.index(0)
     if ad is not None:
         a = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], ad.layout)
     if md is not None:
         m = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], md.layout)
     if sd is not None:
-        s = gl.allocate_shared_memory(scale.dtype.element_ty, [STAGES * PANELS * PIECES, 1, 64], sd.layout)
-    constant = xs.index(0)
-    BIASED: gl.constexpr = not WHOLE and G == 32 and ZERO == 0 and scale.dtype.element_ty == gl.float16
-    if BIASED:
+        s = gl.allocate_shared_memory(sd.dtype, [STAGES * PANELS * PIECES, 1, 64], sd.layout)
+    if yd is not None:
+        ys = gl.allocate_shared_memory(yd.dtype, [PANELS, PART, 64], yd.layout)
+    if S.biased:
         constant = gl.allocate_shared_memory(gl.int8, [BM, 32], gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2))
         constant.store(gl.full([BM, 32], -128, gl.int8, layout=gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])))
     buffers = (xs, ws, a, m, s, constant)
@@ -367,25 +352,23 @@ def _gemm(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PANELS)
     fence_async_shared()
+    sizes = (M, N, n_padded, records)
     if PANELS == 1:
         gl.warp_specialize(
             [
-                (_consume, (buffers, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
-                            0, BITS, ZERO, WHOLE, ROW, G, BM, PANELS, STAGES, GROUP, CLAMP, UNROLL, BIASED)),
-                (_produce, (xd, wd, ad, md, sd, buffers, full, empty, M, N, R, BITS, BM, PANELS, STAGES, STAGE_BYTES, GROUP, PIECES)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 0, S)),
+                (_produce, (xd, wd, ad, md, sd, buffers, full, empty, sizes, S)),
             ],
             [1],
             [40],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (buffers, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
-                            0, BITS, ZERO, WHOLE, ROW, G, BM, PANELS, STAGES, GROUP, CLAMP, UNROLL, BIASED)),
-                (_consume, (buffers, full, empty, sa, sums, scale, zero, out, bias, residual, low, high, M, N, NP, R,
-                            1, BITS, ZERO, WHOLE, ROW, G, BM, PANELS, STAGES, GROUP, CLAMP, UNROLL, BIASED)),
-                (_produce, (xd, wd, ad, md, sd, buffers, full, empty, M, N, R, BITS, BM, PANELS, STAGES, STAGE_BYTES, GROUP, PIECES)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 0, S)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 1, S)),
+                (_produce, (xd, wd, ad, md, sd, buffers, full, empty, sizes, S)),
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
+        )

@@ -16,6 +16,8 @@ s_5 = 0: one instruction for each, and no start but the first. float32 sums besi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -24,7 +26,60 @@ from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
 
 _FROM_BITS, _START, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(19 - 38) …
-_DOWN, UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
+_DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel is compiled for; `Config` has the meanings of some."""
+
+    bits: int
+    zero: int  # a number of `activations.ZEROS`
+    scale_bytes: int
+    whole: bool  # a product is one sum of integers
+    row: bool  # a row of x has one scale
+    granule: int
+    block_m: int
+    panels: int
+    stages: int
+    group: int
+    unroll: int
+    early: bool
+    biased: bool  # sums of blocks start with a product of constants
+    clamp: bool
+
+    @property
+    def part(self) -> int:
+        """Rows of x whose sums are finished together: half of a tile's where blocks are scaled, and where the registers hold no more."""
+        return self.block_m if self.whole and self.block_m < 256 else self.block_m // 2
+
+    @property
+    def columns(self) -> int:
+        """Rows of x that are multiplied together."""
+        return self.block_m if self.whole else self.part
+
+    @property
+    def pieces(self) -> int:
+        """Blocks of a record."""
+        return 128 // self.granule
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a record of both operands, and of the scales and sums of its blocks."""
+        total = 128 * self.block_m + 1024 * self.bits * self.panels
+        if not self.whole:
+            of_row = 4 * ((not self.row) + (self.zero != 0))
+            total += self.pieces * (of_row * self.block_m + self.scale_bytes * 64 * self.panels)
+        return total
+
+    @property
+    def sums(self) -> gl.NVMMADistributedLayout:
+        """Where the sums are; of powers of two, n = 128 is the most by which Triton 3.6 multiplies integers."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(self.columns, 128), 32])
+
+    @property
+    def operand(self) -> gl.DotOperandLayout:
+        return gl.DotOperandLayout(0, self.sums, 4)
 
 
 @gluon.jit
@@ -35,15 +90,16 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _weight(ws, BITS: gl.constexpr, G: gl.constexpr, OPERAND: gl.constexpr):
+def _weight(ws, S: gl.constexpr):
     """A panel's record in registers, as wgmma takes it: of 8 bits its granules, of 4 bits 16 * (u - 8), of the low and of the high
     nibbles [64, 64] each, or for short blocks of its four planes of 32 k [64, 32]."""
-    if BITS == 4 and G == 128:
+    OPERAND: gl.constexpr = S.operand
+    if S.bits == 4 and S.granule == 128:
         LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         b = ws.load(LANES).reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
         b = gl.convert_layout(b, OPERAND, assert_trivial=True)
         return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-    elif BITS == 4:
+    elif S.bits == 4:
         WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
@@ -51,9 +107,9 @@ def _weight(ws, BITS: gl.constexpr, G: gl.constexpr, OPERAND: gl.constexpr):
             dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8,
         )  # fmt: skip
         return _plane(p0, OPERAND), _plane(p1, OPERAND), _plane(p2, OPERAND), _plane(p3, OPERAND)
-    elif G == 128:
+    elif S.granule == 128:
         return (ws.load(OPERAND),)
-    elif G == 64:
+    elif S.granule == 64:
         return _columns(ws, 0, 64, OPERAND), _columns(ws, 64, 64, OPERAND)
     else:
         return _columns(ws, 0, 32, OPERAND), _columns(ws, 32, 32, OPERAND), _columns(ws, 64, 32, OPERAND), _columns(ws, 96, 32, OPERAND)
@@ -72,26 +128,27 @@ def _plane(plane, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _above(like):
-    """2^23 as an integer, see `add_chain`."""
+    """2^23 as an integer, see `_add_chain`."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0x00800000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _fresh(like, BIASED: gl.constexpr):
+def _fresh(like, S: gl.constexpr):
     """Where a block's integers start. Each time of its own: what two wgmma have in common the compiler computes once and copies, and
     lets the second wait for the first."""
-    if BIASED:
+    if S.biased:
         return gl.inline_asm_elementwise("// any", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _start(xt, w, acc, bias, J: gl.constexpr, BITS: gl.constexpr, G: gl.constexpr, BIASED: gl.constexpr):
-    """Starts acc, or 2^19 where BIASED, + the integers of granule J of a record of some rows of x; w is what `_weight` gave."""
-    if BIASED:
+def _start(xt, w, acc, bias, J: gl.constexpr, S: gl.constexpr):
+    """Starts acc, or 2^19 where it is biased, + the integers of granule J of a record of some rows of x; w is what `_weight` gave."""
+    G: gl.constexpr = S.granule
+    if S.biased:
         acc = warpgroup_mma(bias[0], bias[1], acc, use_acc=False, is_async=True)
-    if BITS == 8 or G == 32:
+    if S.bits == 8 or G == 32:
         return warpgroup_mma(w[J], xt.slice(J * G, G, dim=1).permute([1, 0]), acc, is_async=True)
     else:
         acc = warpgroup_mma(w[2 * J], xt.slice(G * J, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
@@ -99,23 +156,53 @@ def _start(xt, w, acc, bias, J: gl.constexpr, BITS: gl.constexpr, G: gl.constexp
 
 
 @gluon.jit
-def sum_whole(
-    buffers, full, empty, stage, phase, R, acc,
-    W: gl.constexpr, BITS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
+def sum_whole(buffers, full, empty, stage, phase, R, W: gl.constexpr, S: gl.constexpr):
     """Integers of all of K."""
     xs, ws = buffers[0], buffers[1]
+    COLUMNS: gl.constexpr = S.columns
+    MMA: gl.constexpr = S.sums
+    acc = gl.zeros([64, COLUMNS], gl.int32, layout=MMA)
     for _ in range(R):
         mbarrier.wait(full.index(stage), phase)
         xt = xs.index(stage)
-        if BITS == 4:
-            acc = _start(xt, _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND), acc, (), 0, BITS, 128, False)
+        if S.bits == 4:
+            acc = _start(xt, _weight(ws.index(stage * S.panels + W), S), acc, (), 0, S)
         else:  # from shared memory, as one reads it
-            acc = warpgroup_mma(ws.index(stage * PANELS + W), xt.permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma(ws.index(stage * S.panels + W), xt.permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, S.stages)
     return acc, stage, phase
+
+
+@gluon.jit
+def sum_blocks(buffers, full, empty, stage, phase, R, zeros, W: gl.constexpr, S: gl.constexpr):
+    """Scaled sums of all blocks, in two halves of the rows of x: while one's wgmma run, the other's integers become floats."""
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
+    left = gl.zeros([64, PART], gl.float32, layout=MMA)
+    right = left
+    whole = R // S.unroll * S.unroll
+    for r in range(0, whole, S.unroll):
+        left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, S.unroll, S)
+    if S.unroll > 1:
+        for r in range(whole, R):
+            left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, 1, S)
+    if S.unroll == 4 or S.biased:
+        left *= _UP
+        right *= _UP
+    return left, right, stage, phase
+
+
+@gluon.jit
+def _add(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr):
+    """Adds COUNT records from r on."""
+    if S.granule < 128:
+        return _add_short(buffers, full, empty, stage, phase, r, left, right, zeros, W, S)
+    elif S.unroll == 4:
+        return _add_chain(buffers, full, empty, stage, phase, r, left, right, zeros, W, COUNT, S)
+    else:
+        return _add_records(buffers, full, empty, stage, phase, r, left, right, zeros, W, COUNT, S)
 
 
 @gluon.jit
@@ -128,209 +215,202 @@ def _release(bar, READ: gl.constexpr):
 
 
 @gluon.jit
-def sum_blocks(
-    buffers, full, empty, stage, phase, R, first, zeros,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, G: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
-    """Scaled sums of blocks of 32 or 64, in two halves of the rows of x: while one's wgmma run, the other's integers become floats."""
+def _add_short(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, S: gl.constexpr):
+    """Adds a record of blocks of 32 or 64."""
     xs, ws, a, m, s, constant = buffers
-    HALF: gl.constexpr = first.shape[1]
-    MMA: gl.constexpr = first.type.layout
-    PIECES: gl.constexpr = 128 // G
-    GROUPS: gl.constexpr = 2 if BIASED or (BITS == 4 and G > 32) else 1  # of wgmma, a half and a granule
+    HALF: gl.constexpr = S.part
+    PIECES: gl.constexpr = S.pieces
+    GROUPS: gl.constexpr = 2 if S.biased or (S.bits == 4 and S.granule > 32) else 1  # of wgmma, a half and a granule
+    OPERAND: gl.constexpr = S.operand
     bias = (gl.full([64, 32], -128, gl.int8, layout=OPERAND), constant.slice(0, HALF, dim=0).slice(0, 32, dim=1).permute([1, 0]))
-    left = gl.zeros_like(first).to(gl.float32)
-    right = left
-    for r in range(R):
-        mbarrier.wait(full.index(stage), phase)
-        xl = xs.index(stage).slice(0, HALF, dim=0)
-        xr = xs.index(stage).slice(HALF, HALF, dim=0)
-        w = _weight(ws.index(stage * PANELS + W), BITS, G, OPERAND)
-        pl = _start(xl, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
-        pr = _start(xr, w, _fresh(left, BIASED), bias, 0, BITS, G, BIASED)
-        for j in gl.static_range(PIECES):
-            of_w = _of_weight(s.index((stage * PANELS + W) * PIECES + j), zeros, r * PIECES + j, MMA, ZERO)
-            of_l = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], 0, HALF, MMA, ZERO, ROW)
-            of_r = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], HALF, HALF, MMA, ZERO, ROW)
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, BIASED)
-            if j + 1 < PIECES:
-                pl = _start(xl, w, pl if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
-                pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
-                pr = _start(xr, w, pr if BIASED else _fresh(left, BIASED), bias, j + 1, BITS, G, BIASED)
-            else:
-                pr = warpgroup_mma_wait(0, deps=[pr])
-                _release(empty.index(stage), True)
-                right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, BIASED)
-        stage, phase = next_stage(stage, phase, STAGES)
-    if BIASED:
-        left *= UP
-        right *= UP
+    mbarrier.wait(full.index(stage), phase)
+    xl = xs.index(stage).slice(0, HALF, dim=0)
+    xr = xs.index(stage).slice(HALF, HALF, dim=0)
+    w = _weight(ws.index(stage * S.panels + W), S)
+    pl = _start(xl, w, _fresh(left, S), bias, 0, S)
+    pr = _start(xr, w, _fresh(left, S), bias, 0, S)
+    for j in gl.static_range(PIECES):
+        of_w = _of_weight(s.index((stage * S.panels + W) * PIECES + j), zeros, r * PIECES + j, S)
+        of_l = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], 0, S)
+        of_r = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], HALF, S)
+        pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+        left = _fold(left, pl, of_w, of_l, S)
+        if j + 1 < PIECES:
+            pl = _start(xl, w, pl if S.biased else _fresh(left, S), bias, j + 1, S)
+            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
+            right = _fold(right, pr, of_w, of_r, S)
+            pr = _start(xr, w, pr if S.biased else _fresh(left, S), bias, j + 1, S)
+        else:
+            pr = warpgroup_mma_wait(0, deps=[pr])
+            _release(empty.index(stage), True)
+            right = _fold(right, pr, of_w, of_r, S)
+    stage, phase = next_stage(stage, phase, S.stages)
     return left, right, stage, phase
 
 
 @gluon.jit
-def add_records(
-    buffers, full, empty, stage, phase, r, left, right, zeros,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, OPERAND: gl.constexpr, COUNT: gl.constexpr,
+def _add_records(
+    buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Adds COUNT records, blocks of their own, in two halves of the rows of x: before the integers of one half become floats, the wgmma
-    of the other have started, the next record's too. (Around a loop ptxas would have them wait for each other.)"""
+    """Adds COUNT records, blocks of their own: before the integers of one half become floats, the wgmma of the other have started, the next
+    record's too. (Around a loop ptxas would have them wait for each other.)"""
     xs, ws, a, m, s, _ = buffers
-    HALF: gl.constexpr = left.shape[1]
-    MMA: gl.constexpr = left.type.layout
-    GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
+    HALF: gl.constexpr = S.part
+    GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half and a record
+    LATE: gl.constexpr = S.zero != 0 or not S.row
     mbarrier.wait(full.index(stage), phase)
-    w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+    w = _weight(ws.index(stage * S.panels + W), S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), (), 0, S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), (), 0, S)
     for i in gl.static_range(COUNT):
-        of_w = _of_weight(s.index(stage * PANELS + W), zeros, r + i, MMA, ZERO)
-        of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, HALF, MMA, ZERO, ROW)
-        of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, HALF, MMA, ZERO, ROW)
+        of_w = _of_weight(s.index(stage * S.panels + W), zeros, r + i, S)
+        of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, S)
+        of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, S)
         done = empty.index(stage)
-        stage, phase = next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, S.stages)
         if i + 1 < COUNT:
             mbarrier.wait(full.index(stage), phase)
-            w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
+            w = _weight(ws.index(stage * S.panels + W), S)
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
-            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+            left = _fold(left, pl, of_w, of_l, S)
+            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), (), 0, S)
             pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            _release(done, ZERO != 0 or not ROW)
-            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
-            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, False), (), 0, BITS, 128, False)
+            _release(done, LATE)
+            right = _fold(right, pr, of_w, of_r, S)
+            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), (), 0, S)
         else:
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, BITS, ZERO, ROW, False)
+            left = _fold(left, pl, of_w, of_l, S)
             pr = warpgroup_mma_wait(0, deps=[pr])
-            _release(done, ZERO != 0 or not ROW)
-            right = _fold(right, pr, of_w, of_r, BITS, ZERO, ROW, False)
+            _release(done, LATE)
+            right = _fold(right, pr, of_w, of_r, S)
     return left, right, stage, phase
 
 
 @gluon.jit
-def add_chain(
-    buffers, full, empty, stage, phase, r, left, right, zeros,
-    W: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, OPERAND: gl.constexpr,
-    COUNT: gl.constexpr,
+def _add_chain(
+    buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """As `add_records`, of a chain of COUNT <= 4 records, and as 2^-38 of themselves."""
+    """As `_add_records`, of a chain of COUNT <= 4 records, and as 2^-38 of themselves."""
     xs, ws, _a, m, s, _ = buffers
-    HALF: gl.constexpr = left.shape[1]
-    MMA: gl.constexpr = left.type.layout
-    GROUPS: gl.constexpr = 2 if BITS == 4 else 1  # of wgmma, a half and a record
+    HALF: gl.constexpr = S.part
+    GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half and a record
+    LATE: gl.constexpr = S.zero != 0
+    MMA: gl.constexpr = S.sums
     mbarrier.wait(full.index(stage), phase)
-    w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), (), 0, BITS, 128, False)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), (), 0, BITS, 128, False)
-    scale, shift = _scale_and_shift(s.index(stage * PANELS + W), zeros, r, MMA, BITS, ZERO)
+    w = _weight(ws.index(stage * S.panels + W), S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), (), 0, S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), (), 0, S)
+    scale, shift = _scale_and_shift(s.index(stage * S.panels + W), zeros, r, S)
     left -= scale * _ABOVE
     right -= scale * _ABOVE
     for i in gl.static_range(COUNT):
-        if ZERO != 0:  # while the products run
+        if LATE:  # while the products run
             left = gl.fma(shift, m.index(stage).slice(0, HALF, dim=1).load(MMA), left)
             right = gl.fma(shift, m.index(stage).slice(HALF, HALF, dim=1).load(MMA), right)
         done = empty.index(stage)
-        stage, phase = next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, S.stages)
         if i + 1 < COUNT:
             mbarrier.wait(full.index(stage), phase)
-            w = _weight(ws.index(stage * PANELS + W), BITS, 128, OPERAND)
-            scale_after, shift_after = _scale_and_shift(s.index(stage * PANELS + W), zeros, r + i + 1, MMA, BITS, ZERO)
+            w = _weight(ws.index(stage * S.panels + W), S)
+            scale_after, shift_after = _scale_and_shift(s.index(stage * S.panels + W), zeros, r + i + 1, S)
             step = (scale - scale_after) * _FROM_BITS
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _add(left, pl, step)
-            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, (), 0, BITS, 128, False)
+            left = _step(left, pl, step)
+            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, (), 0, S)
             pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            _release(done, ZERO != 0)
-            right = _add(right, pr, step)
-            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, (), 0, BITS, 128, False)
+            _release(done, LATE)
+            right = _step(right, pr, step)
+            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, (), 0, S)
             scale = scale_after
             shift = shift_after
         else:
             step = scale * _FROM_BITS
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _add(left, pl, step)
+            left = _step(left, pl, step)
             pr = warpgroup_mma_wait(0, deps=[pr])
-            _release(done, ZERO != 0)
-            right = _add(right, pr, step)
+            _release(done, LATE)
+            right = _step(right, pr, step)
     return left, right, stage, phase
 
 
 @gluon.jit
-def _scale_and_shift(s, zeros, row, MMA: gl.constexpr, BITS: gl.constexpr, ZERO: gl.constexpr):
+def _scale_and_shift(s, zeros, row, S: gl.constexpr):
     """Of a record: its scale, and what its zero takes from each sum of codes of x, as 2^-38 of themselves."""
-    scale, zero = _of_weight(s, zeros, row, MMA, ZERO)
+    scale, zero = _of_weight(s, zeros, row, S)
     scale = scale.to(gl.float32)
     shift = scale
-    if ZERO == 1:
-        shift = (8 - zero.to(gl.float32)) * 16 * scale if BITS == 4 else (128 - zero.to(gl.float32)) * scale
-    elif ZERO == 2:
-        shift = (8 * scale + zero.to(gl.float32)) * 16 if BITS == 4 else 128 * scale + zero.to(gl.float32)
+    if S.zero == 1:
+        shift = (8 - zero.to(gl.float32)) * 16 * scale if S.bits == 4 else (128 - zero.to(gl.float32)) * scale
+    elif S.zero == 2:
+        shift = (8 * scale + zero.to(gl.float32)) * 16 if S.bits == 4 else 128 * scale + zero.to(gl.float32)
     return scale, shift * _DOWN
 
 
 @gluon.jit
-def _add(total, p, step):
+def _step(total, p, step):
     """Integers p that start at 2^23 times the steps of their scales."""
-    total = gl.fma(p.to(gl.float32, bitcast=True), step, total)
-    # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
+    return _ordered(gl.fma(p.to(gl.float32, bitcast=True), step, total))
+
+
+@gluon.jit
+def _ordered(total):
+    """No instruction, but an order: the integers that were added are read before the next wgmma starts, and takes their registers."""
     return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _of_weight(s, zeros, row, MMA: gl.constexpr, ZERO: gl.constexpr):
+def _of_weight(s, zeros, row, S: gl.constexpr):
     """Scale and zero (where there is one) of a granule, which is `row` of the zeros: [64, 1]."""
+    MMA: gl.constexpr = S.sums
     of_scale = s.permute([1, 0]).load(MMA)
     of_zero = of_scale
-    if ZERO != 0:  # lines of 64 bytes are none that TMA writes
+    if S.zero != 0:  # lines of 64 bytes are none that TMA writes
         of_zero = gl.expand_dims(gl.load(zeros[0] + row * zeros[2] + zeros[1]), 1)
     return of_scale, of_zero
 
 
 @gluon.jit
-def _of_x(a, m, other, FIRST: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr):
-    """Scale and sums of a granule of COUNT rows: [1, COUNT]; `other` where they are not needed."""
+def _of_x(a, m, other, FIRST: gl.constexpr, S: gl.constexpr):
+    """Scale and sums of a granule of half of the rows: [1, part]; `other` where they are not needed."""
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
     of_scale = other
-    if not ROW:
-        of_scale = a.slice(FIRST, COUNT, dim=1).load(MMA)
+    if not S.row:
+        of_scale = a.slice(FIRST, PART, dim=1).load(MMA)
     of_sums = of_scale
-    if ZERO != 0:
-        of_sums = m.slice(FIRST, COUNT, dim=1).load(MMA)
+    if S.zero != 0:
+        of_sums = m.slice(FIRST, PART, dim=1).load(MMA)
     return of_scale, of_sums
 
 
 @gluon.jit
-def _fold(total, p, w, x, BITS: gl.constexpr, ZERO: gl.constexpr, ROW: gl.constexpr, BIASED: gl.constexpr):
-    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23, or BIASED at 2^19, when total is 2^-38 of what it stands
+def _fold(total, p, w, x, S: gl.constexpr):
+    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23, or biased at 2^19, when total is 2^-38 of what it stands
     for; w and x are what `_of_weight` and `_of_x` gave."""
     v = p.to(gl.float32, bitcast=True)
     s = w[0].to(gl.float32)
-    if BIASED:
+    if S.biased:
         v = gl.fma(v, s * _FROM_BITS, s * -_START)
-    elif ZERO == 0 and w[0].dtype == gl.float16:
+    elif S.zero == 0 and w[0].dtype == gl.float16:
         v = gl.fma(v, s, s * -MAGIC)
     else:
-        v = scaled(v - MAGIC, s, w[1], x[1], BITS, ZERO)
-    if ROW:
+        v = scaled(v - MAGIC, s, w[1], x[1], S)
+    if S.row:
         total += v
     else:
         total += v * x[0]
-    # No instruction, but an order: p is read before the next wgmma starts, which then takes its registers.
-    return gl.inline_asm_elementwise("// done", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+    return _ordered(total)
 
 
 @gluon.jit
-def scaled(v, s, z, m, BITS: gl.constexpr, ZERO: gl.constexpr):
+def scaled(v, s, z, m, S: gl.constexpr):
     """Sums v of 16 * (u - 8) or u - 128 times the codes of x, as floats, times the weight's scale, and its zero's term."""
-    if ZERO != 0:
-        point = gl.full_like(s, 0) if ZERO == 2 else z.to(gl.float32)
-        point = (point - 8) * 16 if BITS == 4 else point - 128
+    if S.zero != 0:
+        point = gl.full_like(s, 0) if S.zero == 2 else z.to(gl.float32)
+        point = (point - 8) * 16 if S.bits == 4 else point - 128
         v -= point * m
     v *= s
-    if ZERO == 2:
-        v += z.to(gl.float32) * (16 if BITS == 4 else 1) * m
+    if S.zero == 2:
+        v += z.to(gl.float32) * (16 if S.bits == 4 else 1) * m
     return v

@@ -78,7 +78,7 @@ class Static:
     @property
     def sums(self) -> gl.NVMMADistributedLayout:
         """Where the sums are: in the same registers, whichever instruction makes them."""
-        shape = [16, self.columns, 16] if self.together else [16, 8]
+        shape = [16, self.columns, 32 if self.integers else 16] if self.together else [16, 8]
         return gl.NVMMADistributedLayout(version=[3 if self.together else 2, 0], warps_per_cta=[4, 1], instr_shape=shape)
 
 
@@ -264,7 +264,6 @@ def _add_bytes(acc, xs, ws, tails, stage, block, PANEL: gl.constexpr, PART: gl.c
 def _add_integers(acc, xs, ws, stage, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
     """Integers; of 4 bits 16 times as much."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
-    X: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 4)
     if S.bits == 4:
         LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -272,10 +271,17 @@ def _add_integers(acc, xs, ws, stage, PANEL: gl.constexpr, PART: gl.constexpr, S
         b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 64])
         b = gl.convert_layout(b, OPERAND, assert_trivial=True)
         w = gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-        for i in gl.static_range(2):
-            acc = mma_v2(w[i], xs.slice(i * 64, 64, dim=1).permute([1, 0]).load(X), acc)
     else:
         q = ws.index(stage * S.depth + PART).slice(PANEL * ROWS, ROWS, dim=0)
-        for i in gl.static_range(2):
-            acc = mma_v2(q.slice(i * 64, 64, dim=1).load(OPERAND), xs.slice(i * 64, 64, dim=1).permute([1, 0]).load(X), acc)
-    return acc
+    for i in gl.static_range(2):
+        x = xs.slice(i * 64, 64, dim=1).permute([1, 0])
+        if S.together:
+            part = w[i] if S.bits == 4 else q.slice(i * 64, 64, dim=1)
+            acc = warpgroup_mma(part, x, acc, is_async=True)
+        else:
+            part = w[i] if S.bits == 4 else q.slice(i * 64, 64, dim=1).load(OPERAND)
+            acc = mma_v2(part, x.load(gl.DotOperandLayout(1, acc.type.layout, 4)), acc)
+    if S.together:
+        return warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        return acc

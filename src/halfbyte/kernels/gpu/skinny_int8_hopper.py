@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations, gemm_int8, skinny_hopper
-from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.activations import Quantized
 from halfbyte.kernels.gpu.skinny_hopper import Config
 from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_M = 64
@@ -33,12 +34,12 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return skinny_hopper.configs(problem, gpu)
 
 
-def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
+def multiply(
+    problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
-    """x [M, K] times the weight whose sections are codes and scale -> out [M, N], contiguous."""
-    plan, static = activations.plan(problem), skinny_hopper.compiled_for(problem, config, clamp=epilogue.clamps)
-    memory = launcher.workspace(out.device, plan.nbytes + skinny_hopper.beside(problem, config))
-    quantized = activations.quantize_activation(x, plan, memory, early=not triton.knobs.runtime.interpret)
-    rest = memory[plan.nbytes :]
-    skinny_hopper.multiply(problem, config, static, (quantized.q, quantized.scale), (codes, scale, None), out, epilogue, rest)
+    """The product alone."""
+    static = skinny_hopper.compiled_for(problem, config, clamp=epilogue.clamps)
+    skinny_hopper.multiply(problem, config, static, (x.q, x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
+
+
+launch = activations.first(multiply, skinny_hopper.beside, early=not triton.knobs.runtime.interpret)
