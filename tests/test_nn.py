@@ -288,10 +288,10 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return -super().forward(input)
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
+    class Holding(nn.Module):
+        def __init__(self, *shape: int) -> None:
             super().__init__()
-            self.w = nn.Parameter(torch.zeros(2, 4, 8))
+            self.w = nn.Parameter(torch.zeros(shape))
 
     hooked = nn.Linear(8, 8)
     hooked.register_forward_hook(lambda *_: None)
@@ -314,7 +314,8 @@ def test_everything_else_is_reported_with_its_reason() -> None:
             "batch": nn.BatchNorm1d(8, affine=False),
             "volume": nn.Conv3d(3, 4, 1),
             "mirrored": nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
-            "experts": Experts(),
+            "experts": Holding(2, 4, 8),
+            "factors": Holding(8, 1, 1),
             "lazy": nn.LazyLinear(8),
             "nothing": nn.ReLU(),
         }
@@ -340,6 +341,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "volume": NOT_A_KIND,
         "mirrored": "its padding is not with zeros",
         "experts": "it has stacked weights, and is not a module of experts as transformers builds them",
+        "factors": NOT_A_KIND,
         "lazy": "its weight is a UninitializedParameter",
     }
 

@@ -79,9 +79,9 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
 
 
 def _stacked(module: nn.Module) -> bool:
-    """Whether it may be a mixture of experts with weights [experts, N, K]. Positions and class tokens are [1, tokens, K]."""
+    """Whether it may be a mixture of experts with weights [experts, N, K]. Positions are [1, tokens, K], factors of channels [C, 1, 1]."""
     shapes = [t.shape for _, t in own_tensors(module) if not is_lazy(t)]
-    return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and shape[0] > 1 for shape in shapes)
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and min(shape) > 1 for shape in shapes)
 
 
 def quantized(model: nn.Module) -> list[Candidate]:
