@@ -161,6 +161,26 @@ def test_functions_are_on_codes_as_modules_are() -> None:
     assert torch.equal(quantized(x), on_codes(modules, [x])(x))
 
 
+class _Sized(nn.Module):
+    """Sizes are numbers that the network computes, as in a ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.mlp = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, _, height, width = x.shape
+        return self.mlp(self.patches(x).reshape(count, 16, (height // 4) * (width // 4)).permute(0, 2, 1))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_sizes_are_computed() -> None:
+    model, x = _Sized().eval(), images(4)
+    quantized = on_codes(model, [x])
+    for some in (x, x, x[:2]):
+        assert float((quantized(some) - model(some)).norm() / model(some).norm()) < 0.05
+
+
 class _InPlace(nn.Module):
     """The shortcuts read what activations have written into their inputs."""
 

@@ -373,7 +373,8 @@ class _Rewriter:
         x, scale = self._codes(_first(node))
         if module is not None:
             return self._call(node, module, x), scale, []
-        return self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs)), scale, []
+        more, named = fx.node.map_arg((node.args[1:], dict(node.kwargs)), self._floats)  # sizes may be nodes too
+        return self.graph.create_node(node.op, node.target, (x, *more), named), scale, []
 
     def _largest(self, node: fx.Node, module: nn.MaxPool1d | nn.MaxPool2d | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
