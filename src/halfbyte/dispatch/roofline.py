@@ -111,7 +111,7 @@ class CostModel(NamedTuple):
              blocks on both sides
     floats   it multiplies in floating point, whatever becomes of the activations before
     hides    of weights with a scale a channel: up to so many rows of x are quantized while the weight is on its way, which half of the
-             multiprocessors read nearly half as fast as all
+             multiprocessors read half as fast as all; with more rows it is the cache that is read
     """
 
     memory: float
@@ -185,7 +185,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
             rate *= _OF_SCALED_BYTES if geo.padded < gpu_tiles.RECORD else 1.0
             seconds += _MANY_ROWS_OF_BYTES if m > 8 else 0.0
     arithmetic = operations * waves * min(idle, 8.0) / (rate * cost.arithmetic)
-    memory = nbytes * min(idle, 2.2 if fed else 4.0) / (ceilings.bandwidth * cost.memory)
+    memory = nbytes * min(idle, (2.2 if m <= cost.hides else 1.3) if fed else 4.0) / (ceilings.bandwidth * cost.memory)
     if candidate == "skinny":
         memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
     if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
