@@ -201,7 +201,7 @@ def test_what_comes_before_the_kernel_before_has_ended(
         for module in (skinny, skinny_tile):
             monkeypatch.setattr(module, "gdc_wait", lambda: None, raising=False)
         monkeypatch.setattr(skinny, "gdc_launch_dependents", lambda: None)
-        monkeypatch.setattr(skinny.launcher, "run", lambda *a, launch_pdl, own=skinny.launcher.run, **o: own(*a, **o))
+        monkeypatch.setattr(skinny.launcher, "run", lambda *a, early, own=skinny.launcher.run, **o: own(*a, **o))
     problem = Problem("linear", 1, 40, k, as_format(name), dtype)
     config = skinny_tile.Config(1, 1, 8, ahead=4, ptx=not interpreted, **how)
     static, per = skinny_tile.compiled_for(problem, config, clamps=False)
