@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
+from halfbyte.kernels.cpu.prefetch import LONG_PANEL
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
-_LONG_PANEL = 1 << 16  # bytes: shorter ones are read as fast one after the other, or faster
 _ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
@@ -257,7 +257,7 @@ class AVX512VNNI(AVXVNNI):
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         block, few = geo.padded, m <= (3 if inner == "int8" else 2)
-        panels = 4 if self.intel and few and geo.panel_bytes >= _LONG_PANEL else 1
+        panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
         if inner != "int8":
             return Tiling(min(m, 6), 2, panels)
         if expandable(self, geo) and m >= (32 if block < _LONG_BLOCK else 64) and not codes:

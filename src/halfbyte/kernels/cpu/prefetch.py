@@ -9,7 +9,7 @@ from __future__ import annotations
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 
-_LONG_PANEL = 1 << 16  # bytes
+LONG_PANEL = 1 << 16  # bytes: from so many on four places are read faster than one
 
 
 class Prefetcher:
@@ -18,7 +18,7 @@ class Prefetcher:
     panels        most that it takes at once
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
-                  each fourth is from another quarter, since four places are read faster than one
+                  each fourth is from another quarter
     turn, turns   its number, and of how many that ask in turn for what comes next; of none, number 0 alone asks for its own
     """
 
@@ -39,7 +39,7 @@ class Prefetcher:
         if self.record and self.in_turn:
             quarter = blocks >> 2
             other = (b < quarter * 4).select((b & 3) * quarter + (b >> 2), b)
-            far = (self.panel_bytes > _LONG_PANEL - 1) & (self.ahead > 0)
+            far = (self.panel_bytes > LONG_PANEL - 1) & (self.ahead > 0)
             self.next.value = far.select((other - b) * self.record, 0) + self.ahead
         if self.distance:
             near = self.f.value("i64", self.distance)
