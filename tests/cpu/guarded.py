@@ -26,18 +26,19 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.dispatch.cpu import choose_linear
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime, winograd
-from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime
 from halfbyte.kernels.cpu.attend import AttendSpec
-from halfbyte.kernels.cpu.conv import ConvKernel
-from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
-from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
-from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu.conv import winograd
+from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
+from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel
+from halfbyte.kernels.cpu.conv.stem import StemKernel
+from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.pool import pool
-from halfbyte.kernels.cpu.stem import StemKernel
-from halfbyte.kernels.cpu.winograd import WinogradKernel
 from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter

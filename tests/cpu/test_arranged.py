@@ -7,10 +7,11 @@ from torch import Tensor
 
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import arrange, arranged, direct_call, jit, runtime
-from halfbyte.kernels.cpu.arrange import HALF, LANE, PAIRS, WHOLE, Arranged
-from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
-from halfbyte.kernels.cpu.conv import ConvKernel
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.conv import arrange, arranged, direct_call
+from halfbyte.kernels.cpu.conv.arrange import HALF, LANE, PAIRS, WHOLE, Arranged
+from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window

@@ -15,9 +15,10 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.cpu import conv, depthwise, runtime
-from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel
-from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu.conv import depthwise, gathered
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
@@ -32,9 +33,9 @@ few = settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_mu
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (conv, depthwise):
+    for module in (gathered, depthwise):
         monkeypatch.setattr(module, "WORK_A_THREAD", 1)
-    monkeypatch.setattr(conv, "_CHUNK_BYTES", 4096)  # several chunks of even the smallest image
+    monkeypatch.setattr(gathered, "_CHUNK_BYTES", 4096)  # several chunks of even the smallest image
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
@@ -217,7 +218,7 @@ def test_images_with_one_scale_each(isa, monkeypatch) -> None:
             residual = torch.randn(wanted.shape).to(dtype).contiguous(memory_format=torch.channels_last)
             wanted = wanted + residual.double()
             error = error + wanted.abs() * 2.0**-23
-        q, scale = conv.quantize_images(x)
+        q, scale = gathered.quantize_images(x)
         for mine, theirs in zip((q, scale), conv_reference.quantized_images(x), strict=True):
             assert torch.equal(mine, theirs)
         y = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))(

@@ -11,9 +11,10 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.cpu import conv_amx, direct, jit, runtime
-from halfbyte.kernels.cpu.conv import ImageMatrixKernel
-from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel, MatrixSpec
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.conv import amx, direct
+from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel, MatrixSpec
+from halfbyte.kernels.cpu.conv.gathered import ImageMatrixKernel
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Window
@@ -27,7 +28,7 @@ runs = pytest.mark.skipif(UNIT.missing() is not None, reason=str(UNIT.missing())
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_amx, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(amx, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
@@ -136,7 +137,7 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_inner_loop_is_four_products_for_four_loads() -> None:
     isa = AMXTiles()
-    lines = jit.compile_assembly(conv_amx.build(MatrixSpec(64, 0, 32, "i8", False), isa), isa).splitlines()
+    lines = jit.compile_assembly(amx.build(MatrixSpec(64, 0, 32, "i8", False), isa), isa).splitlines()
 
     def count(instruction: str) -> int:
         return sum(line.startswith(f"\t{instruction}\t") for line in lines)

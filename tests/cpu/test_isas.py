@@ -22,15 +22,16 @@ from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu import activations as activations_module
-from halfbyte.kernels.cpu import attend, attend_whole, chain, depthwise, dequantize, driver, isa_arm, jit, quantize, tile
+from halfbyte.kernels.cpu import attend, attend_whole, chain, dequantize, driver, isa_arm, jit, quantize, tile
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.attend_whole import WholeSpec
 from halfbyte.kernels.cpu.chain import Step
-from halfbyte.kernels.cpu.conv import ConvKernel
-from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
+from halfbyte.kernels.cpu.conv import depthwise
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_arm import SVE

@@ -11,13 +11,14 @@ from torch import Tensor
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
-from halfbyte.kernels.cpu import depthwise_dot, direct_call, jit, runtime, stem
-from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
-from halfbyte.kernels.cpu.conv import ConvKernel
-from halfbyte.kernels.cpu.depthwise import DepthwiseKernel, taps
-from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.conv import depthwise_dot, direct_call, stem
+from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel
+from halfbyte.kernels.cpu.conv.stem import StemKernel
 from halfbyte.kernels.cpu.isas import ISAS
-from halfbyte.kernels.cpu.stem import StemKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter

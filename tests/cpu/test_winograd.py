@@ -12,10 +12,11 @@ from torch import Tensor
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
-from halfbyte.kernels.cpu import jit, runtime, winograd
+from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu.conv import winograd
+from halfbyte.kernels.cpu.conv.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
 from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS, current
-from halfbyte.kernels.cpu.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops import conv as ops

@@ -215,11 +215,11 @@ def test_the_op_in_the_interpreter(
     setting: tuple[str, int, int, int, int, int, int], activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies between the op and its kernels runs without a GPU, too, on the CPU's tensors."""
-    from halfbyte.kernels.gpu import direct
+    from halfbyte.kernels.gpu import relaunch
 
     monkeypatch.setattr(cuda, "on", lambda tensor: nullcontext())
     monkeypatch.setattr(cuda_conv, "gpu", lambda index: GPUS["sm_90"])
-    monkeypatch.setattr(direct, "broken", lambda device: "there is no GPU")
+    monkeypatch.setattr(relaunch, "broken", lambda device: "there is no GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
     if kernel == 1 and activation != "image" and channels % 32 == 0:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError
-from halfbyte.kernels.gpu import direct, launch
+from halfbyte.kernels.gpu import launch, relaunch
 from halfbyte.ops import cuda
 from halfbyte.ops.replay import Replays
 
@@ -110,7 +110,7 @@ def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = launch.workspace(device, 64)
     call = recorded(run, x[4:], y, (bias, None), 10, 1.5, BLOCK=8, num_warps=4)
     later = recorded(run, memory[32:], y, (None, None), 10, 2.5, BLOCK=8)
-    replay = direct.bind([call, later], (x, y, bias, None), device)
+    replay = relaunch.bind([call, later], (x, y, bias, None), device)
     assert not isinstance(replay, str)
     replay(1000, 2000, 3000, 0)
     head = (5, 1, 1, 9, 77, False, False, None, None, (4, 1, 0), None, None, None)
@@ -122,7 +122,7 @@ def test_tensor_descriptors_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch, "current_stream", lambda index: 9)
     run, x, y = FakeLauncher(), torch.zeros(8, 16), torch.zeros(8)
     described = SimpleNamespace(base=x[2:], shape=[6, 16], strides=(16, 1), block_shape=[2, 16], padding="zero")
-    replay = direct.bind([recorded(run, described, y, (None, None), 10, 1, BLOCK=8)], (x, y), torch.device("cpu", 0))
+    replay = relaunch.bind([recorded(run, described, y, (None, None), 10, 1, BLOCK=8)], (x, y), torch.device("cpu", 0))
     assert not isinstance(replay, str)
     replay(4096, 2000)
     [made] = [value for value in run.seen[0] if hasattr(value, "base")]
@@ -133,12 +133,12 @@ def test_tensor_descriptors_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu", 0)
     x, y = torch.zeros(8), torch.zeros(8)
-    reason = direct.bind([recorded(FakeLauncher(), x, y, (torch.zeros(8), None), 10, 1, BLOCK=8)], (x, y), device)
+    reason = relaunch.bind([recorded(FakeLauncher(), x, y, (torch.zeros(8), None), 10, 1, BLOCK=8)], (x, y), device)
     assert isinstance(reason, str)
     assert "of its own" in reason
     scratch = FakeLauncher()
     scratch.global_scratch_size = 1
-    reason = direct.bind([recorded(scratch, x, y, (None, None), 10, 1, BLOCK=8)], (x, y), device)
+    reason = relaunch.bind([recorded(scratch, x, y, (None, None), 10, 1, BLOCK=8)], (x, y), device)
     assert isinstance(reason, str)
     assert "allocates" in reason
 
@@ -167,8 +167,8 @@ def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call is recorded once, replayed with other addresses, and not recorded while a graph is captured or where operands overlap."""
     capturing, replayed = [True], list[Any]()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(direct, "broken", lambda device: None)
-    monkeypatch.setattr(direct, "bind", lambda calls, operands, device: lambda *addresses: replayed.append(addresses))
+    monkeypatch.setattr(relaunch, "broken", lambda device: None)
+    monkeypatch.setattr(relaunch, "bind", lambda calls, operands, device: lambda *addresses: replayed.append(addresses))
     x, y, replays, runs = torch.zeros(8), torch.zeros(8), Replays(), list[str]()
 
     def start(replayable: bool) -> Any:
@@ -200,11 +200,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @needs_gpu
 def test_made_again_on_the_gpu(device: torch.device) -> None:
-    assert direct.broken(device) is None
+    assert relaunch.broken(device) is None
     x, y, bias = torch.arange(100, device=device), torch.zeros(100, dtype=torch.int64, device=device), torch.ones(100, device=device).long()
     with launch.recording() as calls:
         launch.run(add, (13,), x, y, (bias, None), 100, 3, BLOCK=8)
-    replay = direct.bind(calls, (x, y, bias), device)
+    replay = relaunch.bind(calls, (x, y, bias), device)
     assert not isinstance(replay, str)
     others = [torch.randint(0, 99, (100,), device=device) for _ in range(3)]
     replay(*(t.data_ptr() for t in others))
@@ -216,8 +216,8 @@ def test_a_changed_interface_is_found_out(device: torch.device, monkeypatch: pyt
     def nonsense(*args: Any, **kwargs: Any) -> Any:
         raise TypeError("another number of arguments")
 
-    monkeypatch.setattr(direct._Source, "launch", nonsense)
-    reason = direct._try(device)
+    monkeypatch.setattr(relaunch._Source, "launch", nonsense)
+    reason = relaunch._try(device)
     assert reason is not None
     assert "another number of arguments" in reason
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.cpu import choose_linear
-from halfbyte.kernels.cpu import arranged, conv_amx, depthwise_dot, stem, winograd
-from halfbyte.kernels.cpu.arranged import ArrangedConvKernel
-from halfbyte.kernels.cpu.conv import ConvKernel, ImageConvKernel, ImageMatrixKernel
-from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
-from halfbyte.kernels.cpu.depthwise import DepthwiseKernel
-from halfbyte.kernels.cpu.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, stem, winograd
+from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
+from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
+from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageMatrixKernel
+from halfbyte.kernels.cpu.conv.planned import OwnWeights
+from halfbyte.kernels.cpu.conv.stem import StemKernel
+from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.planned import OwnWeights
-from halfbyte.kernels.cpu.stem import StemKernel
 from halfbyte.kernels.cpu.tile import Inner
-from halfbyte.kernels.cpu.winograd import WinogradKernel
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
@@ -49,7 +49,7 @@ def choose_cpu_conv(
     codes, way = (torch.int8, "block") if by_image else (dtype, activation)
     direct = ConvKernel(sizes, codes, inner, way, out=dtype)  # type: ignore[arg-type]
     other: OwnWeights | None = None
-    if codes == torch.int8 and conv_amx.supports(sizes, window, out, isa):
+    if codes == torch.int8 and amx.supports(sizes, window, out, isa):
         matrix = MatrixConvKernel(sizes, window, isa.matrix, dtype)  # type: ignore[arg-type]
         other = ImageMatrixKernel(matrix) if by_image else matrix
     elif dtype == torch.int8 and winograd.supports(sizes, window, isa) and winograd.pays(sizes, out, isa):

@@ -142,10 +142,10 @@ def launcher(index: int) -> str:
     """How eager calls on cuda:`index` reach their kernels, and if not the short way, why."""
     if (trouble := triton_trouble()) is not None:
         return f"none: {trouble}"
-    from halfbyte.kernels.gpu import direct
+    from halfbyte.kernels.gpu import relaunch
 
     with torch.cuda.device(index):
-        broken = direct.broken(torch.device("cuda", index))
+        broken = relaunch.broken(torch.device("cuda", index))
     return "direct" if broken is None else f"Triton's own, which takes the host longer: {broken}"
 
 

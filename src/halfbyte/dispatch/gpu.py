@@ -28,8 +28,8 @@ OLDEST_TRITON = (3, 6)
 class GpuCandidate:
     """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch.
 
-    tiles   of a config, for a problem
-    direct  its launches can be replayed (`kernels/gpu/direct.py`): torch launches none of them
+    tiles       of a config, for a problem
+    replayable  its launches can be made again (`kernels/gpu/relaunch.py`): torch launches none of them
     """
 
     name: str
@@ -37,7 +37,7 @@ class GpuCandidate:
     home: str
     summary: str
     tiles: Callable[[Any, Problem], Tiles]
-    direct: bool = True
+    replayable: bool = True
 
     @property
     def module(self) -> Any:
@@ -64,7 +64,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",
-        lambda c, p: Tiles(128, 128, 4), direct=False,
+        lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
         "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
@@ -86,11 +86,11 @@ GPU_LINEAR = (
 GPU_GROUPED = (
     GpuCandidate(
         "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
-        lambda c, p: Tiles(c.block_m, 128, ordered=True), direct=False,
+        lambda c, p: Tiles(c.block_m, 128, ordered=True), replayable=False,
     ),
     GpuCandidate(
         "grouped_dequantized", "float", "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
-        lambda c, p: Tiles(128, 128, 4), direct=False,
+        lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
         "grouped", "float", "grouped", "one launch for all experts: weights dequantized in registers, tensor cores",

@@ -32,7 +32,7 @@ from halfbyte.ops.images import (
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.planned import ConvCall, OwnWeights, PlannedConv
+    from halfbyte.kernels.cpu.conv.planned import ConvCall, OwnWeights, PlannedConv
     from halfbyte.kernels.cpu.steps import Step
 
 _CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
     made, form = _forms_of(weight), "integer taps" if integer else "taps"
     kept = made.get(form)
     if kept is None:
-        from halfbyte.kernels.cpu.depthwise import taps
+        from halfbyte.kernels.cpu.conv.depthwise import taps
 
         kept = made[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
     return kept
@@ -226,7 +226,7 @@ def qconv2d(
 
 
 def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: int) -> _Ready:
-    from halfbyte.kernels.cpu.planned import convolved
+    from halfbyte.kernels.cpu.conv.planned import convolved
     from halfbyte.kernels.cpu.runtime import threads
 
     kernel, weights = _kernel_of(weight, plan, integer=True)

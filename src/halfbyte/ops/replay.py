@@ -34,7 +34,7 @@ def run_first(problem: Problem, gpu: Gpu, options: Sequence[GpuOption], argument
             report_failure(problem, gpu, option, str(error))
             warnings.warn(f"{option.candidate.name} {option.config} is skipped: {error}", stacklevel=2)
         else:
-            return run if option.candidate.direct else None
+            return run if option.candidate.replayable else None
     raise UnsupportedError(f"no kernel on {gpu.name} runs {problem}: halfbyte explain says why; use the CPU")
 
 
@@ -49,14 +49,14 @@ def can_record(operands: Operands) -> bool:
 def recorded(run: Callable[[], None], operands: Operands) -> Replay | None:
     """A function that makes the launches of `run` again for the addresses of other operands; None where that is impossible. `run` has run
     before: everything is compiled, and all memory is there. It runs once more."""
-    from halfbyte.kernels.gpu import direct, launch
+    from halfbyte.kernels.gpu import launch, relaunch
 
     device = next(operand.device for operand in operands if operand is not None)
-    if direct.broken(device) is not None:
+    if relaunch.broken(device) is not None:
         return None
     with launch.recording() as calls:
         run()
-    replay = direct.bind(calls, operands, device)
+    replay = relaunch.bind(calls, operands, device)
     return None if isinstance(replay, str) else replay
 
 

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels.cpu import attend_whole as whole
-from halfbyte.kernels.cpu import conv, depthwise, dequantize, jit, linear, quantize, runtime
+from halfbyte.kernels.cpu import dequantize, jit, linear, quantize, runtime
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.attend import build as build_attend
 from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.chain import build as build_step
-from halfbyte.kernels.cpu.conv import ConvKernel
-from halfbyte.kernels.cpu.depthwise import DEPTHWISE, DepthwiseKernel
-from halfbyte.kernels.cpu.direct import DIRECT
+from halfbyte.kernels.cpu.conv import depthwise, gathered
+from halfbyte.kernels.cpu.conv.depthwise import DEPTHWISE, DepthwiseKernel
+from halfbyte.kernels.cpu.conv.direct import DIRECT
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel
+from halfbyte.kernels.cpu.conv.patches import CONV
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.patches import CONV
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -36,7 +37,7 @@ _MARGIN = b"\xff" * 64  # NaN in every dtype
 @contextmanager
 def _in_place_of_the_cpu(emulator: Emulator, run: Callable[[bytes, int], bytes] | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, dequantize, quantize, conv, depthwise):
+        for module in (linear, dequantize, quantize, gathered, depthwise):
             patch.setattr(module, "current", lambda: emulator.isa)
         patch.setattr(jit, "load", emulator.load)
         patch.setattr(runtime, "threads", lambda: 1)

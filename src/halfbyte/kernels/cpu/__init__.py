@@ -1,0 +1,26 @@
+"""The arithmetic on CPUs: LLVM IR, generated in Python and compiled when it is first needed.
+
+Making code
+  ir.py            an emitter of LLVM IR
+  isa.py, isas.py  what kernels ask of an instruction set, and which one is taken: isa_x86.py, isa_amx.py, isa_arm.py, isa_riscv.py
+  kernel.py        a kernel: its specification, and the function that generates its code; jit.py compiles and caches
+  arguments.py     the tables through which arguments get there; runtime.py: the threads that run it
+  chain.py         steps in one call, which threads are woken once for; steps.py: programs of such calls
+  plan_cache.py    what a thread keeps between calls; probe.py: what this machine can do at the most
+
+Linear layers
+  linear.py        the call: from arguments to a plan; grouped.py: of experts
+  tile.py          the micro-kernel; amx.py: on matrix units; expanded.py: on codes that were expanded before
+  driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
+  activations.py   activations into the order of tiles
+  pack.py          codes into the layout of tiles; quantize.py: float weights to codes; dequantize.py: and back
+
+Convolutions and int8 networks
+  conv/            convolutions
+  pool.py, elementwise.py    what lies between them
+
+Language models
+  decoder.py, encoder.py     whole layers in one call; attend.py, attend_whole.py: their attention
+  embed.py         rows of tables, added and normed
+  exponential.py, gelu.py    functions of each lane
+"""

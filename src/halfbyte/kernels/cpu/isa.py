@@ -66,8 +66,8 @@ class ISA:
     narrows = False  # has `narrowed`
     mixed_dot = False  # `dot` multiplies bytes, of which one is unsigned and the other signed
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
-    minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle that `direct.py` and `winograd.py` make, where that may be faster
-    arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `arrange.py`
+    minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle of `conv/direct.py` and `conv/winograd.py`, where that may pay
+    arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `conv/arrange.py`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     bf16_pays = True  # faster than by float32
     lane_products = 4  # products of bytes that one `product` sums into each lane

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.direct import power_of_two
+from halfbyte.kernels.cpu.conv.direct import power_of_two
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current

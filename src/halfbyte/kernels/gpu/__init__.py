@@ -1,0 +1,24 @@
+"""The arithmetic on GPUs: Triton, and Gluon, its lower level, where a kernel is made for Hopper (`…_hopper.py`).
+
+Starting kernels
+  launch.py        the one door to the GPU; relaunch.py: launches made again without Python's share of the work
+  clock.py         times on a GPU; probe.py: what it can do at the most
+
+Linear layers: docs/gpu-kernels.md says which one is taken when
+  skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles
+  gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile
+  gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py, rounded.py    integers; int8_hopper_tile.py: the third's tile
+  grouped.py, grouped_hopper.py, grouped_dequantized.py  experts
+  qlinear.py       int8 codes in and out
+  quantize.py, dequantize.py, activations.py             numbers to codes and back; decode.py: bytes to floats in registers
+  epilogue.py      what happens to sums before they are written; arithmetic.py: what kernels share
+
+Convolutions: docs/convolution.md
+  conv.py, conv_few.py, conv_teams.py, conv_hopper.py    products of patches; conv_tile.py, conv_hopper_write.py: parts of them
+  conv_dynamic.py, conv_image.py                         activations quantized on the fly
+  conv_depthwise.py, conv_stem.py, conv_library.py       each channel by itself; images of few channels; cuDNN
+  pool.py, elementwise.py                                what lies between them
+
+Language models
+  attend.py, norm.py, gates.py                           what lies between the products of a decoder layer
+"""

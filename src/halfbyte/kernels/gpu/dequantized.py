@@ -69,7 +69,7 @@ def launch(
 
 
 class _Library:
-    """torch's matrix product as `launch.run` starts kernels. It is not bound: `direct.py` makes only Triton's launches again."""
+    """torch's matrix product as `launch.run` starts kernels. It is not bound: `relaunch.py` makes only Triton's launches again."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self._multiply

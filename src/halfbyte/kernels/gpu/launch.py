@@ -1,7 +1,7 @@
 """The one door to the GPU: `run` starts a kernel, `workspace`, `locks` and `turns` give it memory beside its operands.
 
 Whatever goes through `run` can be recorded: `recording` collects the launches of a block of code, so that they can be
-compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`direct.py`).
+compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`relaunch.py`).
 
 Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
 so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come

@@ -16,14 +16,15 @@ import struct
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import direct_call, elementwise, patches, runtime
-from halfbyte.kernels.cpu.conv_amx import MatrixConvKernel
-from halfbyte.kernels.cpu.direct import DIRECT, power_of_two
+from halfbyte.kernels.cpu import elementwise, runtime
+from halfbyte.kernels.cpu.conv import direct_call, patches
+from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
+from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
+from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
+from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.patches import CONV, LEAST_UNIT, GatherSpec
-from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.tile import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter

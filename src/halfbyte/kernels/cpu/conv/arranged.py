@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import arrange, direct_call
-from halfbyte.kernels.cpu.arrange import LANE
-from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
+from halfbyte.kernels.cpu.conv import arrange, direct_call
+from halfbyte.kernels.cpu.conv.arrange import LANE
+from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
+from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel

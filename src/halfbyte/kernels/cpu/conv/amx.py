@@ -30,13 +30,13 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import Block
-from halfbyte.kernels.cpu.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
-from halfbyte.kernels.cpu.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter

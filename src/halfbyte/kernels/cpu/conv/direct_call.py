@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import direct, runtime
-from halfbyte.kernels.cpu.arrange import LANE
-from halfbyte.kernels.cpu.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu.conv import direct
+from halfbyte.kernels.cpu.conv.arrange import LANE
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import direct_call
-from halfbyte.kernels.cpu.direct import DIRECT, RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.direct_call import OwnTiles, OwnWeightsKernel
+from halfbyte.kernels.cpu.conv import direct_call
+from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
+from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
