@@ -13,7 +13,7 @@ Linear layers: docs/gpu-kernels.md says which one is taken when
   quantize.py, dequantize.py, activations.py             numbers to codes and back; decode.py: bytes to floats in registers
   epilogue.py      what happens to sums before they are written; arithmetic.py: what kernels share
 
-Convolutions: docs/convolution.md
+Convolutions: docs/convolution-kernels.md
   conv.py, conv_few.py, conv_teams.py, conv_hopper.py    products of patches; conv_tile.py, conv_hopper_write.py: parts of them
   conv_dynamic.py, conv_image.py                         activations quantized on the fly
   conv_depthwise.py, conv_stem.py, conv_library.py       each channel by itself; images of few channels; cuDNN
