@@ -51,6 +51,13 @@ OLDER = {"attention.kv_lora_rank": 32, "attention.key_length": 48, "attention.va
 OF_LATENT = OLDER | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.head_count_kv": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 OF_YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_log_multiplier": 0.0707}
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 64}
+DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}}
+OF_DELTA = {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 4}
+OF_DELTA |= {"ssm.inner_size": 128, "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 16}
+SHARING = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+OF_SHARING = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32}
 # Name of the case: (class of transformers, settings of its config, metadata). llama.cpp takes a DeepSeek-V2 without q_lora_rank for one of
 # 27 layers; that all experts are used keeps routes from depending on its rounding.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -97,6 +104,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "expert_count": 8, "expert_used_count": 2}
         | {"expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_gating_func": 2},
     ),
+    "qwen3next": ("Qwen3NextForCausalLM", DELTA | SHARING, OF_DELTA | OF_SHARING),
+    "qwen35": ("Qwen3_5ForCausalLM", DELTA, OF_DELTA | {"rope.dimension_sections": [3, 3, 2, 0]}),
+    "qwen35moe": (
+        "Qwen3_5MoeForCausalLM",
+        DELTA | SHARING,
+        OF_DELTA | OF_SHARING | {"rope.dimension_sections": [3, 3, 2, 0], "feed_forward_length": None},
+    ),
     "apertus": ("ApertusForCausalLM", {}, {"rope.dimension_count": 16}),
     "gpt2": ("GPT2LMHeadModel", {}, {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 256}),
 }
@@ -122,8 +136,10 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
             elif tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
         for each, tensor in model.state_dict().items():
+            if quantized and "qwen3" in name and tensor.dim() > 1:  # parts of which are copies
+                tensor.copy_(ops.quantize(tensor, "q8_0").dequantize())
             for place, part in _parts(architecture, each, tensor, older="older" in case):
-                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not any(n in place for n in ("_inp", "shortconv.conv"))
+                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not any(n in place for n in ("_inp", "conv"))
                 types[place] = (8 if kept else 0, tuple(part.shape))
                 codes = ops.quantize(part.contiguous(), "q8_0") if kept else None
                 tensors[place] = part.contiguous() if codes is None else to_blocks(codes)
@@ -132,7 +148,8 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
     if model.config.tie_word_embeddings:
         del types["output.weight"]
     metadata: dict[str, Any] = {"general.architecture": name}
-    metadata |= {f"{name}.{key}": value for key, value in {**NUMBERS, **numbers, "vocab_size": len(tokenizer)}.items()}
+    numbers = {**NUMBERS, **numbers, "vocab_size": len(tokenizer)}
+    metadata |= {f"{name}.{key}": value for key, value in numbers.items() if value is not None}
     if name == "apertus":
         state = model.state_dict()
         metadata |= {f"xielu.{part}": [float(state[f"model.layers.{i}.mlp.act_fn.{part}"]) for i in range(3)] for part in XIELU}
@@ -152,11 +169,39 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     if name.endswith("kv_b_proj.weight") and not older:
         heads, layer = tensor.view(4, 64, 32), f"blk.{name.split('.')[2]}"
         return [(f"{layer}.attn_k_b.weight", heads[:, :32].mT), (f"{layer}.attn_v_b.weight", heads[:, 32:])]
+    if "qwen3" in architecture.name and (architecture.plus_one or "linear_attn" in name):
+        return _of_qwen(architecture, name, tensor)
     places = architecture.to_gguf(name)
     if architecture.turned and tensor.dim() == 2 and ".h." in name:
         tensor = tensor.T
     if name.endswith("conv.conv.weight"):
         tensor = tensor[:, 0]
+    return list(zip(places, tensor.chunk(len(places), dim=min(1, tensor.dim() - 1)), strict=True))
+
+
+def _of_qwen(architecture: Architecture, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """llama.cpp's conversion/qwen.py: 2 key heads and 4 value heads of 32."""
+    end = name.rpartition("linear_attn.")[2]
+
+    def tiled(values: Tensor) -> Tensor:
+        return values if architecture.name == "qwen3next" else values.unflatten(0, (2, 2, -1)).transpose(0, 1).flatten(0, 2)
+
+    if end == "in_proj_qkvz.weight":
+        heads = tensor.view(2, 192, 64).split([32, 32, 64, 64], 1)
+        q, k, v, z = (part.flatten(0, 1) for part in heads)
+        layer = f"blk.{name.split('.')[2]}"
+        return [(f"{layer}.attn_qkv.weight", torch.cat([q, k, v])), (f"{layer}.attn_gate.weight", z)]
+    places, tensor = architecture.to_gguf(name), tensor.squeeze()
+    if end in ("in_proj_qkv.weight", "conv1d.weight"):
+        tensor = torch.cat([tensor[:128], tiled(tensor[128:])])
+    elif end in ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias", "A_log"):
+        tensor = tiled(tensor)
+    elif end == "out_proj.weight":
+        tensor = tiled(tensor.T).T
+    if end == "A_log":
+        tensor = -tensor.exp()
+    elif name.endswith("norm.weight") and end != "norm.weight":
+        tensor = tensor + 1
     return list(zip(places, tensor.chunk(len(places), dim=min(1, tensor.dim() - 1)), strict=True))
 
 
@@ -172,12 +217,14 @@ def test_a_file_is_the_model(case: str, tmp_path: Path) -> None:
     loaded = load(tmp_path / "m.gguf")
     state = loaded.state_dict()
     assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
-    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == ("vl" in case)
+    # Of Qwen's newer models norms are stored plus one and A as -exp: rounded to 2^-24.
+    tolerance = 2e-6 if "qwen35" in case or "next" in case else 0.0
+    assert all(torch.allclose(state[name], tensor, rtol=0, atol=tolerance) for name, tensor in model.state_dict().items())
+    assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=50 * tolerance)
+    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == ("vl" in case or "qwen35" in case)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe"])
+@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe", "qwen3next", "qwen35moe"])
 def test_codes_are_kept(case: str, tmp_path: Path) -> None:
     """All but keys and values from latents, which no codes hold as transformers has them."""
     model, ids = make(case, tmp_path, quantized=True)
@@ -187,7 +234,7 @@ def test_codes_are_kept(case: str, tmp_path: Path) -> None:
             module.compute = "float"
     assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=1e-4)  # other orders of sums
     plain = {name.rpartition(".")[2] for name, module in loaded.named_modules() if type(module) is nn.Linear}
-    assert plain == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
+    assert plain - {"shared_expert_gate"} == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
     assert any(isinstance(module, QuantLinear) for module in loaded.modules())
 
 

@@ -32,7 +32,7 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
 }
 _WINDOW = "sliding_window"
-_KV, _WIDTH = "attention.head_count_kv", "shortconv.l_cache"
+_KV = "attention.head_count_kv"
 _LFM2 = ("lfm2", "lfm2moe")
 _LATENT = ("key_length_mla", "key_length", "value_length_mla", "value_length", "kv_lora_rank", "q_lora_rank")
 _ALSO = {"num_experts": "num_local_experts"}  # the name in other versions of transformers
@@ -89,11 +89,14 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
         if name == "exaone4":
             config["layer_types"] = ["full_attention"] * min(config["num_hidden_layers"], _MOST_LAYERS)
     if architecture.experts is not None:
-        config |= _routed(architecture, metadata) if architecture.routed else _experts(architecture, metadata, config["intermediate_size"])
+        inner = config.get("intermediate_size", 0)
+        config |= _routed(architecture, metadata) if architecture.routed else _experts(architecture, metadata, inner)
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
     config["num_hidden_layers"] -= drafts(metadata)
     if name == "deepseek2":
         config |= _latent(metadata, config)
+    if "linear_num_value_heads" in config:
+        config |= _linear(name, metadata, config)
     if name == "gpt2":
         return config | {"n_inner": config["intermediate_size"]}
     base = _number(metadata, f"{name}.rope.freq_base", float, needed=False) or _ROPE_BASE
@@ -116,8 +119,7 @@ def _lfm2_layers(name: str, metadata: Metadata) -> tuple[dict[str, Any], Metadat
     if not isinstance(heads, Sequence) or isinstance(heads, str) or not all(type(count) is int for count in heads) or not any(heads):
         raise CheckpointError(f"the GGUF file says {short(heads)} for {kv}, a number for each layer: it is damaged")
     kinds = ["full_attention" if count else "conv" for count in heads]
-    width = _number(metadata, f"{name}.{_WIDTH}", int, needed=True)
-    return {"layer_types": kinds, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}, {**metadata, kv: max(heads)}
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}, {**metadata, kv: max(heads)}
 
 
 def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
@@ -130,7 +132,7 @@ def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
     full = config.get("full_attn_idxs")
     kinds = config.get("layer_types") or ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
     heads = [int(config["num_key_value_heads"]) if kind == "full_attention" else 0 for kind in kinds]
-    return {f"lfm2.{_KV}": heads, f"lfm2.{_WIDTH}": int(config.get("conv_L_cache", 3)), "lfm2.feed_forward_length": inner}
+    return {f"lfm2.{_KV}": heads, "lfm2.feed_forward_length": inner}
 
 
 def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> float | None:
@@ -145,7 +147,11 @@ def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> 
 def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
     """_KEYS and those of one architecture."""
     key, mine = architecture.epsilon
-    return {**_KEYS, key: (mine, float, True), **{key: (mine, float, True) for key, mine in architecture.keys.items()}}
+    own: dict[str, tuple[str, type, bool]] = {**_KEYS, key: (mine, float, True)}
+    own |= {key: (mine, float, True) for key, mine in architecture.keys.items()}
+    if "expert_feed_forward_length" in (architecture.experts or {}):
+        own["feed_forward_length"] = ("intermediate_size", int, False)  # not where all layers have experts
+    return own | {key: (mine, int, True) for key, mine in architecture.sizes.items()}
 
 
 def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
@@ -193,6 +199,18 @@ def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": rotated,
         "num_key_value_heads": config["num_attention_heads"],
     }
+
+
+def _linear(name: str, metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of linear attention in a config.json."""
+    every = _number(metadata, f"{name}.full_attention_interval", int, needed=False) or 4
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    inner = _number(metadata, f"{name}.ssm.inner_size", int, needed=True)
+    if min(every, inner, keys, values) < 1 or values % keys or inner % values:
+        raise CheckpointError(f"the GGUF file has {keys} key heads and {values} value heads of {inner} in all: it is damaged")
+    layers = range(min(config["num_hidden_layers"], _MOST_LAYERS))
+    kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]
+    return {"layer_types": kinds, "linear_value_head_dim": inner // values}
 
 
 def drafts(metadata: Metadata) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,12 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
     metadata, tensors = to_metadata(model.config)
     architecture = of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
-    heads, kv_heads = (int(str(metadata[each])) if architecture.permuted else 0 for each in (key, f"{key}_kv"))
+    config = {**model.config, "num_key_value_heads": metadata[f"{key}_kv"]}
     types: dict[str, tuple[int, tuple[int, ...]]] = {}
     items: list[ExportItem] = []
     elements: Counter[int] = Counter()
     for name, weight in model.weights.items():
-        place = _place(architecture, name, weight.shape, heads, kv_heads)
+        place = _place(architecture, name, weight.shape, config)
         kind = _IN_FLOATS if place.in_floats else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
@@ -68,7 +69,7 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
     for name, spec in model.plain.items():
         if name in orders:
             continue
-        place = _place(architecture, name, spec.shape, heads, kv_heads)
+        place = _place(architecture, name, spec.shape, config)
         new = Spec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
         plus = 1.0 if architecture.plus_one and architecture.is_norm(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
@@ -114,11 +115,11 @@ class _Place:
         return dict(zip(self.names, parts, strict=True))
 
 
-def _place(architecture: Architecture, name: str, shape: tuple[int, ...], heads: int, kv_heads: int) -> _Place:
+def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> _Place:
     names = architecture.to_gguf(name)
     if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")
-    rows = architecture.rows(names[0], heads, kv_heads, shape[0] if shape else 0)
+    rows = architecture.rows(names[0], config, shape[0] if shape else 0)
     if len(names) > 1:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
     elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from reprlib import repr as short
@@ -17,6 +17,7 @@ from halfbyte.checkpoint.gguf_config import drafts, to_config
 from halfbyte.checkpoint.gguf_names import Architecture, convolves, layer_of, of_file, unimportant
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.sharding import input_unit, take
 from halfbyte.io import gguf
 from halfbyte.io.tensors import Spec
 
@@ -34,7 +35,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
     if drafts(file.metadata):
         layers = config["num_hidden_layers"]
         file = replace(file, entries={name: entry for name, entry in file.entries.items() if layer_of(name) < layers})
-    entries, notes = _stacks(file, architecture, dtype)
+    entries, notes = _stacks(file, architecture, config, dtype)
     if architecture.note:
         notes.append(architecture.note)
     entries |= _of_activations(file, config) if architecture.name == "apertus" else _of_latents(file, config, dtype)
@@ -46,9 +47,6 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
         if target is None:
             unused.append(name)
             continue
-        rows = architecture.rows(name, config["num_attention_heads"], config["num_key_value_heads"], entry.shape[0] if entry.shape else 0)
-        back = None if rows is None else rows.argsort()
-        minus = 1.0 if architecture.plus_one and architecture.is_norm(name) else 0.0
         # The gate of the shared expert is a matrix of one row, in the file a vector.
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
         if convolves(name) and len(entry.shape) == 2:
@@ -58,7 +56,9 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
             continue
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, name))
-        entries[target] = Entry(spec, entry.place.spec.nbytes, partial(_read, tensor, shape, back, minus), tensor.quantized)
+        order = partial(_order, architecture, config, name, shape)
+        read = partial(_read, tensor, shape, order, architecture.change(name))
+        entries[target] = Entry(spec, entry.place.spec.nbytes, read, tensor.quantized)
     factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
     if odd := [name for name in unused if not unimportant(name) and name not in factors]:
         raise CheckpointError(f"{file.path} has {short(odd[0])}, which {architecture.model} does not have: use its safetensors")
@@ -102,8 +102,11 @@ def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
     return factor
 
 
-def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> tuple[dict[str, Entry], list[str]]:
-    """The stacks of experts, by transformers' names, and notes for the report. Stacks whose parts have one type keep their codes."""
+def _stacks(
+    file: gguf.File, architecture: Architecture, config: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, Entry], list[str]]:
+    """The stacks of experts and joined matrices, by transformers' names, and notes for the report. Those whose parts have one type keep
+    their codes."""
     entries: dict[str, Entry] = {}
     mixed: list[str] = []
     for name, first in file.entries.items():
@@ -112,10 +115,12 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
         target, names = found
         tensors = [_Tensor(file.entries[each], _factor(file, each)) for each in names if each in file.entries]
         parts = [tensor.entry for tensor in tensors]
-        if len(parts) < len(names) or any(len(p.shape) != 3 or p.shape[::2] != first.shape[::2] for p in parts):
+        dimensions, what = (3, "stacks of experts") if ".experts." in target else (2, "matrices")
+        others = {(len(part.shape), *part.shape[:-2], *part.shape[-1:]) for part in parts}
+        if len(parts) < len(names) or others != {(dimensions, *first.shape[:-2], first.shape[-1])}:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, not matching stacks of experts: the file is damaged")
-        shape = (first.shape[0], sum(part.shape[1] for part in parts), first.shape[2])
+            raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, not matching {what}: the file is damaged")
+        shape = (*first.shape[:-2], sum(part.shape[-2] for part in parts), first.shape[-1])
         if architecture.transposed:
             entries |= _transposed(file, target, names, tensors, dtype)
             continue
@@ -125,7 +130,8 @@ def _stacks(file: gguf.File, architecture: Architecture, dtype: torch.dtype) -> 
         if not alike and any(part.blocks for part in parts):
             mixed.append(f"{target} ({', '.join(gguf.kind_name(part.kind) for part in parts)})")
         nbytes = sum(part.place.spec.nbytes for part in parts)
-        entries[target] = Entry(spec, nbytes, partial(_read_stack, tensors, quantized is not None), quantized)
+        order = partial(_order, architecture, config, name, shape)
+        entries[target] = Entry(spec, nbytes, partial(_read_stack, tensors, order, quantized is not None), quantized)
     return entries, [f"dequantized because their parts have several types: {', '.join(mixed)}"] if mixed else []
 
 
@@ -228,25 +234,48 @@ def _plain(file: gguf.File, name: str) -> Tensor:
     return _numbers(file.entries[name])
 
 
-def _read(tensor: _Tensor, shape: tuple[int, ...], rows: Tensor | None, minus: float, dtype: torch.dtype | None) -> Codes | Tensor:
-    """A tensor with its rows in transformers' order."""
-    value = tensor.read()
+def _order(architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> tuple[Tensor | None, bool]:
+    """The place in the file of each row of transformers' tensor, None where it is the same; or of each column."""
+    columns = name.endswith("ssm_out.weight")  # whose inputs are what others have as rows
+    order = architecture.rows(name, config, shape[-1 if columns else 0] if shape else 0)
+    return None if order is None else order.argsort(), columns
+
+
+def _reordered(value: Codes | Tensor, order: Tensor | None, columns: bool) -> Codes | Tensor:
+    if order is None:
+        return value
+    if not columns:
+        return value.select(order) if isinstance(value, Codes) else value[order]
+    if isinstance(value, Tensor):
+        return value[:, order]
+    unit = input_unit(value.format)
+    starts = order[::unit].tolist()
+    if not torch.equal(order, torch.tensor([start + i for start in starts for i in range(unit)], device="cpu")):
+        raise CheckpointError(f"the file has {value.format} codes, whose columns are not reordered within a block: use its safetensors")
+    return take(value, -1, tuple((start, start + unit) for start in starts))
+
+
+def _read(
+    tensor: _Tensor,
+    shape: tuple[int, ...],
+    order: Callable[[], tuple[Tensor | None, bool]],
+    change: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype | None,
+) -> Codes | Tensor:
+    """A tensor with its rows or columns in transformers' order."""
+    value = _reordered(tensor.read().reshape(shape), *order())
     if isinstance(value, Codes):
-        value = value.reshape(shape)
-        return value if rows is None else value.select(rows)
-    value = value.reshape(shape)
-    if rows is not None:
-        value = value[rows]
-    if minus:
-        value = value.float() - minus
-    return _cast(value, dtype)
+        return value
+    return _cast(value if change is None else change(value.float()), dtype)
 
 
-def _read_stack(parts: Sequence[_Tensor], keep: bool, dtype: torch.dtype | None) -> Codes | Tensor:
-    """Concatenates stacks of experts along N: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes if `keep`."""
+def _read_stack(
+    parts: Sequence[_Tensor], order: Callable[[], tuple[Tensor | None, bool]], keep: bool, dtype: torch.dtype | None
+) -> Codes | Tensor:
+    """Concatenates stacks of experts or matrices along N: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes if `keep`."""
     values = [part.read() for part in parts]
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
-        return Codes.joined(codes, partial(torch.cat, dim=1))
+        return _reordered(Codes.joined(codes, partial(torch.cat, dim=-2)), *order())
     plain = [floats(value, dtype or torch.float32) if isinstance(value, Codes) else _cast(value, dtype) for value in values]
-    return torch.cat(plain, dim=1)
+    return _reordered(torch.cat(plain, dim=-2), *order())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from halfbyte.checkpoint.gguf_orders import Order, apart, halves, tiled
 from halfbyte.errors import CheckpointError
 
 _ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head"}
@@ -61,6 +61,23 @@ _LFM2 = {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
+_LFM2_SIZES = {"shortconv.l_cache": "conv_L_cache"}
+# Gated delta nets. Of Qwen3-Next older files have queries, keys, values and gates in one tensor, as transformers has them.
+_DELTA = {"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
+_DELTA_NEXT = _DELTA | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
+_DELTA_35 = _DELTA | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+}
+_DELTA_WHOLE = {"ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log"}
+_DELTA_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 
 
 def _without(*names: str) -> dict[str, str]:
@@ -68,6 +85,7 @@ def _without(*names: str) -> dict[str, str]:
 
 
 _SPARSE = _without(*_MLP) | {"ffn_gate_inp": "mlp.gate"}
+_QWEN35 = _without("ffn_norm") | {"post_attention_norm": "post_attention_layernorm"}
 # Layers with experts that all tokens go to; the first layers have no other.
 _SHARING = _LAYER | {f"{part}_shexp": _LAYER[part].replace("mlp", "mlp.shared_experts") for part in _MLP} | {"ffn_gate_inp": "mlp.gate"}
 _LATENT = {
@@ -79,9 +97,9 @@ _LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
-# Stacks of experts [E, N, K]: transformers' name -> llama.cpp's, whose rows are concatenated in transformers.
-_STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-_FUSED_STACK = {"ffn_gate_up_exps": "gate_up_proj"}  # of newer files
+# Stacks of experts [E, N, K]: transformers' name and llama.cpp's, whose rows are concatenated in transformers; the last is of newer files.
+_WRITTEN_STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+_STACKS = (*_WRITTEN_STACKS.items(), ("gate_up_proj", ("ffn_gate_up_exps",)))
 _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -94,7 +112,7 @@ _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 # Tensors that transformers' models do not use: multi-token prediction layers, scales of activations, and tensors that a config expresses
 # by settings.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
-_IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(?:\.weight)?")
 _SCORE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
@@ -108,13 +126,14 @@ class Architecture:
     model     the class in transformers
     types     the model_types of transformers that are written as it
     layer     llama.cpp's names in a layer -> transformers'
-    permuted  whether rows of Q and K are in llama.cpp's order, each head's two halves interleaved
+    order     of rows, where it is not transformers'
     plus_one  whether the weights of norms are stored plus one
     experts   of a mixture of experts: key of the metadata -> key of config.json
     normed    of a mixture of experts: whether the weights of a token's experts are normalized to sum to 1, which no file says
     untied    whether llama.cpp requires a separate output head
     epsilon   of norms: the key of the metadata and that of config.json
     keys      further required numbers: key of the metadata -> key of config.json
+    sizes     the same of whole numbers
     biases    settings of config.json that follow from whether the first layer has a bias, or another tensor, of llama.cpp's name
     settings  of config.json, which llama.cpp assumes: a model with others is not written
     partial   whether only a part of a head may be rotated
@@ -122,6 +141,7 @@ class Architecture:
     written   whether files are also written
     routed    of a mixture of experts: whether the file says how the weights of a token's experts are normalized and scaled
     whole     of a layer, llama.cpp's and transformers' names of tensors that are not a module's weight or bias
+    joined    of a layer, transformers' name of a matrix and llama.cpp's of those whose rows it concatenates
     layers    transformers' name of the list of layers
     first     llama.cpp's and transformers' names before the layers, and of the head
     turned    whether transformers keeps the weights of linear layers inputs first
@@ -137,13 +157,14 @@ class Architecture:
     model: str
     types: tuple[str, ...]
     layer: Mapping[str, str]
-    permuted: bool = False
+    order: Order | None = None
     plus_one: bool = False
     experts: Mapping[str, str] | None = None
     normed: bool = False
     untied: bool = False
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     keys: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     partial: bool = False
@@ -155,6 +176,7 @@ class Architecture:
     written: bool = True
     routed: bool = False
     whole: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str = "model.layers"
     first: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     turned: bool = False
@@ -175,19 +197,20 @@ class Architecture:
         found = _IN_LAYER.fullmatch(name)
         if found is None:
             return None
-        inner = self.layer.get(found[2])
-        whole = self.whole.get(f"{found[2]}.{found[3]}", inner and f"{inner}.{found[3]}")
+        inner = self.layer.get(found[2]) if found[3] else None
+        whole = self.whole.get(name.split(".", 2)[2], inner and f"{inner}.{found[3]}")
         return whole and f"{self.layers}.{int(found[1])}.{whole}"
 
     def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """For a stack of experts of a file: transformers' name, and the names of the stacks whose rows it concatenates."""
+        """For a stack of experts or a part of a `joined` matrix: transformers' name, and the names of all tensors whose rows it
+        concatenates."""
         found = _IN_LAYER.fullmatch(name)
-        if not self.experts or found is None or found[3] != "weight":
+        if found is None or found[3] != "weight":
             return None
-        for inner, parts in (*_STACKS.items(), *((inner, (mine,)) for mine, inner in _FUSED_STACK.items())):
+        stacks = [(f"{self.sparse}.experts.{inner}", parts) for inner, parts in _STACKS] if self.experts else []
+        for inner, parts in (*stacks, *self.joined.items()):
             if found[2] in parts:
-                stack = f"model.layers.{int(found[1])}.{self.sparse}.experts.{inner}"
-                return stack, tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
+                return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
         return None
 
     def in_stack(self, name: str) -> bool:
@@ -199,7 +222,7 @@ class Architecture:
     def to_gguf(self, name: str) -> tuple[str, ...]:
         """The inverse of both: no name, one, or the stacks that a stack is split into."""
         if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self.sparse:
-            return tuple(f"blk.{found[1]}.{part}.weight" for part in _STACKS.get(found[3], ()))
+            return tuple(f"blk.{found[1]}.{part}.weight" for part in _WRITTEN_STACKS.get(found[3], ()))
         head, _, end = name.rpartition(".")
         ends = {theirs: mine for mine, theirs in self.ends.items()}
         if head in ends:
@@ -213,19 +236,20 @@ class Architecture:
         }
         return (f"blk.{found[1]}.{whole[found[2]]}",) if found[2] in whole else ()
 
-    def rows(self, name: str, heads: int, kv_heads: int, rows: int) -> Tensor | None:
+    def rows(self, name: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
         """For a tensor by llama.cpp's name: the row of transformers' tensor for each of its rows; None where they are the same."""
         found = _IN_LAYER.fullmatch(name)
-        if not self.permuted or found is None or found[2] not in ("attn_q", "attn_k"):
-            return None
-        count = heads if found[2] == "attn_q" else kv_heads
-        if count < 1 or rows % (2 * count):
-            return None
-        return torch.arange(rows, device="cpu").view(count, 2, -1).transpose(1, 2).flatten()
+        return self.order(found[2], config, rows) if self.order and found else None
+
+    def change(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes the values of transformers' tensor of those of a file's, by llama.cpp's name."""
+        if name.endswith(".ssm_a"):
+            return lambda a: (-a).log()
+        return (lambda norm: norm - 1.0) if self.plus_one and self.is_norm(name) else None
 
     def is_norm(self, name: str) -> bool:
-        """Whether a tensor, by llama.cpp's name, is the weight of a norm."""
-        return name.endswith("norm.weight")
+        """Whether a tensor, by llama.cpp's name, is the weight of a norm of this kind: the gated one of linear attention is not."""
+        return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
 def unimportant(name: str) -> bool:
@@ -247,7 +271,7 @@ def routes(name: str) -> bool:
 def convolves(name: str) -> bool:
     """Whether a tensor, by llama.cpp's name, is the kernel of a depthwise convolution: a matrix there, [channels, 1, width] in
     transformers."""
-    return name.endswith("shortconv.conv.weight")
+    return name.endswith(("shortconv.conv.weight", "ssm_conv1d.weight"))
 
 
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -272,9 +296,9 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
 }
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, permuted=True, biases=_BIASES),
+    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, order=halves, biases=_BIASES),
     Architecture(
-        "llama", "MixtralForCausalLM", ("mixtral",), _SPARSE, permuted=True, normed=True,
+        "llama", "MixtralForCausalLM", ("mixtral",), _SPARSE, order=halves, normed=True,
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
     Architecture("qwen2", "Qwen2ForCausalLM", ("qwen2",), _LAYER, windowed=False),
@@ -293,24 +317,25 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture(
         "granitemoe", "GraniteMoeForCausalLM", ("granitemoe",),
-        {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, permuted=True, normed=True, sparse="block_sparse_moe",
+        {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, order=halves, normed=True, sparse="block_sparse_moe",
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, keys=_GRANITE,
     ),
     Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
     Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
     Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
     Architecture("gemma3", "Gemma3ForCausalLM", ("gemma3_text",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
-    Architecture("mistral3", "Ministral3ForCausalLM", ("ministral3",), _LAYER, permuted=True),
+    Architecture("mistral3", "Ministral3ForCausalLM", ("ministral3",), _LAYER, order=halves),
     Architecture(
-        "smollm3", "SmolLM3ForCausalLM", ("smollm3",), _LAYER, permuted=True, windowed=False,
+        "smollm3", "SmolLM3ForCausalLM", ("smollm3",), _LAYER, order=halves, windowed=False,
         settings={**_UNBIASED, "no_rope_layer_interval": 4, "use_sliding_window": False},
     ),
-    Architecture("granite", "GraniteForCausalLM", ("granite",), _LAYER, permuted=True, biases=_BIASES, keys=_GRANITE),
+    Architecture("granite", "GraniteForCausalLM", ("granite",), _LAYER, order=halves, biases=_BIASES, keys=_GRANITE),
     Architecture(
         "lfm2", "Lfm2ForCausalLM", ("lfm2",), _LFM2, norm=("token_embd_norm", "model.embedding_norm"),
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), settings={"conv_bias": False},
+        sizes=_LFM2_SIZES,
     ),
-    Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), permuted=True, settings={**_UNBIASED, **_RELU2}),
+    Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), order=halves, settings={**_UNBIASED, **_RELU2}),
     Architecture("ernie4_5", "Ernie4_5ForCausalLM", ("ernie4_5",), _LAYER, settings={"use_bias": False}),
     Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),
     Architecture(
@@ -362,6 +387,21 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         written=False, note=_TEXT_ONLY,
     ),
     Architecture(
+        "qwen3next", "Qwen3NextForCausalLM", ("qwen3_next",), {**_QWEN35, **_DELTA_NEXT, "ffn_gate_inp": "mlp.gate", **_SHARED},
+        plus_one=True, order=apart, sizes=_DELTA_SIZES, whole=_DELTA_WHOLE, partial=True, windowed=False, normed=True, written=False,
+        joined={"linear_attn.in_proj_qkvz.weight": ("attn_qkv", "attn_gate")},
+        experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    Architecture(
+        "qwen35", "Qwen3_5ForCausalLM", ("qwen3_5_text",), {**_QWEN35, **_DELTA_35}, plus_one=True, order=tiled, sizes=_DELTA_SIZES,
+        whole=_DELTA_WHOLE, partial=True, windowed=False, written=False, note=_TEXT_ONLY,
+    ),
+    Architecture(
+        "qwen35moe", "Qwen3_5MoeForCausalLM", ("qwen3_5_moe_text",), {**_QWEN35, **_DELTA_35, "ffn_gate_inp": "mlp.gate", **_SHARED},
+        plus_one=True, order=tiled, sizes=_DELTA_SIZES, whole=_DELTA_WHOLE, partial=True, windowed=False, normed=True, written=False,
+        experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}, note=_TEXT_ONLY,
+    ),
+    Architecture(
         "glm4moe", "Glm4MoeForCausalLM", ("glm4_moe",),
         {**{name: module for name, module in _SHARING.items() if name != "ffn_norm"}, "post_attention_norm": "post_attention_layernorm"},
         experts=_ROUTED, routed=True, whole=_SCORE_BIAS, partial=True, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False,
@@ -377,7 +417,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "lfm2moe", "Lfm2MoeForCausalLM", ("lfm2_moe",), {**_LFM2, "ffn_gate_inp": "feed_forward.gate"}, sparse="feed_forward",
         norm=("token_embd_norm", "model.embedding_norm"), epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), normed=True,
         experts={**_QWEN, "leading_dense_block_count": "num_dense_layers"}, whole={"exp_probs_b.bias": "feed_forward.expert_bias"},
-        settings={"conv_bias": False, "use_expert_bias": True}, written=False,
+        settings={"conv_bias": False, "use_expert_bias": True}, sizes=_LFM2_SIZES, written=False,
     ),
     Architecture(
         "apertus", "ApertusForCausalLM", ("apertus",),
