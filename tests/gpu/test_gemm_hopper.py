@@ -42,7 +42,7 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
     bits = as_format(name).bits
     turn = FORMATS[bits].index(name) + CONFIGS[bits].index(tile) + (dtype == H)
     m, n, k, programs = ((300, 333, 1024, 1), (130, 512, 2048, 7), (77, 640, 2048, 29))[turn % 3]
-    config = gemm_hopper.Config(rows, block_m, stages, 8, programs)
+    config = gemm_hopper.Config(rows, block_m, stages, programs)
     check_linear(gemm_hopper, config, problem(name, m, n, k, dtype), hopper, interpreted=False, weight_rounded=True, epilogue=m == 77)
 
 

@@ -58,7 +58,7 @@ def _quiet() -> Iterator[None]:
 )
 def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], programs: int, n: int) -> None:
     """More tiles than programs or the other way round, so that tiles are shared and sums meet; TMA writes where it can."""
-    config = gemm_hopper.Config(*tile, 8, programs)
+    config = gemm_hopper.Config(*tile, programs)
     problem = Problem("linear", 70, n, 640, as_format(name), dtype)
     with interpreted(gemm_hopper):
         check_linear(gemm_hopper, config, problem, CPU, interpreted=False, weight_rounded=True, epilogue=n == 140 and programs > 1)

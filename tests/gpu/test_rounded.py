@@ -23,7 +23,7 @@ def check(name: str, dtype: torch.dtype, m: int, n: int, k: int, programs: int, 
     problem = Problem("linear", m, n, k, codes.format, dtype, "int8", "block")
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(codes.format, codes.shape))
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-    config = rounded.Config(64, 64, 3, 8, programs)
+    config = rounded.Config(64, 64, 3, programs)
     rounded.launch(problem, config, x.to(device), *views, out, Epilogue(bias.to(device), None, -1.0, 6.0))
     expected = reference.linear(x, codes, bias, "int8", "block", (-1.0, 6.0))
     size = x.double().abs() @ codes.dequantize(torch.float64).abs().T

@@ -2,6 +2,7 @@
 
 Starting kernels
   launch.py        the one door to the GPU; relaunch.py: launches made again without Python's share of the work
+  hopper.py        what kernels for Hopper share
   clock.py         times on a GPU; probe.py: what it can do at the most
 
 Linear layers: docs/gpu-kernels.md says which one is taken when

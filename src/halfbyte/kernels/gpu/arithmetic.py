@@ -8,6 +8,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
 MAGIC_BITS = tl.constexpr(0x4B400000)
+GROUP = tl.constexpr(8)  # tiles along M that follow each other: see `in_groups`
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def requantized(acc, told, low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def in_groups(number, tiles_m, tiles_n, GROUP: tl.constexpr):
+def in_groups(number, tiles_m, tiles_n):
     """Where tile `number` is along M and N: GROUP tiles along M follow each other for each tile along N, so that both operands are found
     in the cache again."""
     width = GROUP * tiles_n

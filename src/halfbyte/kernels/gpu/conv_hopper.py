@@ -36,6 +36,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper_write import GROUP, SUMS, others_of, write, write_codes
 from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -140,8 +141,8 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := supports_any(problem, gpu):
         return reason
     sizes, integer = problem.sizes, problem.dtype == torch.int8
-    if gpu.backend != "cuda" or gpu.capability != (9, 0):
-        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    if reason := not_hopper(gpu):
+        return reason
     if problem.dtype == torch.float32 or (integer and sizes.format.bits != 8):
         return f"it takes 16 bits, or 8 bits and a weight of 8 bits, not {problem.dtype} and {sizes.format}"
     if problem.window.stride not in ((1, 1), (2, 2)) or sizes.groups > 1:
@@ -533,13 +534,10 @@ def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S:
     )
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.buffers, S.lines, S.step], LINES)
     ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], LINES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 2)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gdc_wait()
     if table is None:  # the next one may write a weight from here on, as `launch.turns` has it

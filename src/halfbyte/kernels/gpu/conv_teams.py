@@ -32,6 +32,7 @@ from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.gemm_hopper import whole
+from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, tails_of, two_planes
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
@@ -89,8 +90,8 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     if reason := supports_any(problem, gpu):
         return reason
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    if gpu.backend != "cuda" or gpu.capability != (9, 0):
-        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    if reason := not_hopper(gpu):
+        return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes 16 bits, not {problem.dtype}"
     if problem.window.stride != (1, 1) or sizes.groups > 1:
@@ -150,7 +151,6 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         rows=64,
         block_m=math.prod(config.box),
         stages=config.stages,
-        group=0,
         bits=geo.format.bits,
         groups=geo.blocks_a_record,
         wide=geo.records_a_block,
@@ -339,15 +339,11 @@ def _conv(xd, wd, tails, out, added, N, n_padded, covers, image, window, bounds,
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, S.block_m, 64], LINES)
     ws = gl.allocate_shared_memory(wd.dtype, [STAGES * (S.bits // 4), wd.block_shape[0], 64], wd.layout)
     parts = gl.allocate_shared_memory(gl.float32, [max(1, S.teams - 1), 64, S.block_m], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = barriers(STAGES, 1)
+    loaded = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(met, count=max(1, S.teams - 1))
-    for i in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     tiles_n = gl.cdiv(N, 64)
     box = gl.program_id(0) // tiles_n

@@ -24,6 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.arithmetic import GROUP
+from halfbyte.kernels.gpu.hopper import not_hopper
 from halfbyte.kernels.gpu.hopper_tile import (
     HIGH_BYTES,
     PIECES,
@@ -60,13 +62,11 @@ _LEAST_M = {4: 64, 8: 16}  # fewer rows do not fill a tile: skinny.py reads the 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 2 * rows of the weight by block_m of x, `stages` records or halves of them in flight (`Static.parts`), `group` tiles along M
-    together in the L2 cache."""
+    """Tiles of 2 * rows of the weight by block_m of x, `stages` records or halves of them in flight (`Static.parts`)."""
 
     rows: int
     block_m: int
     stages: int
-    group: int
     programs: int
 
 
@@ -74,8 +74,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
-    if gpu.backend != "cuda" or gpu.capability != (9, 0):
-        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    if reason := not_hopper(gpu):
+        return reason
     geo, least = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), _LEAST_M[problem.format.bits]
     scaled = not whole(geo) and problem.dtype == torch.float16 and problem.format.scale != torch.float16
     if problem.dtype == torch.float32 or scaled:
@@ -107,7 +107,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
                 unequal = _MEETINGS_US * max(1.0, records / 32) ** 1.5
                 meeting = 3.0 * (programs // tiles) - 1.0 if programs % tiles == 0 else unequal
                 us += meeting * (0.3 + 0.7 * rows * block_m / (64 * 256))
-            found.append((us, Config(rows, block_m, most_stages(bits, rows, block_m, gpu), 8, programs)))
+            found.append((us, Config(rows, block_m, most_stages(bits, rows, block_m, gpu), programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
 
 
@@ -153,7 +153,6 @@ def multiply(
         rows=config.rows,
         block_m=config.block_m,
         stages=config.stages,
-        group=config.group,
         bits=geo.format.bits,
         groups=geo.blocks_a_record,
         wide=geo.records_a_block,
@@ -231,7 +230,6 @@ def _divided(n, by, inverse):
 @gluon.jit
 def _order(sizes, S: gl.constexpr):
     """What `_segment` divides by, and inverses: of a tile's records, of a group's tiles, of the tiles along M of the last group."""
-    GROUP: gl.constexpr = S.group
     tiles_m = gl.cdiv(sizes[0], S.block_m)
     width = GROUP * gl.cdiv(sizes[1], 2 * S.rows)
     return _MOST // sizes[3], width, _MOST // width, tiles_m, _MOST // gl.maximum(tiles_m % GROUP, 1)
@@ -243,7 +241,6 @@ def _segment(at, end, whole, start, order, sizes, S: gl.constexpr):
 
     GROUP tiles along M follow each other for each tile along N, so that both operands are found in the cache again.
     """
-    GROUP: gl.constexpr = S.group
     inside = at < whole * sizes[3]
     record = gl.where(inside, at, start + at - whole * sizes[3])
     number = _divided(record, sizes[3], order[0])

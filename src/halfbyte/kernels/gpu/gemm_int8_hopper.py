@@ -25,7 +25,8 @@ from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.int8_hopper_tile import Static, next_stage, scaled, sum_blocks, sum_whole
+from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
+from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -36,13 +37,11 @@ _LEAST_M, _LEAST_SCALED = 9, 17  # fewer rows do not fill a tile; of blocks gemm
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 64 * `panels` rows of the weight, a warpgroup each (1 or 2), by block_m of x, `stages` records in flight, `group` tiles
-    along M together in the L2 cache; `unroll` records of scaled blocks overlap (4: are one chain); `early`: the weight is on its way while
-    x is quantized."""
+    """Tiles of 64 * `panels` rows of the weight, a warpgroup each (1 or 2), by block_m of x, `stages` records in flight;
+    `unroll` records of scaled blocks overlap (4: are one chain); `early`: the weight is on its way while x is quantized."""
 
     block_m: int
     stages: int
-    group: int
     programs: int
     panels: int = 2
     unroll: int = 1
@@ -50,10 +49,8 @@ class Config:
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    if reason := gemm_int8.supports(problem, gpu):
+    if reason := gemm_int8.supports(problem, gpu) or not_hopper(gpu):
         return reason
-    if gpu.backend != "cuda" or gpu.capability != (9, 0):
-        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
     plan = activations.plan(problem)
     if problem.m < (least := _LEAST_M if plan.whole else _LEAST_SCALED):
         return f"{problem.m} rows do not fill its tiles: from {least} on"
@@ -76,11 +73,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         rows = -(-problem.m // block_m)
         tiles = rows * -(-problem.n // (64 * panels))
         waves = -(-tiles // gpu.sms)
-        static = compiled_for(problem, Config(block_m, 1, 8, 1, panels, unroll), clamp=False)
+        static = compiled_for(problem, Config(block_m, 1, 1, panels, unroll), clamp=False)
         stages = min(8, (gpu.shared - (32 << 10)) // static.stage_bytes)
         # Programs that start one after the other ask for the same weights at different times.
         early = rows == 1 or (rows == 2 and fits)
-        found.append((waves * us, Config(block_m, stages, 8, -(-tiles // waves), panels, unroll, early)))
+        found.append((waves * us, Config(block_m, stages, -(-tiles // waves), panels, unroll, early)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -116,7 +113,6 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         block_m=config.block_m,
         panels=config.panels,
         stages=config.stages,
-        group=config.group,
         unroll=config.unroll,
         early=config.early,
         biased=not plan.whole and plan.granule == 32 and fmt.zero == "none" and fmt.scale == torch.float16,
@@ -211,7 +207,7 @@ def _tiles(sizes, S: gl.constexpr):
 @gluon.jit
 def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
     tiles_m, tiles_n = _tiles(sizes, S)
-    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n, S.group)
+    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n)
     ahead = gl.minimum(sizes[3], S.stages)
     if not S.early:
         gdc_wait()
@@ -225,7 +221,7 @@ def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
     tile = gl.program_id(0)
     # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
     while tile < tiles_m * tiles_n:
-        pm, pn = in_groups(tile, tiles_m, tiles_n, S.group)
+        pm, pn = in_groups(tile, tiles_m, tiles_n)
         for r in range(ahead, sizes[3]):
             mbarrier.wait(empty.index(stage), phase)
             _load_weight(wd, buffers[1], full, pn, r, stage, sizes, S)
@@ -246,7 +242,7 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds
     phase = 0
     gdc_wait()
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = in_groups(tile, tiles_m, tiles_n, S.group)
+        pm, pn = in_groups(tile, tiles_m, tiles_n)
         n = (pn * S.panels + W) * 64
         m = pm * S.block_m
         rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
@@ -346,11 +342,8 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, M, N, n_padded, record
         constant = gl.allocate_shared_memory(gl.int8, [BM, 32], gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2))
         constant.store(gl.full([BM, 32], -128, gl.int8, layout=gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])))
     buffers = (xs, ws, a, m, s, constant)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PANELS)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, PANELS)
     fence_async_shared()
     sizes = (M, N, n_padded, records)
     if PANELS == 1:

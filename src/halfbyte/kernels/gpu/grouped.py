@@ -173,7 +173,7 @@ def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, st
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    pm, pn = in_groups(tl.program_id(0), blocks, tl.cdiv(N, OUTPUTS), 8)
+    pm, pn = in_groups(tl.program_id(0), blocks, tl.cdiv(N, OUTPUTS))
     column = tl.arange(0, S.width) % COLUMNS
     own = tl.arange(0, COLUMNS)
     if table is None:

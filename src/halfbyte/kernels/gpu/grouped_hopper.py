@@ -31,7 +31,6 @@ from halfbyte.machine import Gpu
 
 _ROWS = 64  # of the weight, for each of two warpgroups
 _LEAST_ROWS = 48  # of an expert on the average
-_GROUP = 8  # tiles along the list together in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         rows=_ROWS,
         block_m=config.block_m,
         stages=config.stages,
-        group=_GROUP,
         bits=4,
         groups=geo.blocks_a_record,
         wide=geo.records_a_block,
@@ -120,7 +118,7 @@ def _tiles(table, sizes, S: gl.constexpr):
 def _tile(number, table, sizes, S: gl.constexpr):
     """A tile's expert, its first row among those in the order of experts, how many there are, and its place along N."""
     ROWS: gl.constexpr = S.rows
-    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], 2 * ROWS), S.group)
+    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], 2 * ROWS))
     return gl.load(table[1] + at), gl.load(table[2] + at), gl.load(table[3] + at), pn
 
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.hopper import barriers
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
@@ -55,7 +56,6 @@ class Static:
     rows: int
     block_m: int
     stages: int
-    group: int
     bits: int
     groups: int  # blocks in a record
     wide: int  # records in a block
@@ -123,11 +123,8 @@ def ring(xd, wd, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
     ws = gl.allocate_shared_memory(wd.dtype, [S.weights, ROWS * S.bits // 4, 64 if S.bits == 4 else S.width], wd.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 2)
     fence_async_shared()
     return xs, ws, full, empty
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
+from halfbyte.kernels.gpu.hopper import next_stage
 
 _FROM_BITS, _START, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(19 - 38) …
 _DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
@@ -42,7 +43,6 @@ class Static:
     block_m: int
     panels: int
     stages: int
-    group: int
     unroll: int
     early: bool
     biased: bool  # sums of blocks start with a product of constants
@@ -80,13 +80,6 @@ class Static:
     @property
     def operand(self) -> gl.DotOperandLayout:
         return gl.DotOperandLayout(0, self.sums, 4)
-
-
-@gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The buffer after this one, and how often the buffers were filled, modulo 2."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

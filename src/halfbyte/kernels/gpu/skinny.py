@@ -275,7 +275,7 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
-    pm, pn = in_groups(tl.program_id(0), tl.cdiv(M, COLUMNS), tl.cdiv(N, OUTPUTS), 8)
+    pm, pn = in_groups(tl.program_id(0), tl.cdiv(M, COLUMNS), tl.cdiv(N, OUTPUTS))
     first = tl.program_id(1) * (S.batch * SLICES) * per  # record of the first slice
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)

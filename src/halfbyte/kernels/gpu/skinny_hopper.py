@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as gates
+from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
 from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, as_held, as_summed
 from halfbyte.kernels.gpu.skinny_hopper_tile import ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -68,8 +69,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
     """What integers are refused for, too."""
-    if gpu.backend != "cuda" or gpu.capability != (9, 0):
-        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    if reason := not_hopper(gpu):
+        return reason
     if problem.format.zero == "offset":
         return f"it takes points off codes, and {problem.format} has offsets"
     if problem.m > most:
@@ -248,13 +249,6 @@ def _following(pn, t, sizes):
 
 
 @gluon.jit
-def _after(stage, phase, STAGES: gl.constexpr):
-    """The stage after this one, and how often the stages were filled, modulo 2."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def _panel(pn, p, sizes, S: gl.constexpr):
     """The weight's panel that is the p-th of tile pn."""
     HALF: gl.constexpr = S.panels // 2
@@ -328,7 +322,7 @@ def _produce(xd, wd, tails, buffers, full, empty, sizes, S: gl.constexpr):
         _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S)
         _load_x(xd, buffers, full, t, stage, S)
         pn, t = _following(pn, t, sizes)
-        stage, phase = _after(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -359,7 +353,7 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
             for j in gl.static_range(EACH):
                 acc = add_record(acc, buffers, stage, at - pn * sizes[4] + i, high, PANEL, FIRST + j, S)
             mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = _after(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
         if FIRST > 0:
             mbarrier.wait(met.index(PANELS + PANEL), (turn & 1) ^ 1)
             sums.index(NUMBER - PANELS).store(as_held(acc))
@@ -490,12 +484,9 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
     if S.parts > 1 or S.gated:
         OTHERS: gl.constexpr = PANELS // 2 if S.gated else _PARTITIONS - PANELS
         sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [OTHERS, S.columns // 8, 512], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, _PARTITIONS)
     met = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=_PARTITIONS)
     for i in gl.static_range(PANELS):
         mbarrier.init(met.index(i), count=max(1, S.parts - 1))
         mbarrier.init(met.index(PANELS + i), count=1)
