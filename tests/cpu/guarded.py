@@ -34,7 +34,7 @@ from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
-from halfbyte.kernels.cpu.conv.stem import StemKernel
+from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -261,7 +261,7 @@ def own_weights(tell: Callable[[str], None]) -> None:
         scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
         packed = conv_ops.pack_conv(codes, kernel, groups)
         table = conv_ops.conv_requantization_table(packed, None, **scales)
-        form: Any = ArrangedConvKernel if isa.arranges else StemKernel
+        form: Any = ArrangedConvKernel if isa.arranges else UnsignedConvKernel
         if channels == out == 1:
             run: Any = DepthwiseDotKernel(sizes, window, window.out_size((9, 7 + number), kernel)[0])
         elif winograd.supports(sizes, window, isa):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.cpu import choose_linear
-from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, stem, winograd
+from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageMatrixKernel
 from halfbyte.kernels.cpu.conv.planned import OwnWeights
-from halfbyte.kernels.cpu.conv.stem import StemKernel
+from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.tile import Inner
@@ -38,9 +38,9 @@ def multiplied(sizes: Filter, dtype: torch.dtype, compute: str, activation: str)
 
 
 def choose_cpu_conv(
-    sizes: Filter, window: Window, out: tuple[int, int, int], dtype: torch.dtype, inner: Inner, activation: str
+    sizes: Filter, window: Window, out: tuple[int, int, int], dtype: torch.dtype, inner: Inner, activation: str, outside: int
 ) -> CpuConvChoice:
-    """The kernels for images of `dtype` and outputs [B, Ho, Wo], of which there are some."""
+    """The kernels for images of `dtype` and outputs [B, Ho, Wo], of which there are some. `outside` is what stands for 0 among codes."""
     isa = current()
     if sizes.depthwise:
         quads = dtype == torch.int8 and depthwise_dot.supports(sizes, window, isa)
@@ -56,6 +56,6 @@ def choose_cpu_conv(
         other = WinogradKernel(sizes)
     elif dtype == torch.int8 and arranged.supports(sizes, isa):
         other = ArrangedConvKernel(sizes, window, direct.linear)
-    elif dtype == torch.int8 and stem.supports(sizes, window, isa):
-        other = StemKernel(sizes, window, direct.linear)
+    elif dtype == torch.int8 and unsigned.supports(sizes, window, out[1], outside, isa):
+        other = UnsignedConvKernel(sizes, window, direct.linear)
     return CpuConvChoice(ImageConvKernel(direct) if by_image else direct, other)

@@ -106,15 +106,25 @@ class _Plan(NamedTuple):
 _plans = Bounded[tuple[Any, ...], _Plan](4096)
 
 
-def _plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
-    key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation
+def _plan(
+    x: Tensor,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    compute: str = "int8",
+    activation: str = "block",
+    in_zero: int = 0,
+) -> _Plan:
+    key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation, in_zero
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation)
+        plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation, in_zero)
     return plan
 
 
-def _new_plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str) -> _Plan:
+def _new_plan(
+    x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str, in_zero: int
+) -> _Plan:
     from halfbyte.dispatch.cpu_conv import choose_cpu_conv, multiplied
 
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
@@ -127,7 +137,7 @@ def _new_plan(x: Tensor, format: str, filter_numbers: Sequence[int], window_numb
         check_one_scale(sizes)
     kernel, other = None, None
     if 0 not in shape and x.numel() > 0:
-        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation)
+        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation, in_zero)
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
 
@@ -214,7 +224,7 @@ def qconv2d(
     key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
     ready = _ready.entries.get(key)
     if ready is None or ready.weight() is not weight or ready.table() is not table or ready.threads != ready.threads_now():
-        plan = _plan(x, format, filter_numbers, window_numbers, "int8", "block")
+        plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
         if plan.kernel is None:
@@ -240,7 +250,7 @@ def qconv2d_step(
     """`qconv2d` of images of the sizes and strides of x, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.steps import conv_step
 
-    plan = _plan(x, packed.name, packed.numbers, window_numbers, "int8", "block")
+    plan = _plan(x, packed.name, packed.numbers, window_numbers, in_zero=in_zero)
     if plan.kernel is None or x.stride() != plan.strides:
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.chain import build as build_step
 from halfbyte.kernels.cpu.conv import depthwise, gathered
 from halfbyte.kernels.cpu.conv.depthwise import DEPTHWISE, DepthwiseKernel
-from halfbyte.kernels.cpu.conv.direct import DIRECT
+from halfbyte.kernels.cpu.conv.direct import DIRECT, Band
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.patches import CONV
 from halfbyte.kernels.cpu.kernel import compiled
@@ -31,6 +31,7 @@ from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _FUNCTIONS = ("first_phase", "second_phase", "row_function", "tile_function", "lesser_tile_function")
+_TENSORS = ("outside", "places", "walk_places", "pixel_mask", "lane_places", "bands")  # of `direct_call.plan`
 _MARGIN = b"\xff" * 64  # NaN in every dtype
 
 
@@ -61,7 +62,12 @@ def _call(emulator: Emulator, table: Block, block: bytes, sizes: dict[str, int],
             image[table.offset(field) : table.offset(field) + 8] = (IMAGE + at).to_bytes(8, "little")
     image += _MARGIN
     functions = [table.offset(field) for field in _FUNCTIONS if field in table.fields]
+    if "bands" in places:
+        first = places["bands"] + 8 * Band._fields.index("function")
+        functions += range(first, first + sizes["bands"], 8 * len(Band._fields))
     after = bytearray(emulator.run(bytes(image), functions))
+    for at in functions:  # addresses instead of numbers
+        after[at : at + 8] = image[at : at + 8]
     for field in written & places.keys():
         at, size = places[field], sizes[field]
         address = int.from_bytes(block[table.offset(field) :][:8], "little")
@@ -133,7 +139,7 @@ def convolved(
                 "out": math.prod(call.out_shape) * (kernel.inner_dtype if depthwise else kernel.out_dtype).itemsize,
                 "zeros": 4 * PANEL,
                 "scales": 0 if scales is None else scales.nbytes,
-                **{name: t.nbytes for name, t in zip(("outside", "places", "walk_places", "pixel_mask"), call.tensors, strict=False)},
+                **{name: t.nbytes for name, t in zip(_TENSORS, call.tensors, strict=False)},
             }
             _call(emulator, table, block, {name: n for name, n in sizes.items() if name in table.fields}, {"scratch", "out"})
 

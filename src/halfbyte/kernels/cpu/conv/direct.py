@@ -6,7 +6,8 @@ Threads draw items: a strip of an image's output lines times some panels of a gr
 copied into the thread's own memory, with what stands for 0 at their ends and above and below (not where nothing is padded). Then a
 tile's rows are R outputs, wherever they lie: each has its place, and from there all walk the same way over the kernel's lines. Where
 the codes of a walk come in runs that are not a multiple of 8, as in stems of 3 channels, patches are written one behind the other first,
-which is a matter of a few loads and stores, and the walk is one run.
+which is a matter of a few loads and stores, and the walk is one run. Lines of the kernel that lie outside of a small image are left out
+where what stands for 0 is 0 as tiles read it.
 
 Arithmetic. int8 outputs: that of `tile.RequantizingTile`. Floating point, of images that were quantized with one scale each:
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function, phase
 from halfbyte.kernels.cpu.tile import RequantizingTile, Tile, TileSpec
@@ -41,7 +42,8 @@ DIRECT = Block(
         *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
         # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
         *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
-        *("walk_lines", "walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        *("walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        *("bands", "band_count"),  # `Band`s of a strip
         "lane_places",  # for `arranged.py`
         "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
         # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
@@ -50,11 +52,33 @@ DIRECT = Block(
     LINEAR.floats,
 )
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
-_SHARES = 4  # tiles of a strip that ask for the next panel's weights, each for one share
+SHARES = 4  # tiles of a strip that ask for the next panel's weights, each for one share
 _ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
 _STRIP_OUTPUTS = 1 << 13
 _LEAST_OUTPUTS = 1 << 8  # of a strip, which share what is loaded of the weights
 _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has at hand
+
+
+class Band(NamedTuple):
+    """Outputs `first` … `stop` - 1 of a strip, whose kernels have lines `first_line` … `stop_line` - 1 of the walk inside of the image.
+
+    rows, function   a tile's, and its address
+    """
+
+    first: int
+    stop: int
+    first_line: int
+    stop_line: int
+    rows: int
+    function: int
+
+    @classmethod
+    def load(cls, band: Value, *fields: str) -> list[Value]:
+        return [band.load("i64", 8 * cls._fields.index(field), 8) for field in fields]
+
+    @classmethod
+    def call(cls, f: Function, band: Value, *arguments: Value) -> None:
+        f.call_pointer(band.load("ptr", 8 * cls._fields.index("function"), 8), *arguments)
 
 
 class Strips(NamedTuple):
@@ -184,19 +208,21 @@ class Lines(Emitter):
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         """A strip's outputs of panels first … stop - 1. `out`, `weights` and `table` belong to panel 0."""
         f, get = self.f, self.get
-        rows, tile_rows, tile = get("rows"), get("tile_rows"), self.pointer("tile_function")
-        tiles = (rows + (tile_rows - 1)) // tile_rows
         for p in f.loop(panels[1], panels[0]):
             columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))
-            share = get("panel_bytes") // _SHARES
-            more = (p + 1 < panels[1]).select(get("asks"), 0)
+            share, more = get("panel_bytes") // SHARES, (p + 1 < panels[1]).select(get("asks"), 0)
             at = weights + p * get("panel_bytes"), table + p * (4 * self.columns), out + p * get("out_bytes") * self.columns
-            for t in f.loop(tiles):
-                m = f.umin(t * tile_rows, rows - tile_rows)  # the last tile may overlap the one before
-                places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
-                pointers = at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale
-                asked = (t < _SHARES).select(more, 0) * (get("panel_bytes") + t * share)
-                f.call_pointer(tile, self.args, *pointers, columns, asked)
+            tile = f.variable(f.value("i64", 0))
+            for b in f.loop(get("band_count")):
+                band = self.pointer("bands") + b * (8 * len(Band._fields))
+                first, stop, rows = Band.load(band, "first", "stop", "rows")
+                for t in f.loop((stop - first + (rows - 1)) // rows):
+                    m = f.umin(first + t * rows, stop - rows)  # the last tile may overlap the one before
+                    places, sums = self.pointer("walk_places") + m * 8, self.sums + m * 4
+                    pointers = at[0], walked, places, sums, at[2] + m * get("out_stride"), at[1], scale, band
+                    asked = (tile.value < SHARES).select(more, 0) * (get("panel_bytes") + tile.value * share)
+                    Band.call(f, band, self.args, *pointers, columns, asked)
+                    tile.value = tile.value + 1
 
     def _near(self, line: Value) -> Value:
         """Which line of the image, from a strip's first on, is that one in the thread's memory."""
@@ -314,12 +340,12 @@ def _sum_of_each(vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-tile_function = function(*["ptr"] * 8, *["i64"] * 2)
+tile_function = function(*["ptr"] * 9, *["i64"] * 2)
 
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """A function of (arguments, weights, image, places, sums, out, bias or table, scale, columns, ahead).
+    """A function of (arguments, weights, image, places, sums, out, bias or table, scale, `Band`, columns, ahead).
 
     ahead   bytes from weights to the share of the next ones that is asked for; 0: of those that are there, which is faster than a branch
     """
@@ -336,7 +362,7 @@ class _DirectTile(Tile):
     """R outputs of an image times a panel of weights."""
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
-        self.image, self.places, self.sums, out, bias, self.scale, columns, self.ahead = f.parameters[2:]
+        self.image, self.places, self.sums, out, bias, self.scale, self.band, columns, self.ahead = f.parameters[2:]
         super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns))
         self.in_registers = False
 
@@ -354,25 +380,32 @@ class _DirectTile(Tile):
             totals = columns * spec.rows
         kept = [f.variable(total) for total in isa.turned(self.int8, totals)]
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
-        lines, line_step, runs, run_step, steps = (
-            DIRECT.load(self.args, f"walk_{name}") for name in ("lines", "line_step", "runs", "run_step", "steps")
-        )
-        w, asked = f.variable(self.weights + first * 4), f.variable(self.weights + first * 4 + self.ahead)
-        for line in f.loop(lines):
+
+        self._walk(kept, self.weights + first * 4, rows)
+        self._finish(isa.turned(self.int8, [k.value for k in kept]), tail, first)
+        self._write(first)
+
+    def _walk(self, kept: list[Variable], weights: Value, rows: list[Value]) -> None:
+        """Adds all products to the totals. `weights` are those of the kernel's first line, rows the outputs' places."""
+        f = self.f
+        line_step, runs, run_step, steps = (DIRECT.load(self.args, f"walk_{name}") for name in ("line_step", "runs", "run_step", "steps"))
+        first, stop = Band.load(self.band, "first_line", "stop_line")
+        w, asked = f.variable(weights + first * runs * steps * self.unit_bytes), f.variable(weights + self.ahead)
+        for line in f.loop(stop, first):
             for run in f.loop(runs):
                 at = f.variable(line * line_step + run * run_step)
                 for _ in f.loop(steps):
-                    here = [row + at.value for row in rows]
-                    new, _sums = isa.int8_unit(f, self.int8, w.value, here, [k.value for k in kept], [])
-                    for byte in range(0, self.unit_bytes // _SHARES, 64):
+                    new = self._multiplied(w.value, [row + at.value for row in rows], [k.value for k in kept])
+                    for byte in range(0, self.unit_bytes // SHARES, 64):
                         f.prefetch(asked.value + byte, 2)
-                    asked.value = asked.value + self.unit_bytes // _SHARES
+                    asked.value = asked.value + self.unit_bytes // SHARES
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes
                     at.value = at.value + self.row_unit_bytes
-        self._finish(isa.turned(self.int8, [k.value for k in kept]), tail, first)
-        self._write(first)
+
+    def _multiplied(self, weights: Value, rows: list[Value], totals: list[Value]) -> list[Value]:
+        return self.isa.int8_unit(self.f, self.int8, weights, rows, totals, [])[0]
 
     def _column_start(self, first: Value, v: int) -> Value:
         return self.f.value(self.isa.ints, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
@@ -188,6 +189,25 @@ def _lane_places(walk: _Walk, sizes: Filter, line_step: int, tap_step: int) -> T
     return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)], device="cpu")
 
 
+def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tuple[int, int]]:
+    """Of each line of outputs the lines of the kernel that lie inside of the image: the first, and the one behind the last."""
+    step = window.dilation[0]
+    tops = [y * window.stride[0] - window.padding[0] for y in range(out)]
+    return [(min(kernel, max(0, -(top // step))), max(0, min(kernel, -((top - height) // step)))) for top in tops]
+
+
+def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Callable[[int], int]) -> Tensor:
+    """The `Band`s of a strip, of whose lines each takes so many of the kernel's; the largest first, as the first tiles ask for what comes
+    next. function(rows) is the address of a tile's, of at most `most` rows."""
+    bands, y = [], 0
+    for (first, stop), alike in itertools.groupby(lines):
+        m = len(list(alike)) * width
+        rows = min(range(min(m, most), min(m, most) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
+        bands.append(Band(y, y + m, first, max(first, stop), rows, function(rows)))
+        y += m
+    return torch.tensor(sorted(bands, key=lambda band: band.first - band.stop), dtype=torch.int64, device="cpu")
+
+
 def plan(
     linear: LinearKernel,
     sizes: Filter,
@@ -202,21 +222,24 @@ def plan(
     ho, wo = window.out_size((height, width), sizes.kernel)
     (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
     walk, left = _Walk.of(linear, sizes, window, shape[1:], own), window.padding[2]
-    written = walk.row > 0
+    written, unsigned = walk.row > 0, own is not None and own.run > 0
     most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
     columns, panel_bytes = (PANEL, geo.panel_bytes) if own is None else (own.columns, own.panel_bytes)
     panels = geo.panels * (PANEL // columns)
     strips = Strips.of((batch, ho, wo), sizes, panels, most, lambda lines: walk.strip_bytes(lines, wo))
     lines, threads = strips.lines, min(most, strips.items)
     m, near_lines, line, pixel = lines * wo, walk.near_lines(lines), walk.line, walk.pixel
-    most_rows, vectors = isa.direct_tile
-    rows = min(range(min(m, most_rows), min(m, most_rows) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
-    tile_spec = replace(linear.tile_spec, rows=rows, vectors=vectors, unit=walk.step, single=False, out=KINDS[out_dtype])
     left_pixels = min(left, walk.near_width)
     copied_codes = min(width, walk.near_width - left_pixels) * channels
     alone = own is not None or written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
     sums = "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single"
-    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None, unsigned=own is not None and own.run > 0)
+    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None, unsigned=unsigned)
+    tile_spec = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=KINDS[out_dtype])
+    build = direct.build_tile if own is None else own.build
+    by_lines = not written and not spec.paired and (own is None or unsigned) and strips.number == 1
+    nothing = outside == (-128 if unsigned else 0)  # what lies outside, as tiles read it
+    taken = lines_inside(window, kh, height, ho) if by_lines and nothing else [(0, 1 if written else kh)] * lines
+    bands = _bands(taken, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile_spec, rows=rows), isa))
     pixels = m if written else near_lines * (line // pixel)
     memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
     y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(wo, device="cpu"), indexing="ij")
@@ -237,8 +260,8 @@ def plan(
         "out_stride": sizes.out * out_bytes,
         "out_bytes": out_bytes,
         "table_stride": 4 * PANEL * geo.panels,
-        "tile_function": compiled(direct.build_tile if own is None else own.build, tile_spec, isa),
-        "tile_rows": rows,
+        "bands": bands.data_ptr(),
+        "band_count": len(bands),
         "row_codes": walk.row,
         "groups": sizes.groups,
         "rows": m,
@@ -265,7 +288,6 @@ def plan(
         "runs": walk.runs,
         "run_step": dw * pixel,
         "run_codes": walk.run,
-        "walk_lines": 1 if written else kh,
         "walk_line_step": dh * line,
         "walk_runs": 1 if written else walk.runs,
         "walk_run_step": dw * pixel,
@@ -282,7 +304,7 @@ def plan(
         "tap_line_step": dh * line // pixel,
     }
     buffer = arguments(DIRECT, compiled(direct.build, spec, isa), fields)
-    kept = edge, places, walk_places, mask, lane_places
+    kept = edge, places, walk_places, mask, lane_places, bands
     return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
 
 

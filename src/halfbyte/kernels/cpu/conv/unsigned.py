@@ -1,10 +1,14 @@
-"""Convolutions of int8 codes whose taps have few channels, as in stems, by products of unsigned codes with signed weights: int8 -> int8.
+"""Convolutions of int8 codes by products of unsigned codes with signed weights: int8 -> int8.
 
     acc[m, co] = sum over kh, runs of codes  w[co, kh, …] * (x[image + place of output m + kh * line + …] + 128)  -  128 * sum(w[co])
 
-The loops are those of `direct.py`. It writes such patches out one by one, so that runs of 21 codes become one of 147, and sums each. Here
-tiles read the runs where they lie in a thread's copy of the image's lines, with weights of 0 for what pads a run to whole quads; 128 is
-added while lines are copied, so that what it adds to each output depends on the weights alone.
+The loops are those of `direct.py`; 128 is added while lines are copied, so that what it adds to each output depends on the weights alone.
+Two kinds of layers gain:
+
+- Stems, whose taps have few channels. `direct.py` writes their patches out one by one, so that runs of 21 codes become one of 147, and sums
+  each. Here tiles read the runs where they lie, with weights of 0 for what pads a run to whole quads.
+- Small images behind a ReLU, where -128 stands for 0, outside of the image as well. That becomes 0, so lines of the kernel that lie
+  outside need no products: of 3 x 3 on 7 x 7 pixels that is a tenth of all.
 
     weights = for each tile's outputs: corrections | of each quad of codes, four weights for each output
 
@@ -20,7 +24,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.conv import direct_call
-from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
+from halfbyte.kernels.cpu.conv.direct import RequantizingDirectTile, tile_function
 from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
@@ -32,6 +36,7 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 
 _MOST_QUADS = 8  # whose products are written out
+_LEAST_LEFT_OUT = 1 / 16  # of all products, for which other weights are worth their memory
 _MOST_PADDED = 1.2  # times the codes of a patch
 
 
@@ -48,52 +53,57 @@ def _width(isa: ISA) -> int:
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
     """As `direct.build_tile`. It does not read sums and scale."""
-    _StemTile(spec, isa, f).emit(f.value("i64", 0))
+    _UnsignedTile(spec, isa, f).emit(f.value("i64", 0))
 
 
-class _StemTile(RequantizingDirectTile):
+class _UnsignedTile(RequantizingDirectTile):
     """R outputs of an image times the weights of a group of columns."""
 
     def emit(self, first: Value) -> None:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
+        self.unit_bytes, self.row_unit_bytes = spec.unit * spec.vectors * isa.lanes, spec.unit
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
         starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(spec.vectors)]
         kept = [f.variable(start) for start in starts * spec.rows]
-        lines, line_step, runs, run_step, steps = (
-            DIRECT.load(self.args, f"walk_{name}") for name in ("lines", "line_step", "runs", "run_step", "steps")
-        )
-        w = f.variable(self.weights + size * spec.vectors)
-        for line in f.loop(lines):
-            for run in f.loop(runs):
-                at = f.variable(line * line_step + run * run_step)
-                for _ in f.loop(steps):
-                    here, sums = [row + at.value for row in rows], [k.value for k in kept]
-                    for quad in range(spec.unit // 4):
-                        weights = [w.value.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
-                        for i, row in enumerate(here):
-                            codes = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
-                            for v, weight in enumerate(weights):
-                                n = i * spec.vectors + v
-                                sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.bits))
-                        f.fence()
-                    for k, total in zip(kept, sums, strict=True):
-                        k.value = total
-                    w.value = w.value + spec.unit * spec.vectors * isa.lanes
-                    at.value = at.value + spec.unit
+        self._walk(kept, self.weights + size * spec.vectors, rows)
         self._finish([k.value for k in kept], self.weights, first)
         self._write(first)
 
+    def _multiplied(self, weights: Value, rows: list[Value], totals: list[Value]) -> list[Value]:
+        spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
+        sums = list(totals)
+        for quad in range(spec.unit // 4):
+            vectors = [weights.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
+            for i, row in enumerate(rows):
+                codes = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
+                for v, weight in enumerate(vectors):
+                    n = i * spec.vectors + v
+                    sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.bits))
+            f.fence()
+        return sums
 
-def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
-    """Whether `StemKernel` takes int8 images and weights of these sizes."""
+
+def supports(sizes: Filter, window: Window, out_height: int, outside: int, isa: ISA) -> bool:
+    """Whether `UnsignedConvKernel` takes int8 images and weights of these sizes, and is faster than other ways."""
     fmt = sizes.format
     plain = fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
     run = direct_call.line_run(sizes, window)
-    return isa.mixed_dot and plain and sizes.channels % 8 != 0 and round_up(run, 4) <= _MOST_PADDED * run
+    worth = sizes.channels % 8 != 0 or (outside == -128 and _left_out(sizes, window, out_height) >= _LEAST_LEFT_OUT)
+    return isa.mixed_dot and plain and worth and round_up(run, 4) <= _MOST_PADDED * run
 
 
-class StemKernel(OwnWeightsKernel):
-    """Has weights of whole quads for unsigned codes, which are made at the first call."""
+def _left_out(sizes: Filter, window: Window, out_height: int) -> float:
+    """The part of all products that belongs to lines outside of the image, at stride 1; else 0."""
+    kernel = sizes.kernel[0]
+    if window.stride[0] > 1:
+        return 0
+    height = out_height - 1 - sum(window.padding[:2]) + (kernel - 1) * window.dilation[0] + 1
+    inside = direct_call.lines_inside(window, kernel, height, out_height)
+    return 1 - sum(max(0, stop - first) for first, stop in inside) / (out_height * kernel)
+
+
+class UnsignedConvKernel(OwnWeightsKernel):
+    """Has signed weights in whole quads, which are made at the first call."""
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
         super().__init__(sizes, window, linear)
