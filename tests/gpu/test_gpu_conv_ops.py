@@ -87,7 +87,7 @@ def test_conv2d(setting: tuple[str, int, int, int, int, int, int], compute: str)
     expected, error = sums(x, codes, setting, bias) if compute == "float" else integers(x, codes, setting, bias, "block")
     residual = torch.randn_like(expected).half()
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())
-    for image in (x.cuda(), x.cuda().to(memory_format=torch.channels_last)):
+    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(2))):  # one call is like another
         y = hb.conv2d(image, packed, bias.cuda(), stride, padding, compute=compute, clamp=(0, 6), residual=residual.cuda())
         assert y.stride()[1] == 1
         assert reference.agrees(y.cpu(), wanted.clamp(0, 6), error).all()
@@ -102,7 +102,7 @@ def test_qconv2d(setting: tuple[str, int, int, int, int, int, int]) -> None:
     scales = {"in_scale": 0.02, "in_zero": -9, "out_scale": 0.07, "out_zero": 4}
     window = Window((stride, stride), (padding,) * 4)
     wanted = conv_reference.qconv2d(x, codes, (kernel, kernel), window, bias, 0.02, -9, 0.07, 4, groups)
-    for image in (x.cuda(), x.cuda().contiguous(memory_format=torch.channels_last)):
+    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(2))):
         y = hb.qconv2d(image, packed, bias.cuda(), stride, padding, **scales)  # type: ignore[arg-type]
         assert wanted.agrees(y.cpu()).all()
 
@@ -219,7 +219,10 @@ def test_the_op_in_the_interpreter(
 
     monkeypatch.setattr(cuda, "on", lambda tensor: nullcontext())
     monkeypatch.setattr(cuda_conv, "gpu", lambda index: GPUS["sm_90"])
-    monkeypatch.setattr(relaunch, "broken", lambda device: "there is no GPU")
+    monkeypatch.setattr(relaunch, "broken", lambda device: None)
+    monkeypatch.setattr(relaunch, "bind", lambda calls, operands, device: lambda *addresses: seen.append(addresses))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(cuda, "empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
     if kernel == 1 and activation != "image" and channels % 32 == 0:
@@ -229,14 +232,23 @@ def test_the_op_in_the_interpreter(
     codes = hb.quantize_conv(torch.randn(outputs, channels // groups, kernel, kernel) * 0.1, fmt)
     packed = cuda_conv.pack(codes, convolution.filter_of(codes, (kernel, kernel), groups))
     x, bias, window = torch.randn(2, channels, 7, 8), torch.randn(outputs), Window((stride, stride), (padding,) * 4)
+    x, seen = x.contiguous(memory_format=torch.channels_last), list[tuple[int, ...]]()
     compute = "auto" if activation == "image" else "int8"  # whoever asks for a scale of the image asks for integers
-    arguments = (packed.name, packed.numbers, window.numbers, compute, activation, 0.0, 6.0)
+    arguments = (window.numbers, compute, activation, 0.0, 6.0)
     expected, error = integers(x, codes, setting, bias, activation)
-    residual = torch.randn(expected.shape)
-    y = cuda_conv.conv2d(x, packed.data, bias, residual, *arguments)
+    residual = torch.randn(expected.shape).contiguous(memory_format=torch.channels_last)
+    y = cuda_conv.conv2d_again(x, packed, bias, residual, *arguments)
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())
     assert reference.agrees(y, wanted.clamp(0, 6), error).all()
     assert y.is_contiguous(memory_format=torch.channels_last)
+    if channels == 3:  # a copy with more of them was multiplied
+        assert not packed.calls
+        return
+    [again], x = packed.calls.values(), x.clone(memory_format=torch.preserve_format)
+    y = cuda_conv.conv2d_again(x, packed, bias, residual, *arguments)
+    assert (seen[-1][0], *seen[-1][2:]) == tuple(t.data_ptr() for t in (x, y, bias, residual))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert again(x, packed.data, bias[1:], residual) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

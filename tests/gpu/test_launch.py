@@ -146,7 +146,7 @@ def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_is_not_made_again_with_operands_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU stand for some on the current GPU, which is number -1."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(cuda, "_empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
+    monkeypatch.setattr(cuda, "empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     seen: list[Any] = []
     again = cuda._again(lambda *addresses: seen.append(addresses), (2, 3), -1)
     x, weight, bias, elsewhere = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.formats.spec import Format
 
-_CALLS = 64
+CALLS = 64  # that a weight keeps
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -35,7 +35,7 @@ class Packed:
     layout: str
     data: Tensor
     name: str = field(init=False)
-    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(_CALLS))
+    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.format))

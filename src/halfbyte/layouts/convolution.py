@@ -13,15 +13,17 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import CALLS, Packed
 
 CANONICAL = "canonical"  # the layout of weights that kernels do not read as a matrix
 
@@ -148,6 +150,7 @@ class PackedConv:
     layout   "cpu_tiles", "gpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
     data     uint8, one dimension
     name, numbers   of the format and the sizes, cached: computing them takes longer than a small kernel
+    calls    what the operations keep, so that repeated calls take less time
     """
 
     sizes: Filter
@@ -155,10 +158,14 @@ class PackedConv:
     data: Tensor
     name: str = field(init=False)
     numbers: tuple[int, ...] = field(init=False)
+    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.sizes.format))
         object.__setattr__(self, "numbers", self.sizes.numbers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sizes, self.layout, self.data)
 
     def __repr__(self) -> str:
         groups = f", {self.sizes.groups} groups" if self.sizes.groups > 1 else ""

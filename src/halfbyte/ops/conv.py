@@ -97,7 +97,9 @@ def conv2d(
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
         run: Any = _ops.conv2d.default
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
-            run = (cpu_conv if x.is_cpu else cuda_conv).conv2d
+            if x.is_cuda:
+                return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
+            run = cpu_conv.conv2d
         return run(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, compute, activation, low, high)  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
@@ -165,7 +167,9 @@ def qconv2d_with(
     """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`."""
     run: Any = _ops.qconv2d.default
     if plain(x):
-        run = (cpu_conv if x.is_cpu else cuda_conv).qconv2d
+        if x.is_cuda:
+            return cuda_conv.qconv2d_again(x, packed, table, window_numbers, in_zero, clamp)
+        run = cpu_conv.qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)  # type: ignore[no-any-return]
 
 
@@ -174,7 +178,7 @@ def qconv2d_added(
 ) -> Tensor:
     """`qconv2d_with` whose codes are added to others, int8 [B, Co, Ho, Wo], on GPUs before they are written."""
     if x.is_cuda and plain(x, None, addition.other):
-        return cuda_conv.qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
+        return cuda_conv.qconv2d_again(x, packed, table, window_numbers, in_zero, clamp, addition)
     return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, window_numbers, in_zero, clamp)))
 
 
@@ -214,10 +218,15 @@ def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, 
     """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
         return _window(kernel, stride, padding, dilation).numbers
-    key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
-    if key not in _windows:
-        _windows[key] = _window(kernel, stride, padding, dilation).numbers
-    return _windows[key]
+    key = kernel, stride, padding, dilation
+    try:
+        found = _windows.get(key)
+    except TypeError:  # lists
+        key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
+        found = _windows.get(key)
+    if found is None:
+        found = _windows[key] = _window(kernel, stride, padding, dilation).numbers
+    return found
 
 
 def _frozen(value: Any) -> Any:

@@ -48,7 +48,7 @@ def _again(replay: Replay, shape: tuple[int, ...], device: int) -> _Again:
             fits = fits and residual.get_device() == device and residual.is_contiguous()
         if not fits or (px | pw | pb | pr) & 15 or torch._C._cuda_getDevice() != device:
             return None
-        out = _empty(shape, stride, x.dtype)
+        out = empty(shape, stride, x.dtype)
         replay(px, pw, out.data_ptr(), pb, pr)
         return out
 
@@ -162,7 +162,7 @@ def _public_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
 
 
 # On the current device. The private function takes 1.2 us, the public one 3.4.
-_empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
 )
 

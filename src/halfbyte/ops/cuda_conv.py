@@ -7,7 +7,7 @@ are implicit matrix products (`kernels/gpu/conv.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,7 @@ from halfbyte.ops.images import (
     nothing,
     out_shape,
 )
-from halfbyte.ops.replay import Replays
+from halfbyte.ops.replay import Replay, Replays
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -106,7 +106,69 @@ def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[in
     return plan
 
 
-def conv2d(
+# A call like an earlier one, with x, the weight, and two more tensors or None. None: it is to be made the long way.
+_Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
+_Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_Result = tuple[Tensor, _Again | None]  # of a call, and what makes it again
+
+
+def conv2d_again(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    window_numbers: tuple[int, ...],
+    *settings: Any,
+) -> Tensor:
+    """`conv2d` with a PackedConv. settings: compute, activation, low, high."""
+    key = _kind(x), _kind(bias), _kind(residual), window_numbers, settings
+    again = packed.calls.get(key)
+    if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
+        return y  # type: ignore[no-any-return]
+    y, found = _conv2d(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, *settings)
+    _keep(packed, key, found)
+    return y
+
+
+def _kind(x: Tensor | None) -> Hashable:
+    """Equal for tensors that differ only in their addresses."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+def _keep(packed: PackedConv, key: Hashable, again: _Again | None) -> None:
+    if again is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is not for others
+        packed.calls[key] = again
+
+
+def _again(plan: _Plan, replay: Replay, x: Tensor, made: Tensor | None, scratch: Tensor | None) -> _Again:
+    """`replay` for tensors laid out as those that it was recorded with. `made`: of the weight, which is read instead of it; `scratch`: in
+    the shape of this."""
+    _, co, ho, wo = plan.shape
+    stride, device, dtype = (ho * wo * co, 1, wo * co, co), x.get_device(), x.dtype
+    memory = None if scratch is None else (tuple(scratch.shape), scratch.stride())
+
+    def again(x: Tensor, weight: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        px, pw = x.data_ptr(), (weight if made is None else made).data_ptr()
+        p1, p2 = 0 if first is None else first.data_ptr(), 0 if second is None else second.data_ptr()
+        if (px | pw | p1 | p2) & 15 or weight.get_device() != device or torch._C._cuda_getDevice() != device:
+            return None
+        out = cuda.empty(plan.shape, stride, dtype)
+        if memory is None:
+            replay(px, pw, out.data_ptr(), p1, p2)
+        else:
+            held = cuda.empty(*memory, dtype)
+            replay(px, pw, out.data_ptr(), p1, p2, held.data_ptr())
+        return out
+
+    return again
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    """The op. settings: format, numbers of the filter and the window, compute, activation, low, high."""
+    return _conv2d(x, weight, bias, residual, *settings)[0]
+
+
+def _conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -118,7 +180,7 @@ def conv2d(
     activation: str,
     low: float,
     high: float,
-) -> Tensor:
+) -> _Result:
     check_floats(x, "conv2d takes images")
     check_activation(activation, ACTIVATIONS)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
@@ -130,23 +192,35 @@ def conv2d(
         check_one_scale(plan.sizes)
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
-        return nothing(x, bias, residual, plan.shape, low, high)
+        return nothing(x, bias, residual, plan.shape, low, high), None
+    given = x, weight, bias, residual
     if bias is not None:
         bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
     residual = None if residual is None else _rows(residual)
     by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
     if plan.way == "linear" and not by_patches:
-        rows, fmt = _pixels(x, plan, 0), str(plan.sizes.matrix_format)
-        n, k, scaling = plan.sizes.out, plan.sizes.k, "row" if activation == "image" else activation
-        return _image(cuda.linear(rows, weight, bias, residual, fmt, n, k, wanted, scaling, low, high), plan)
+        scaling = "row" if activation == "image" else activation
+        settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, wanted, scaling, low, high
+        y = _image(cuda.linear(_pixels(x, plan, 0), weight, bias, residual, *settings), plan)
+        return y, _linear_again(settings) if plan.window == Window() else None
     if (trouble := triton_trouble()) is not None:
         if integers:
             raise UnsupportedError(f"compute='int8' needs Triton: {trouble}, or use compute='float'")
-        return _plain(x, weight, bias, residual, plan, low, high)
+        return _plain(x, weight, bias, residual, plan, low, high), None
     kinds = None if bias is None else bias.dtype, residual is None
     key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, kinds)
     with cuda.on(x):
-        return _image(_multiply(key, x, weight, plan, Epilogue(bias, residual, low, high), wanted, activation), plan)
+        return _multiply(key, given, plan, Epilogue(bias, residual, low, high), wanted, activation)
+
+
+def _linear_again(settings: tuple[Any, ...]) -> _Again:
+    """A linear layer of pixels."""
+
+    def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        added = None if residual is None else residual.permute(0, 2, 3, 1)
+        return cuda.linear(x.permute(0, 2, 3, 1), weight, bias, added, *settings).permute(0, 3, 1, 2)
+
+    return again
 
 
 def _beats_linear(plan: _Plan, x: Tensor) -> bool:
@@ -159,20 +233,20 @@ def _beats_linear(plan: _Plan, x: Tensor) -> bool:
     return beats_linear(problem.flat, gpu(x.get_device()))
 
 
-def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> Tensor:
-    """[M, Co]"""
+def _multiply(key: tuple[Any, ...], given: _Given, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> _Result:
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
     from halfbyte.kernels.gpu import conv_depthwise, conv_dynamic, conv_image, conv_library
     from halfbyte.kernels.gpu.conv_tile import Convolution
 
+    x, weight = given[:2]
     here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
     problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
     out = x.new_empty(problem.m, plan.sizes.out)
     if plan.way == "depthwise":
         image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
         config = conv_depthwise.configs(problem, here)[0]
-        _launched(key, partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue), (image, taps, out, *added))
-        return out
+        run = partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue)
+        return _image(out, plan), _launched(key, run, plan, given, (image, taps, out, *added), made=taps)
     if compute == "int8":
         image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
         kernel: Any = conv_image if activation == "image" else conv_dynamic
@@ -180,48 +254,100 @@ def _multiply(key: tuple[Any, ...], x: Tensor, weight: Tensor, plan: _Plan, epil
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
         how = () if kernel is conv_image else (activation,)
         run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
-        _launched(key, run, (image, packed, out, *added))
-        return out
-    problem, operands, padded = _operands(x, weight, problem, 0)
-    choice, (image, packed) = choose_gpu_conv(problem, here), operands[-2:]
+        return _image(out, plan), _launched(key, run, plan, given, (image, packed, out, *added))
+    read = _read(x, weight, problem, 0)
+    choice = choose_gpu_conv(read.problem, here)
     if choice.config is None:
-        return conv_library.launch(problem, image, packed, epilogue)
+        return _image(conv_library.launch(read.problem, read.image, read.weight, epilogue), plan), None
 
     def solve() -> None:
-        padded()
-        choice.module.launch(problem, choice.config, image, packed, out, epilogue)
+        read.write()
+        choice.module.launch(read.problem, choice.config, read.image, read.weight, out, epilogue)
 
-    _launched((*key, x.stride(), x.data_ptr() % 16 == 0), solve, (*operands, out, *added))
-    return out
+    return _image(out, plan), read.launched(key, solve, plan, given, out, *added)
 
 
-def _operands(
-    x: Tensor, weight: Tensor, problem: Convolution, outside: int
-) -> tuple[Convolution, tuple[Tensor, ...], Callable[[], None]]:
-    """The problem as kernels solve it; tensors, the last two of which are image and weight as these read them; what writes that image."""
+class _Read(NamedTuple):
+    """A problem as kernels solve it, image and weight as they read them, and what writes that image, if it isn't x."""
+
+    problem: Convolution
+    image: Tensor
+    weight: Tensor
+    stem: Callable[[], None] | None
+
+    def write(self) -> None:
+        if self.stem is not None:
+            self.stem()
+
+    def launched(self, key: tuple[Any, ...], run: Callable[[], None], plan: _Plan, given: _Given, *rest: Tensor | None) -> _Again | None:
+        key = *key, given[0].stride(), given[0].data_ptr() % 16 == 0
+        if self.stem is None:
+            return _launched(key, run, plan, given, (self.image, self.weight, *rest))
+        return _launched(key, run, plan, given, (given[0], self.weight, *rest), made=self.weight, scratch=self.image)
+
+
+def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Read:
     from halfbyte.kernels.gpu import conv_stem
 
     stem = conv_stem.stem_of(problem)
     if stem is None:
         problem = problem.flat
         image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
-        return problem, (image, aligned(weight)), lambda: None
+        return _Read(problem, image, aligned(weight), None)
     image = conv_stem.memory_for(stem, x)
     packed = _kept(weight, "stem", lambda: conv_stem.weight_of(weight, stem))
-    return stem, (x, image, packed), lambda: conv_stem.write(stem, x, image, outside)
+    return _Read(stem, image, packed, lambda: conv_stem.write(stem, x, image, outside))
 
 
-def _launched(key: tuple[Any, ...], run: Callable[[], None], operands: tuple[Tensor | None, ...]) -> None:
-    """Runs; later calls that differ only in addresses replay the launches."""
+def _launched(
+    key: tuple[Any, ...],
+    run: Callable[[], None],
+    plan: _Plan,
+    given: _Given,
+    operands: tuple[Tensor | None, ...],
+    made: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> _Again | None:
+    """Runs; later calls that differ only in addresses replay the launches. `operands`: what kernels read for `given`, with the result in
+    third place. What makes the call again, where these are the same tensors."""
 
     def start() -> Callable[[], None]:
         run()
         return run
 
-    _replays.run(key, start, operands)
+    replay = _replays.run(key, start, operands if scratch is None else (*operands, scratch))
+    taken = operands[0], given[1] if made is not None else operands[1], *operands[3:]
+    same = all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in zip(given, taken, strict=True))
+    return None if replay is None or not same else _again(plan, replay, given[0], made, scratch)
 
 
-def qconv2d(
+def qconv2d_again(
+    x: Tensor,
+    packed: PackedConv,
+    table: Tensor,
+    window_numbers: tuple[int, ...],
+    in_zero: int,
+    clamp: tuple[int, int],
+    addition: Addition | None = None,
+) -> Tensor:
+    """`qconv2d` with a PackedConv. `addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
+    other = None if addition is None else addition.other
+    added = None if addition is None else (addition.numbers, addition.leads)
+    key = _kind(x), _kind(table), _kind(other), window_numbers, in_zero, clamp, added
+    again = packed.calls.get(key)
+    if again is not None and (y := again(x, packed.data, table, other)) is not None:
+        return y  # type: ignore[no-any-return]
+    y, found = _qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
+    _keep(packed, key, found)
+    return y
+
+
+def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: Any) -> Tensor:
+    """The op. settings: format, numbers of the filter and the window, in_zero, low, high."""
+    return _qconv2d(x, weight, table, *settings)[0]
+
+
+def _qconv2d(
     x: Tensor,
     weight: Tensor,
     table: Tensor,
@@ -232,20 +358,20 @@ def qconv2d(
     low: int,
     high: int,
     addition: Addition | None = None,
-) -> Tensor:
-    """`addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
+) -> _Result:
     check_codes(x)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
     if addition is not None and (0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
-        return elementwise.combine(*addition.of(codes))
+        return elementwise.combine(*addition.of(codes)), None
     if 0 in plan.shape:
-        return _image(x.new_empty(0, plan.sizes.out), plan)
+        return _image(x.new_empty(0, plan.sizes.out), plan), None
     if plan.way == "linear" and plan.sizes.format.bits == 4:
         n, k = plan.sizes.out, plan.sizes.k
         rows = table[0, :3, : -(-n // TABLE_PANEL) * TABLE_PANEL].contiguous()
-        return _image(cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high), plan)
+        y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
+        return _image(y, plan), None
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
@@ -255,27 +381,25 @@ def qconv2d(
     problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
     out, clamp = x.new_empty(problem.m, plan.sizes.out), (low, high)
     key: tuple[Any, ...] = (x.shape, x.dtype, x.get_device(), format, plan.numbers, in_zero, clamp)
-    others: tuple[Tensor, ...] = ()
+    given: _Given = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:
         addition = replace(addition, other=_rows(addition.other))
-        key, others = (*key, addition.numbers, addition.leads), (addition.other,)
+        key = (*key, addition.numbers, addition.leads)
     with cuda.on(x):
         table = aligned(table)
         if plan.way == "depthwise":
             image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
             config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
             run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
-            _launched(key, run, (image, taps, out, table))
-            return _image(out, plan)
-        problem, operands, padded = _operands(x, weight, problem, in_zero)
-        choice, (image, packed) = choose_gpu_conv(problem, gpu(x.get_device())), operands[-2:]
+            return _image(out, plan), _launched(key, run, plan, given, (image, taps, out, table, None), made=taps)
+        read = _read(x, weight, problem, in_zero)
+        choice = choose_gpu_conv(read.problem, gpu(x.get_device()))
 
         def solve() -> None:
-            padded()
-            choice.module.launch_integer(problem, choice.config, image, packed, table, out, in_zero, clamp, addition)
+            read.write()
+            choice.module.launch_integer(read.problem, choice.config, read.image, read.weight, table, out, in_zero, clamp, addition)
 
-        _launched((*key, x.stride(), x.data_ptr() % 16 == 0), solve, (*operands, out, table, *others))
-    return _image(out, plan)
+        return _image(out, plan), read.launched(key, solve, plan, given, out, table, None if addition is None else addition.other)
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:

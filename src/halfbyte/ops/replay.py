@@ -66,12 +66,14 @@ class Replays(Bounded[Hashable, Replay | None]):
     def __init__(self) -> None:
         super().__init__(MOST_REPLAYS)
 
-    def run(self, key: Hashable, start: Callable[[], Callable[[], None] | None], operands: Operands) -> None:
-        """Replays what is known as `key`; otherwise `start`s it, which gives a function that does the same again, or None."""
+    def run(self, key: Hashable, start: Callable[[], Callable[[], None] | None], operands: Operands) -> Replay | None:
+        """Replays what is known as `key`; otherwise `start`s it, which gives a function that does the same again, or None. The replay, if
+        there is one."""
         replay = self.get(key)
         if replay is not None:
             replay(*(0 if operand is None else operand.data_ptr() for operand in operands))
-            return
+            return replay
         again = start()
         if key not in self and can_record(operands):
             self[key] = None if again is None else recorded(again, operands)
+        return self.get(key)
