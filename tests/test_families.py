@@ -119,6 +119,13 @@ def test_an_embedding_that_does_something_else_stays() -> None:
     assert (row.format, row.reason) == (None, "Shifted has a forward of its own")
 
 
+def test_timms_linear_layers() -> None:
+    """Heads of MobileNets and EfficientNets: their forward differs from torch's under torch.jit.script alone."""
+    linear = type("Linear", (nn.Linear,), {"__module__": "timm.layers.linear", "forward": lambda self, x: nn.functional.linear(x, self.weight)})
+    (row,) = hb.report(hb.quantize_(nn.Sequential(linear(32, 8)), "q8_0")).rows
+    assert str(row.format) == "q8_0"
+
+
 def test_the_weight_of_a_line_has_the_shape_of_the_float_one() -> None:
     line = nn.Conv1d(32, 48, 3)
     quantized = hb.quantize_(nn.Sequential(copy.deepcopy(line)), hb.Config("q4_0", compute="float"))

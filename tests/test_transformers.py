@@ -284,10 +284,16 @@ def test_one_checkpoint_for_both(small: Path, folder: Path, tmp_path: Path) -> N
 
 def test_dequantize(small: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(small)
+    before = outputs(model)
+    model.resize_token_embeddings(100)  # as many as it has: scripts call this for any tokenizer, and transformers ties weights again
+    assert torch.equal(outputs(model), before)
     expected = {n: m.weight + 0 for n, m in model.named_modules() if isinstance(m, QuantModule)}
     model.dequantize()
     assert not any(isinstance(m, QuantModule) for m in model.modules())
     assert all(torch.equal(model.get_submodule(n).weight, w) for n, w in expected.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.lm_head.weight = nn.Parameter(expected["lm_head"].clone())
+    model.tie_weights()
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

@@ -251,6 +251,7 @@ class HalfbyteQuantizer(HfQuantizer):
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)
+        _untie(model)
         if self._shared is not None:
             tensor_parallel.share_(model, self._shared)
 
@@ -336,6 +337,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self.quantization_config.modules = self._modules(model)
         for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
+        _untie(model)
         model.hf_quantizer = self
         _own_config(model).quantization_config = self.quantization_config
 
@@ -349,6 +351,8 @@ class HalfbyteQuantizer(HfQuantizer):
                     weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
                 model.set_submodule(name, _float_form(module, weights[key]))
         collapse_(model, {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)})
+        for part in model.modules():
+            vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
         return model
 
 
@@ -441,6 +445,15 @@ def _keep_stacked(model: Any) -> None:
 def _ties(model: Any) -> dict[str, str]:
     """Modules of a transformers model that share a weight: name -> name of the owner."""
     return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
+
+
+def _untie(model: nn.Module) -> None:
+    """Prevents `tie_weights` from tying quantized weights, which are no parameters and share their codes already."""
+    for part in model.modules():
+        keys = getattr(part, "_tied_weights_keys", None)
+        if isinstance(keys, dict):
+            quantized = {f"{name}.weight" for name, module in part.named_modules(remove_duplicate=False) if isinstance(module, QuantModule)}
+            part._tied_weights_keys = {target: source for target, source in keys.items() if target not in quantized}
 
 
 def _same(a: QuantModule, b: QuantModule) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
+_PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
@@ -173,4 +174,5 @@ def _known(module: nn.Module) -> bool:
     """Whether its own forward computes the same as that of its base class, or is an embedding's with a factor."""
     if "forward" in vars(module):
         return False
-    return type(module).__name__ == "FalconLinear" or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    return name.endswith(_PLAIN_LINEAR) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
