@@ -58,6 +58,18 @@ OF_DELTA = {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size"
 OF_DELTA |= {"ssm.inner_size": 128, "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 16}
 SHARING = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OF_SHARING = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32}
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 |= {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+}
+OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16}
+OF_GEMMA4 |= {"attention.value_length_swa": 16, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
+OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 16}
+OF_GEMMA4 |= {"final_logit_softcapping": 30.0}
 # Name of the case: (class of transformers, settings of its config, metadata). llama.cpp takes a DeepSeek-V2 without q_lora_rank for one of
 # 27 layers; that all experts are used keeps routes from depending on its rounding.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -111,6 +123,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         DELTA | SHARING,
         OF_DELTA | OF_SHARING | {"rope.dimension_sections": [3, 3, 2, 0], "feed_forward_length": None},
     ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        OF_GEMMA4
+        | {"embedding_length_per_layer_input": 32, "attention.shared_kv_layers": 2, "feed_forward_length": [96, 96, 192, 192]},
+    ),
+    "gemma4, with experts": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 32},
+        OF_GEMMA4
+        | {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0, "attention.head_count_kv": [2, 1, 2, 1]}
+        | {"expert_count": 4, "expert_used_count": 4, "expert_feed_forward_length": 32},
+    ),
     "apertus": ("ApertusForCausalLM", {}, {"rope.dimension_count": 16}),
     "gpt2": ("GPT2LMHeadModel", {}, {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 256}),
 }
@@ -122,9 +149,11 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
     """Writes m.gguf to the folder, its linear layers in Q8_0 if `quantized`; the model in it, whose numbers all matter, and tokens to try
     it with."""
     (kind, settings, numbers), name = CASES[case], case.partition(",")[0]
-    architecture = next(a for a in ARCHITECTURES if (a.name, a.model) == (name, kind))
+    sparse = "expert_count" in numbers
+    architecture = next(a for a in ARCHITECTURES if (a.name, a.model, a.experts is not None) == (name, kind, sparse))
     tokenizer = make_tokenizer()
     cls: Any = getattr(transformers, kind)
+    settings = settings | ({"vocab_size_per_layer_input": len(tokenizer)} if name == "gemma4" else {})
     torch.manual_seed(0)
     model = cls(cls.config_class(**{**SIZES, **settings, "vocab_size": len(tokenizer)})).eval()
     tensors: dict[str, Tensor] = {}
@@ -147,6 +176,8 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
                     part.copy_(codes.dequantize())
     if model.config.tie_word_embeddings:
         del types["output.weight"]
+    if name == "gemma4":
+        tensors["rope_freqs.weight"], types["rope_freqs.weight"] = torch.tensor([1.0] * 4 + [1e30] * 12), (0, (16,))
     metadata: dict[str, Any] = {"general.architecture": name}
     numbers = {**NUMBERS, **numbers, "vocab_size": len(tokenizer)}
     metadata |= {f"{name}.{key}": value for key, value in numbers.items() if value is not None}
@@ -221,7 +252,7 @@ def test_a_file_is_the_model(case: str, tmp_path: Path) -> None:
     tolerance = 2e-6 if "qwen35" in case or "next" in case else 0.0
     assert all(torch.allclose(state[name], tensor, rtol=0, atol=tolerance) for name, tensor in model.state_dict().items())
     assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=50 * tolerance)
-    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == ("vl" in case or "qwen35" in case)
+    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == any(part in case for part in ("vl", "qwen35", "gemma4"))
 
 
 @pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe", "qwen3next", "qwen35moe"])

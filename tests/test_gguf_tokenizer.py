@@ -151,7 +151,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     assert load() is None
     assert load(model="none") is None
-    with pytest.raises(CheckpointError, match="of kind 'bert', halfbyte knows gpt2 and llama"):
+    with pytest.raises(CheckpointError, match="of kind 'bert', halfbyte knows gpt2, llama, gemma4"):
         load(model="bert")
     with pytest.raises(CheckpointError, match="splits text by the rule 'own'"):
         load(model="gpt2", pre="own", tokens=["a"], merges=["a a"])

@@ -33,7 +33,6 @@ _KEYS: dict[str, tuple[str, type, bool]] = {
 }
 _WINDOW = "sliding_window"
 _KV = "attention.head_count_kv"
-_LFM2 = ("lfm2", "lfm2moe")
 _LATENT = ("key_length_mla", "key_length", "value_length_mla", "value_length", "kv_lora_rank", "q_lora_rank")
 _ALSO = {"num_experts": "num_local_experts"}  # the name in other versions of transformers
 _TOKENS = {
@@ -63,9 +62,9 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     architecture = of_file(metadata)
     name = architecture.name
     config: dict[str, Any] = {"architectures": [architecture.model], "model_type": architecture.types[0]}
-    if name in _LFM2:
-        layers, metadata = _lfm2_layers(name, metadata)
-        config |= layers
+    if (layers := _LAYERS.get(name)) is not None:
+        own, metadata = layers(name, metadata, names)
+        config |= own
     for key, (mine, kind, needed) in _keys(architecture).items():
         if (value := _number(metadata, f"{name}.{key}", kind, needed)) is not None:
             config[mine] = value
@@ -111,15 +110,43 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     return config
 
 
-def _lfm2_layers(name: str, metadata: Metadata) -> tuple[dict[str, Any], Metadata]:
+def _by_layer(metadata: Metadata, key: str) -> Sequence[Any]:
+    found = metadata.get(key)
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(type(each) in (int, bool) for each in found) or not any(found):
+        raise CheckpointError(f"the GGUF file says {short(found)} for {key}, a number for each layer: it is damaged")
+    return found
+
+
+def _lfm2_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[dict[str, Any], Metadata]:
     """What config.json says of LFM2's layers, and the metadata with one number of key heads, which in the file is 0 where a layer has a
     convolution for attention."""
     kv = f"{name}.{_KV}"
-    heads = metadata.get(kv)
-    if not isinstance(heads, Sequence) or isinstance(heads, str) or not all(type(count) is int for count in heads) or not any(heads):
-        raise CheckpointError(f"the GGUF file says {short(heads)} for {kv}, a number for each layer: it is damaged")
+    heads = _by_layer(metadata, kv)
     kinds = ["full_attention" if count else "conv" for count in heads]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}, {**metadata, kv: max(heads)}
+
+
+def _gemma4_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[dict[str, Any], Metadata]:
+    """The same of Gemma 4's. Where the metadata have a list, it has one value for layers with a window and another for the others, or one
+    for the layers with keys of their own and twice as much for those after."""
+    windows, kv, inner = _by_layer(metadata, f"{name}.attention.sliding_window_pattern"), f"{name}.{_KV}", f"{name}.feed_forward_length"
+    whole, tokens = next((i for i, window in enumerate(windows) if not window), 0), metadata.get("tokenizer.ggml.tokens")
+    config = {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in names,
+        "vocab_size_per_layer_input": len(tokens) if isinstance(tokens, Sequence) else 0,
+    }
+    if isinstance(metadata.get(inner), Sequence):
+        widths = _by_layer(metadata, inner)
+        config["use_double_wide_mlp"], metadata = max(widths) > min(widths), {**metadata, inner: min(widths)}
+    if isinstance(metadata.get(kv), Sequence):
+        heads = _by_layer(metadata, kv)
+        config["num_global_key_value_heads"] = heads[min(whole, len(heads) - 1)]
+        metadata = {**metadata, kv: next((count for count, window in zip(heads, windows, strict=False) if window), heads[0])}
+    return config, metadata
+
+
+_LAYERS = {"lfm2": _lfm2_layers, "lfm2moe": _lfm2_layers, "gemma4": _gemma4_layers}
 
 
 def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
@@ -139,9 +166,9 @@ def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> 
     """The base of rotary positions in layers with sliding-window attention, if they have their own; it is never scaled."""
     if architecture.types == ("olmo3",):
         return base
-    if architecture.name != "gemma3":
+    if architecture.name not in ("gemma3", "gemma4"):
         return None
-    return _number(metadata, "gemma3.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
+    return _number(metadata, f"{architecture.name}.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
 
 
 def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
@@ -159,7 +186,7 @@ def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict
     name, config = architecture.name, dict[str, Any]()
     for key, mine in (architecture.experts or {}).items():
         config[mine] = _number(metadata, f"{name}.{key}", int, needed="count" in key)
-    used = max(1, config["num_experts_per_tok"])
+    used = max(1, config.get("num_experts_per_tok", 1))
     # In older files the sizes of experts follow from the tensors only.
     for mine, size in (("moe_intermediate_size", inner // used), ("shared_expert_intermediate_size", inner)):
         if mine in config and config[mine] is None:
@@ -234,6 +261,8 @@ def _rope_scaling(
 ) -> dict[str, Any]:
     """The rope_scaling of a config.json, if positions are scaled."""
     factors = read("rope_freqs.weight").double() if "rope_freqs.weight" in names else None
+    if factors is not None and name == "gemma4":  # of 1, and of 1e30 for what is not rotated
+        return {"rope_type": "proportional", "partial_rotary_factor": float((factors == 1).double().mean())}
     if factors is not None and not bool((factors == 1).all()):
         return _llama3(factors, base, head_dim)
     original = _number(metadata, f"{name}.rope.scaling.original_context_length", int, needed=False)

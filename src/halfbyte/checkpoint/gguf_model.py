@@ -55,7 +55,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
             entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_turned, entry))
             continue
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
-        tensor = _Tensor(entry, _factor(file, name))
+        tensor = _Tensor(entry, _factor(file, architecture, name))
         order = partial(_order, architecture, config, name, shape)
         read = partial(_read, tensor, shape, order, architecture.change(name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, read, tensor.quantized)
@@ -91,10 +91,11 @@ class _Tensor:
         return Codes.from_tensors(self.quantized.format, value.shape, tensors)
 
 
-def _factor(file: gguf.File, name: str) -> gguf.Entry | None:
-    """The factor of a tensor, if the file has one."""
-    factor = file.entries.get(f"{name.removesuffix('weight')}scale")
-    if factor is None or not name.endswith(".weight"):
+def _factor(file: gguf.File, architecture: Architecture, name: str) -> gguf.Entry | None:
+    """The factor of a tensor, if the file has one that is not a parameter of the model."""
+    scale = f"{name.removesuffix('weight')}scale"
+    factor = file.entries.get(scale)
+    if factor is None or not name.endswith(".weight") or architecture.to_transformers(scale) is not None:
         return None
     shape = file.entries[name].shape
     if factor.blocks is not None or math.prod(factor.shape) not in (1, shape[0] if len(shape) > 2 else 1):
@@ -113,7 +114,7 @@ def _stacks(
         if (found := architecture.stack(name)) is None or found[1][0] != name:
             continue
         target, names = found
-        tensors = [_Tensor(file.entries[each], _factor(file, each)) for each in names if each in file.entries]
+        tensors = [_Tensor(file.entries[each], _factor(file, architecture, each)) for each in names if each in file.entries]
         parts = [tensor.entry for tensor in tensors]
         dimensions, what = (3, "stacks of experts") if ".experts." in target else (2, "matrices")
         others = {(len(part.shape), *part.shape[:-2], *part.shape[-1:]) for part in parts}

@@ -80,6 +80,34 @@ _DELTA_SIZES = {
 }
 
 
+_GEMMA4 = {
+    **_LAYER,
+    **_FOUR_NORMS,
+    "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA4_WHOLE = {
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+_GEMMA4_ENDS = _ENDS | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA4_SIZES = {
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.key_length": "global_head_dim",
+}
+
+
 def _without(*names: str) -> dict[str, str]:
     return {name: module for name, module in _LAYER.items() if name not in names}
 
@@ -113,7 +141,7 @@ _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 # by settings.
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
-_EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\w+?)(?:\.weight)?")
+_EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]*experts)\.(\w+?)(?:\.weight)?")
 _SCORE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
@@ -149,7 +177,7 @@ class Architecture:
     windowed  whether the file gives the width of sliding-window attention; llama.cpp knows in which layers
     known_by  keys of the metadata that distinguish its files from those of another architecture of the same name, with their values, or
               None for any value
-    sparse    transformers' name of the module with the experts of a layer
+    sparse    transformers' name of the experts in a layer
     norm      llama.cpp's and transformers' name of the last norm
     """
 
@@ -171,7 +199,7 @@ class Architecture:
     transposed: bool = False
     windowed: bool = True
     known_by: Mapping[str, Any] = field(default_factory=dict)
-    sparse: str = "mlp"
+    sparse: str = "mlp.experts"
     norm: tuple[str, str] = ("output_norm", "model.norm")
     written: bool = True
     routed: bool = False
@@ -207,7 +235,7 @@ class Architecture:
         found = _IN_LAYER.fullmatch(name)
         if found is None or found[3] != "weight":
             return None
-        stacks = [(f"{self.sparse}.experts.{inner}", parts) for inner, parts in _STACKS] if self.experts else []
+        stacks = [(f"{self.sparse}.{inner}", parts) for inner, parts in _STACKS] if self.experts else []
         for inner, parts in (*stacks, *self.joined.items()):
             if found[2] in parts:
                 return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
@@ -317,7 +345,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture(
         "granitemoe", "GraniteMoeForCausalLM", ("granitemoe",),
-        {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, order=halves, normed=True, sparse="block_sparse_moe",
+        {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, order=halves, normed=True, sparse="block_sparse_moe.experts",
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, keys=_GRANITE,
     ),
     Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
@@ -402,6 +430,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}, note=_TEXT_ONLY,
     ),
     Architecture(
+        "gemma4", "Gemma4ForCausalLM", ("gemma4_text",), _GEMMA4, first=_GEMMA4_ENDS, whole=_GEMMA4_WHOLE, sizes=_GEMMA4_SIZES,
+        written=False, note=_TEXT_ONLY,
+    ),
+    Architecture(
+        "gemma4", "Gemma4ForCausalLM", ("gemma4_text",), _GEMMA4, first=_GEMMA4_ENDS, whole=_GEMMA4_WHOLE, sizes=_GEMMA4_SIZES,
+        experts={**_QWEN, "expert_used_count": "top_k_experts"},
+        sparse="experts", normed=True, settings={"enable_moe_block": True}, written=False, note=_TEXT_ONLY,
+    ),
+    Architecture(
         "glm4moe", "Glm4MoeForCausalLM", ("glm4_moe",),
         {**{name: module for name, module in _SHARING.items() if name != "ffn_norm"}, "post_attention_norm": "post_attention_layernorm"},
         experts=_ROUTED, routed=True, whole=_SCORE_BIAS, partial=True, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False,
@@ -414,7 +451,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         whole=_SCORE_BIAS, known_by={"expert_gating_func": 2},
     ),
     Architecture(
-        "lfm2moe", "Lfm2MoeForCausalLM", ("lfm2_moe",), {**_LFM2, "ffn_gate_inp": "feed_forward.gate"}, sparse="feed_forward",
+        "lfm2moe", "Lfm2MoeForCausalLM", ("lfm2_moe",), {**_LFM2, "ffn_gate_inp": "feed_forward.gate"}, sparse="feed_forward.experts",
         norm=("token_embd_norm", "model.embedding_norm"), epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"), normed=True,
         experts={**_QWEN, "leading_dense_block_count": "num_dense_layers"}, whole={"exp_probs_b.bias": "feed_forward.expert_bias"},
         settings={"conv_bias": False, "use_expert_bias": True}, sizes=_LFM2_SIZES, written=False,

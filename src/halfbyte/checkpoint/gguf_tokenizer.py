@@ -1,7 +1,7 @@
 """A tokenizer of transformers from the metadata of a GGUF file.
 
-Two kinds are supported: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama". They are built with
-`tokenizers` so as to behave like llama.cpp, so that every version of transformers gives the same tokens.
+Two kinds are supported: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama" and "gemma4". They are
+built with `tokenizers` so as to behave like llama.cpp, so that every version of transformers gives the same tokens.
 
 Source: llama.cpp, src/llama-vocab.cpp
 """
@@ -17,6 +17,7 @@ from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value, is_gguf, read_header
 
+_KINDS = ("gpt2", "llama", "gemma4")
 CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
 # The patterns that split text into words before merging, as in the tokenizer.json of the models.
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,8 +64,8 @@ def load(path: Path) -> Any:
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows gpt2 and llama: take it from elsewhere")
+    if kind not in _KINDS:
+        raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows {', '.join(_KINDS)}: take it from elsewhere")
     transformers = import_transformers("the tokenizer of a GGUF file")
     try:
         tokens = list(_sequence(metadata, "tokens"))

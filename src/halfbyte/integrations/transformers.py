@@ -449,6 +449,7 @@ def _ties(model: Any) -> dict[str, str]:
 
 def _untie(model: nn.Module) -> None:
     """Prevents `tie_weights` from tying quantized weights, which are no parameters and share their codes already."""
+    part: Any
     for part in model.modules():
         keys = getattr(part, "_tied_weights_keys", None)
         if isinstance(keys, dict):
