@@ -155,6 +155,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     modules = dict(traced.named_modules())
     erase_identities(traced.graph, modules)
     for node in traced.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("out") is not None:
+            raise UnsupportedError(f"{node.name} writes into other memory (out=), which codes do not share: write y = torch.add(x, y)")
         if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
             behind = {user for user in _first(node).users if user > node}
             _first(node).replace_all_uses_with(node, behind.__contains__)

@@ -20,7 +20,6 @@ Arithmetic: that of `direct.py`.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import dataclass
 
@@ -445,4 +444,4 @@ class MatrixConvKernel(PlannedConv):
             },
         )
         kept = edge, places, near_from, all_places
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)
+        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)

@@ -14,7 +14,6 @@ an instruction does so, else as float32, which holds them up to MOST_TAPS; then
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -259,4 +258,4 @@ class DepthwiseKernel(PlannedConv):
         buffer = arguments(DEPTHWISE, compiled(build, spec, self.isa), fields)
         work = batch * channels * ho * wo * self.sizes.taps
         threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), 0, threads, (edge,))
+        return ConvCall.of(buffer, (batch, channels, ho, wo), 0, threads, (edge,))

@@ -16,7 +16,6 @@ Threads draw items: some lines of outputs times a block. Arithmetic: that of `de
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -250,4 +249,4 @@ class DepthwiseDotKernel(CodesConv):
         }
         buffer = arguments(COLUMNS, compiled(build, spec, self.isa), fields)
         threads = min(most, items)
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, channels, ho, wo), 0, threads, (edge,))
+        return ConvCall.of(buffer, (batch, channels, ho, wo), 0, threads, (edge,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -305,7 +304,7 @@ def plan(
     }
     buffer = arguments(DIRECT, compiled(direct.build, spec, isa), fields)
     kept = edge, places, walk_places, mask, lane_places, bands
-    return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
+    return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
 
 
 class OwnWeightsKernel(CodesConv):

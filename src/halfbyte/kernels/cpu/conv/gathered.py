@@ -9,7 +9,6 @@ The image and the output have their channels together (channels_last). No im2col
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 
@@ -150,7 +149,7 @@ class ConvKernel(PlannedConv):
             "piece_stride": piece if whole_lines else stride,
         }
         buffer = arguments(CONV, compiled(patches.build, spec, self.isa), fields)
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
 
 
 class ImageConvKernel:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu.arguments import Buffer
 from halfbyte.kernels.cpu.linear import CALL, pack_call, thread
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
@@ -19,12 +20,16 @@ from halfbyte.kernels.problem import Window
 class ConvCall(NamedTuple):
     """A convolution of images of one size: the arguments, all but those of the call filled in, and what they point to."""
 
-    buffer: ctypes.Array[ctypes.c_char]
+    buffer: Buffer
     address: int
     out_shape: tuple[int, int, int, int]
     memory: int
     threads: int
     tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, buffer: Buffer, out_shape: tuple[int, int, int, int], memory: int, threads: int, tensors: tuple[Tensor, ...]) -> ConvCall:
+        return cls(buffer, ctypes.addressof(buffer), out_shape, memory, threads, tensors)
 
 
 class OwnWeights(Protocol):

@@ -21,7 +21,6 @@ transformed into outputs. Tiles that reach beyond the image are first copied, wi
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -498,4 +497,4 @@ class WinogradKernel(CodesConv):
             fields |= {f"plane_bytes_{n}": plane, f"planes_at_{n}": at, f"class_start_{n}": start, f"class_stop_{n}": stop}
         fields |= {f"kind_{n}": start for n, start in enumerate(itertools.accumulate(of.kinds[:-1], initial=0))}
         buffer = arguments(WINOGRAD, compiled(build, spec, self.isa), fields)
-        return ConvCall(buffer, ctypes.addressof(buffer), (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
