@@ -32,7 +32,7 @@ class Prefetcher:
         self.asks = turn.equals(0) | (turns > 0)  # near
         self.left = f.variable(turn)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
-        self.side: Value | None = None  # of the panel, where it takes several tiles: the first one asks
+        self.side: tuple[Value, int] | None = None  # which of how many tiles of a panel: each asks for a share
 
     def begin_block(self, b: Value, blocks: Value, done: Value) -> None:
         """Block b of so many, which is so many bytes behind the panel's beginning."""
@@ -57,9 +57,11 @@ class Prefetcher:
     def issue(self, weights: Value, size: int) -> None:
         """For what is ahead of so many bytes."""
         ways = [(self.near, 3)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
+        if self.side is not None:
+            side, sides = self.side
+            size = -(-size // (64 * sides)) * 64
+            weights = weights + side * size
         for distance, locality in ((asked.value, locality) for asked, locality in ways):
-            if self.side is not None:
-                distance = self.side.equals(0).select(distance, 0)
             with self.f.when(distance.differs(0)):
                 for line in range(0, size, 64):
                     self.f.prefetch(weights + distance + line, locality)

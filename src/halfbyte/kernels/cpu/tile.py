@@ -188,7 +188,7 @@ class Tile:
                 side, panel = n & (sides - 1), n // sides
                 self.scratch = totals + n * size
                 if self.prefetcher is not None and sides > 1:
-                    self.prefetcher.side = side
+                    self.prefetcher.side = side, sides
                 yield Part(n, panel * LINEAR.load(self.args, "panel_bytes"), side * width, n * width)
 
         for part in each():
@@ -365,6 +365,8 @@ class Tile:
         if self.prefetcher is not None:
             self.prefetcher.issue(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + first * 4
+        if spec.vectors == 1:  # products read activations themselves: an address with an index makes one instruction two on Intel's CPUs
+            a = f.pinned(a, "r")
         if spec.inner == "int8":
             activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]
             new, new_sums = self.isa.int8_unit(f, self.int8, rows, activations, sums[: self.count], sums[self.count :])
