@@ -126,6 +126,24 @@ def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.
     assert ends == [sum(number <= e for number in numbers) for e in range(count + 1)]
 
 
+@pytest.mark.parametrize(("pairs", "count"), [(700, 3), (2600, 9)])
+def test_wide_tiles_come_before_narrow_ones(pairs: int, count: int, device: torch.device) -> None:
+    """Each expert's rows once, its last tile of 16, 32 or 64 columns as narrow as may be."""
+    ids = random_ids(pairs, count + 1)
+    ids[ids == 1] = 0
+    order, experts_of, first, size, ends, (used,) = (part.tolist() for part in grouped.sorted_by_expert(ids.to(device), count, 64, 16))
+    assert order == ids.argsort(stable=True).tolist()
+    tiles = list(zip(experts_of, first, size, strict=True))[:used]
+    assert set(experts_of[used:]) <= {-1}
+    classes = [max(16, 1 << (columns - 1).bit_length()) for _, _, columns in tiles]
+    assert classes == sorted(classes, reverse=True)
+    for e in range(count + 1):
+        number = int((ids == e).sum())
+        sizes = [64] * (number // 64) + [number % 64] * (number % 64 > 0)
+        assert [columns for expert, _, columns in tiles if expert == e] == sizes
+        assert [at for expert, at, _ in tiles if expert == e] == [ends[e] - number + 64 * i for i in range(len(sizes))]
+
+
 @pytest.mark.parametrize("name", ["int4_g128_zp", "q4_1", "q8_0"])
 def test_stacked_weights_are_written_out(name: str, device: torch.device) -> None:
     codes = random_codes(as_format(name), (3, 70, 160))

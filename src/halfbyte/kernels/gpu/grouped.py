@@ -30,7 +30,9 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 MOST_COLUMNS = 64
-_CHUNK = 1024  # ids that are looked at together
+_CHUNK = 1024  # ids that are counted together
+_PART = 128  # and put in order together
+_MOST_PROGRAMS = 128
 
 
 @dataclass(frozen=True)
@@ -107,56 +109,134 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     )
 
 
-def sorted_by_expert(ids: Tensor, experts: int, columns: int) -> tuple[Tensor, ...]:
+def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None = None) -> tuple[Tensor, ...]:
     """int32 in the device's scratch memory: the pairs in the order of their experts, [P]; for each tile its expert (-1: none), its first
     of these, and their number; where each expert's end, [E + 1]; and how many tiles there are, [1]. Pairs of ids that are no expert's come
     last, as those of one more.
+
+    least   an expert's last tile is half as wide as others, or a quarter, …, where that holds its pairs, but as wide as this; and narrow
+            tiles come after wide ones. None: all are alike, in the order of experts
     """
     pairs = ids.numel()
     filled = min(pairs, experts + 1)
     blocks = (pairs + filled * (columns - 1)) // columns
+    parts = -(-pairs // _PART)
+    each = -(-parts // _MOST_PROGRAMS)
+    programs = -(-parts // each)
+    bins = max(32, triton.next_power_of_2(experts + 1))
+    several = pairs > 2 * _CHUNK
     starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
-    lengths = (pairs, blocks, blocks, blocks, experts + 1, 1)
+    lengths = (pairs, blocks, blocks, blocks, experts + 1, 1, programs * bins if several else 1)
     for length in lengths:
         starts.append(starts[-1] + -(-length // 4) * 4)
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
     table = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=False))
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-    bins = max(32, triton.next_power_of_2(experts + 1))
-    launcher.run(_sort, (experts + 1,), ids, table, pairs, experts, blocks, BINS=bins, CHUNK=chunk, COLUMNS=columns, num_warps=4)
-    return table
+    if several:
+        launcher.run(_count, (programs,), ids, table[6], pairs, experts, each, BINS=bins, PART=_PART, num_warps=4)
+    launcher.run(
+        _sort,
+        (programs,),
+        ids,
+        table[:6],
+        table[6] if several else None,
+        pairs,
+        experts,
+        blocks,
+        each,
+        BINS=bins,
+        CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(pairs))),
+        PART=_PART,
+        COLUMNS=columns,
+        LEVELS=(columns // (least or columns)).bit_length(),
+        num_warps=4,
+    )
+    return table[:6]
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "blocks"])
-def _sort(ids, table, pairs, experts, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part of the table that belongs to one expert."""
-    e = tl.program_id(0)
-    i = tl.arange(0, CHUNK)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        counts += tl.histogram(_expert(ids, start + i, pairs, experts), BINS, mask=start + i < pairs)
+@triton.jit(do_not_specialize=["pairs", "experts", "each"])
+def _count(ids, counts, pairs, experts, each, BINS: tl.constexpr, PART: tl.constexpr):
+    """How many of a program's pairs each expert has."""
+    i = tl.arange(0, PART)
+    total = tl.zeros((BINS,), tl.int32)
+    for part in range(each):
+        at = (tl.program_id(0) * each + part) * PART + i
+        total += tl.histogram(_expert(ids, at, pairs, experts), BINS, mask=at < pairs)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), total)
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each"])
+def _sort(
+    ids, table, counted, pairs, experts, blocks, each,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """A program's pairs to their places, and some of the tiles."""
+    ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))  # of a table with as many columns as bins
+    p = tl.program_id(0)
+    start = p * each * PART
     bins = tl.arange(0, BINS)
-    tiles = (counts + (COLUMNS - 1)) // COLUMNS
-    first = tl.sum(tl.where(bins < e, counts, 0))
-    tile = tl.sum(tl.where(bins < e, tiles, 0))
-    mine = tl.sum(tl.where(bins == e, counts, 0))
-    tl.store(table[4] + e, first + mine)
-    for start in range(0, mine, CHUNK * COLUMNS):
-        before = start + i * COLUMNS
-        inside = before < mine
-        at = tile + start // COLUMNS + i
-        tl.store(table[1] + at, tl.zeros_like(i) + e, mask=inside)
-        tl.store(table[2] + at, first + before, mask=inside)
-        tl.store(table[3] + at, tl.minimum(mine - before, COLUMNS), mask=inside)
-    if e == experts:
-        used = tile + (mine + (COLUMNS - 1)) // COLUMNS
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    if counted is None:
+        for chunk in range(0, pairs, CHUNK):
+            at = chunk + tl.arange(0, CHUNK)
+            e = _expert(ids, at, pairs, experts)
+            total += tl.histogram(e, BINS, mask=at < pairs)
+            before += tl.histogram(e, BINS, mask=at < tl.minimum(start, pairs))
+    else:
+        for chunk in range(0, tl.num_programs(0), ROWS):
+            row = (chunk + rows)[:, None]
+            some = tl.load(counted + row * BINS + bins[None, :], mask=row < tl.num_programs(0), other=0)
+            total += tl.sum(some, 0)
+            before += tl.sum(tl.where(row < p, some, 0), 0)
+    first = tl.cumsum(total, 0) - total
+    to = first + before
+    i = tl.arange(0, PART)
+    for part in range(each):
+        at = start + part * PART
+        e = _expert(ids, at + i, pairs, experts)
+        alike = (e[:, None] == _expert(ids, at + i, pairs, experts)[None, :]) & (i[None, :] < i[:, None])
+        inside = at + i < pairs
+        tl.store(table[0] + tl.gather(to, e, 0) + tl.sum(alike.to(tl.int32), 1), at + i, mask=inside)
+        to += tl.histogram(e, BINS, mask=inside)
+    used = 0
+    for level in tl.static_range(LEVELS):
+        used = _list(table, total, first, used, blocks, BINS, ROWS, COLUMNS, level, LEVELS)
+    for tile in range(p * ROWS, blocks, tl.num_programs(0) * ROWS):
+        at = tile + rows
+        tl.store(table[1] + at, tl.zeros_like(at) - 1, mask=(at >= used) & (at < blocks))
+    if p == 0:
+        tl.store(table[4] + bins, first + total, mask=bins <= experts)
         tl.store(table[5], used)
-        for start in range(used, blocks, CHUNK):
-            tl.store(table[1] + start + i, tl.zeros_like(i) - 1, mask=start + i < blocks)
-    for start in range(0, pairs, CHUNK):
-        hit = ((_expert(ids, start + i, pairs, experts) == e) & (start + i < pairs)).to(tl.int32)
-        tl.store(table[0] + first + tl.cumsum(hit, 0) - 1, start + i, mask=hit > 0)
-        first += tl.sum(hit)
+
+
+@triton.jit
+def _list(
+    table, total, first, used, blocks,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVEL: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of COLUMNS / 2^LEVEL pairs, from tile `used` on; the tile after them."""
+    WIDTH: tl.constexpr = COLUMNS >> LEVEL
+    NARROWER: tl.constexpr = WIDTH // 2 if LEVEL + 1 < LEVELS else 0
+    rest = total % COLUMNS
+    tiles = ((rest > NARROWER) & (rest <= WIDTH)).to(tl.int32)
+    if LEVEL == 0:
+        tiles += total // COLUMNS
+    ends = used + tl.cumsum(tiles, 0)
+    after = used + tl.sum(tiles, 0)
+    for tile in range(tl.program_id(0) * ROWS, after, tl.num_programs(0) * ROWS):
+        at = tile + tl.arange(0, ROWS)
+        inside = (at >= used) & (at < after)
+        e = tl.minimum(tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1), BINS - 1)
+        mine = tl.gather(total, e, 0)
+        if LEVEL == 0:
+            done = (at - tl.gather(ends - tiles, e, 0)) * COLUMNS
+        else:
+            done = mine // COLUMNS * COLUMNS
+        tl.store(table[1] + at, e, mask=inside)
+        tl.store(table[2] + at, tl.gather(first, e, 0) + done, mask=inside)
+        tl.store(table[3] + at, tl.minimum(mine - done, WIDTH), mask=inside)
+    return after
 
 
 @triton.jit

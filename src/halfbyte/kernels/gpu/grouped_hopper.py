@@ -1,8 +1,9 @@
 """y [P, N] as in `grouped.py`, on Hopper with many rows an expert: the tiles of `hopper_tile.py`, one after the other of a list.
 
 Rows of x are put in the order of their experts first, so that TMA reads those of one expert as a box; what of the next expert is in the
-box is computed and not written. The list of tiles (expert, first row, how many) is made on the device, as `grouped.py` makes it, and says
-how many there are: a persistent grid takes them in turn, and the host never waits. Rows of y are written where they belong.
+box is computed and not written. An expert's last tile is half or a quarter as wide where that holds its rows. The list of tiles (expert,
+first row, how many) is made on the device, as `grouped.py` makes it, the wide ones first, so that programs, which take them in turn, end
+at about the same time. It says how many there are: the host never waits. Rows of y are written where they belong.
 
 Weight: 4 bits, the words of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
 expert's gives a row of NaN.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +33,8 @@ from halfbyte.machine import Gpu
 
 _ROWS = 64  # of the weight, for each of two warpgroups
 _LEAST_ROWS = 48  # of an expert on the average
+_NARROWEST = 64  # rows of x of a tile
+_NARROWER = {128: 1.02, 256: 1.15}  # times as long as where all tiles are as narrow (H200)
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,23 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first: the least time of all tiles, an expert's last one being half full on the average."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    """The best guess first: the least time of all tiles, experts having some more and fewer rows than the mean."""
     mean, found = problem.m / problem.experts, []
-    for (rows, block_m), record_us in gemm_hopper.RECORD_US[4].items():
+    for rows, block_m in gemm_hopper.RECORD_US[4]:
         if rows == _ROWS:
-            stages = gemm_hopper.most_stages(4, _ROWS, block_m, gpu)
-            tiles = max(1.0, mean / block_m + 0.5) * problem.experts * -(-problem.n // (2 * _ROWS))
-            found.append((max(1.0, tiles / gpu.sms) * geo.records * record_us, Config(block_m, stages, gpu.sms)))
+            us = sum(_record_us(block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
+            found.append((us, Config(block_m, gemm_hopper.most_stages(4, _ROWS, block_m, gpu), gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
+
+
+def _record_us(block_m: int, rows: int) -> float:
+    """Microseconds of a record of all tiles of an expert with so many rows."""
+    of_tile, last = gemm_hopper.RECORD_US[4], rows % block_m
+    us = rows // block_m * of_tile[_ROWS, block_m]
+    width = max(_NARROWEST, triton.next_power_of_2(last))
+    if last:
+        us += of_tile[_ROWS, width] * (1.0 if width == block_m else _NARROWER[block_m])
+    return us
 
 
 def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -73,7 +85,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     tails = (scale, scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype))
     words = weight.view(torch.int16).view(-1, 64)
     steps = (geo.nbytes // 128, *(geo.nbytes // part.element_size() for part in tails))
-    table = grouped.sorted_by_expert(ids, experts, config.block_m)
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, _NARROWEST)
     rows = x.index_select(0, table[0] // (problem.m // len(x)))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     static = Static(
@@ -90,7 +102,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     launcher.run(
         _grouped,
         (config.programs,),
-        TensorDescriptor.from_tensor(rows, [config.block_m, static.width], layout),
+        TensorDescriptor.from_tensor(rows, [_NARROWEST, static.width], layout),
         TensorDescriptor.from_tensor(words, [32, 64], layout),
         tails,
         steps,
@@ -132,37 +144,75 @@ def _tails_of(e, tails, steps):
 def _produce(xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
-        e, first, _count, pn = _tile(number, table, sizes, S)
+        e, first, count, pn = _tile(number, table, sizes, S)
         e = gl.minimum(e, experts - 1)
-        mine = _tails_of(e, tails, steps)
-        for r in range(sizes[3] * S.parts):
-            load_stage(xd, wd, mine, xs, ws, full, empty, first, e * steps[0], pn, r, step, sizes, S)
-            step += 1
+        step = _load(xd, wd, _tails_of(e, tails, steps), xs, ws, full, empty, first, count, e * steps[0], pn, step, sizes, S)
+
+
+@gluon.jit
+def _load(xd, wd, tails, xs, ws, full, empty, first, count, before, pn, step, sizes, S: gl.constexpr):
+    """A tile on its way to shared memory, as narrow a one as holds `count` rows of x; the step after it."""
+    HALVED: gl.constexpr = S.halved
+    if S.block_m > xd.block_shape[0]:
+        if count <= S.block_m // 2:
+            step = _load(xd, wd, tails, xs, ws, full, empty, first, count, before, pn, step, sizes, HALVED)
+        else:
+            step = _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S)
+    else:
+        step = _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S)
+    return step
+
+
+@gluon.jit
+def _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S: gl.constexpr):
+    for r in range(sizes[3] * S.parts):
+        load_stage(xd, wd, tails, xs, ws, full, empty, first, before, pn, r, step + r, sizes, S)
+    return step + sizes[3] * S.parts
 
 
 @gluon.jit
 def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
+    step = 0
+    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
+        e, first, count, pn = _tile(number, table, sizes, S)
+        at = gl.minimum(e, experts - 1)
+        added = (None, None)
+        if bias is not None:
+            added = (bias + at.to(gl.int64) * sizes[1], None)
+        to = (table[0] + first, count)
+        step = _multiply(xs, ws, full, empty, _tails_of(at, tails, steps), out, added, to, e < experts, pn, step, sizes, HALF, S)
+
+
+@gluon.jit
+def _multiply(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
+    """A tile as `_load` has it; the step after it."""
+    HALVED: gl.constexpr = S.halved
+    if S.block_m > 64:
+        if to[1] <= S.block_m // 2:
+            step = _multiply(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, HALVED)
+        else:
+            step = _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, S)
+    else:
+        step = _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, S)
+    return step
+
+
+@gluon.jit
+def _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
-    step = 0
-    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
-        e, first, count, pn = _tile(number, table, sizes, S)
-        at = gl.minimum(e, experts - 1)
-        mine = _tails_of(at, tails, steps)
-        first_n = (pn * 2 + HALF) * ROWS
-        rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
-        now = tails_of(mine, gl.to_tensor(0), rn, sizes, S)
-        acc, step = sums(xs, ws, full, empty, mine, now, 0, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
-        added = (None, None)
-        if bias is not None:
-            added = (bias + at.to(gl.int64) * sizes[1], None)
-        pieces = pieces_of(acc, S)
-        for i in gl.static_range(PIECES):
-            y = gl.where(e < experts, pieces[i], float("nan"))
-            write_tile(y, mine[0], out, added, first_n, i * (BM // PIECES), (table[0] + first, count), sizes, (0.0, 0.0), S)
+    first_n = (pn * 2 + HALF) * ROWS
+    rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
+    now = tails_of(tails, gl.to_tensor(0), rn, sizes, S)
+    acc, step = sums(xs, ws, full, empty, tails, now, 0, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
+    pieces = pieces_of(acc, S)
+    for i in gl.static_range(PIECES):
+        y = gl.where(known, pieces[i], float("nan"))
+        write_tile(y, tails[0], out, added, first_n, i * (BM // PIECES), to, sizes, (0.0, 0.0), S)
+    return step
 
 
 @gluon.jit(do_not_specialize=["experts"])

@@ -17,7 +17,7 @@ multiplied with the sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -63,11 +63,17 @@ class Static:
     zero: str
     clamp: bool
     sent: bool = False  # tiles are written by TMA, from stages of x
+    room: int = 0  # rows of x that a stage has room for, where they are more than block_m
+
+    @property
+    def halved(self) -> Static:
+        """For tiles of half as many rows of x, in the same stages."""
+        return replace(self, block_m=self.block_m // 2, room=self.room or self.block_m)
 
     @property
     def parts(self) -> int:
         """Stages that a record takes."""
-        return parts_of(self.block_m)
+        return parts_of(self.room or self.block_m)
 
     @property
     def weights(self) -> int:
@@ -160,8 +166,11 @@ def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
 @gluon.jit
 def load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S: gl.constexpr):
     """The other half, and what scales it."""
+    BOX: gl.constexpr = xd.block_shape[0]
     stage = step % S.stages
-    tma.async_copy_global_to_shared(xd, [first_m, r * S.width], full.index(stage), xs.index(stage))
+    for i in gl.static_range(S.block_m // BOX):
+        to = xs.index(stage).slice(i * BOX, BOX, dim=0)
+        tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * S.width], full.index(stage), to)
     if not S.whole:
         _fetch(tails, pn, r // S.parts, sizes, S)
 
@@ -306,7 +315,10 @@ def tails_of(tails, r, rn, sizes, S: gl.constexpr):
 @gluon.jit
 def _columns(xs, step, PLANE: gl.constexpr, S: gl.constexpr):
     """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m], of the stage of `step`."""
-    return xs.index(step % S.stages).slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
+    rows = xs.index(step % S.stages)
+    if S.room > 0:
+        rows = rows.slice(0, S.block_m, dim=0)
+    return rows.slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
 
 
 @gluon.jit
