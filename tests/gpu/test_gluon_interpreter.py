@@ -95,19 +95,19 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
 @pytest.mark.parametrize(
     ("name", "activation", "config"),  # of gemm_int8_hopper the number of programs
     [
-        ("int4_channel", "row", 1),
+        ("int4_channel", "row", 8),
         ("int8_channel", "row", 2),
         ("int8_channel", "row", 3),
         ("int4_g128", "row", 2),
-        ("int8_g128_zp", "row", 1),
+        ("int8_g128_zp", "row", 12),
         ("q8_0", "block", 1),
         ("int4_channel", "row", skinny_hopper.Config(64, 1, 1, 3, 2)),
         ("int8_channel", "row", skinny_hopper.Config(64, 2, 1, 2, 3)),
     ],
 )
 def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | int) -> None:
-    """A tile or two for a program, chains of four records and of one, tiles of 256 rows, results by TMA and without; with few rows
-    skinny_int8_hopper."""
+    """Some tiles for a program or two programs for a tile, chains of four records and of one, tiles of 256 rows, results by TMA and
+    without; with few rows skinny_int8_hopper."""
     m, k = (70, 600) if isinstance(config, int) else (60, 450)
     n = 140 if config == 2 else 136
     codes, x, bias = random_codes(as_format(name), (n, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(n)

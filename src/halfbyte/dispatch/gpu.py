@@ -76,7 +76,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
-        lambda c, p: Tiles(c.block_m, 64 * c.panels),
+        lambda c, p: Tiles(c.block_m, 64 * c.panels, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (64 * c.panels))))),
     ),
     GpuCandidate(
         "rounded", "int8", "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",

@@ -5,7 +5,8 @@ The products, their arithmetic and the order of the operands are those of `gemm_
 A program computes tiles of 64 * PANELS rows of the weight by BM rows of x, one after the other. One warp keeps STAGES records
 (128 k) of both operands, and the scales of their blocks, on their way to shared memory, the weight's first before the kernel that
 quantizes x has ended; each of PANELS warpgroups multiplies 64 rows of the weight by all rows of x. Eight nibbles go from shared memory
-through three instructions into the registers that `wgmma` reads.
+through three instructions into the registers that `wgmma` reads. Where tiles are few and K is long, several programs share a tile, each a
+part of its records: their sums meet in a workspace, and the last to come adds them up, in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
+from halfbyte.kernels.gpu.hopper_tile import as_held, as_summed
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
-from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _LEAST_M, _LEAST_SCALED = 9, 17  # fewer rows do not fill a tile; of blocks gemm_int8.py has more programs
+_LEAST_SHARE = 16  # records of a program that shares a tile
+_MEETING_US = 4.5  # that it takes programs to add up the sums of a tile, on an H200
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all waves of tiles."""
     plan, fmt, found = activations.plan(problem), problem.format, []
-    fits = gpu_tiles.geometry(fmt, (problem.n, problem.k)).nbytes <= gpu.l2
+    geo = gpu_tiles.geometry(fmt, (problem.n, problem.k))
     if chains(problem):
         unroll = 4
     else:  # two records of a tile and all that scales them fit the registers here; 8 bits were faster without
@@ -76,8 +80,13 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         static = compiled_for(problem, Config(block_m, 1, 1, panels, unroll), clamp=False)
         stages = min(8, (gpu.shared - (32 << 10)) // static.stage_bytes)
         # Programs that start one after the other ask for the same weights at different times.
-        early = rows == 1 or (rows == 2 and fits)
-        found.append((waves * us, Config(block_m, stages, -(-tiles // waves), panels, unroll, early)))
+        early = rows == 1 or (rows == 2 and geo.nbytes <= gpu.l2)
+        found.append((waves * geo.records * us, Config(block_m, stages, -(-tiles // waves), panels, unroll, early)))
+        for split in (2, 4):
+            if block_m < 256 and tiles * split <= gpu.sms and geo.records >= _LEAST_SHARE * split:
+                # Bytes of a tile lie in rows of K: programs that share it read twice as many places of the memory at once.
+                share_us = -(-geo.records // split) * us * (1.5 if fmt.bits == 8 else 1.0)
+                found.append((share_us + _MEETING_US, Config(block_m, stages, tiles * split, panels, unroll, early)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -88,16 +97,16 @@ def chains(problem: Problem) -> bool:
 
 
 def _record_us(problem: Problem, whole: bool) -> dict[tuple[int, int], float]:
-    """Microseconds of a record of a tile (rows of x, panels) on an H200; of few rows as they relate."""
+    """Microseconds of a record of a tile (rows of x, panels) on an H200."""
     bits = problem.format.bits
     if problem.m <= 32:
-        return {(16 if problem.m <= 16 and whole else 32, panels): us for panels, us in ((1, 1.0), (2, 1.3))}
+        return {(16 if problem.m <= 16 and whole else 32, panels): us for panels, us in ((1, 0.20), (2, 0.26))}
     if problem.m <= 64:
-        return {(64, 1): 1.0, (64, 2): 1.3, (32, 1): 0.99, (32, 2): 0.98 if bits == 4 and whole else 1.03}
+        return {(64, 1): 0.20, (64, 2): 0.26, (32, 1): 0.198, (32, 2): 0.196 if bits == 4 and whole else 0.206}
     if not whole:
-        return {(128, 2): 0.518, (64, 2): 0.330, (128, 1): 0.307, (64, 1): 0.20}
+        return {(128, 2): 0.50, (64, 2): 0.330, (128, 1): 0.28, (64, 1): 0.20}
     if bits == 4:
-        return {(256, 2): 0.684, (128, 2): 0.387, (64, 2): 0.254, (128, 1): 0.28}
+        return {(256, 2): 0.684, (128, 2): 0.375, (64, 2): 0.24, (128, 1): 0.26}
     return {(256, 2): 0.720, (128, 2): 0.367, (64, 2): 0.228, (128, 1): 0.24}
 
 
@@ -114,10 +123,26 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         panels=config.panels,
         stages=config.stages,
         unroll=config.unroll,
+        split=_sharers(problem, config),
         early=config.early,
         biased=not plan.whole and plan.granule == 32 and fmt.zero == "none" and fmt.scale == torch.float16,
         clamp=clamp,
     )
+
+
+def _tiles_of(problem: Problem, config: Config) -> int:
+    return -(-problem.m // config.block_m) * -(-problem.n // (64 * config.panels))
+
+
+def _sharers(problem: Problem, config: Config) -> int:
+    """How many programs share each tile."""
+    return max(1, config.programs // _tiles_of(problem, config))
+
+
+def _beside(problem: Problem, config: Config) -> int:
+    """Bytes of memory where the sums of programs that share tiles meet."""
+    shared = _sharers(problem, config) > 1
+    return 4 * config.programs * 64 * config.panels * config.block_m if shared else 0
 
 
 def multiply(
@@ -126,6 +151,11 @@ def multiply(
     """The product alone."""
     geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
     rows = weight.codes.view(torch.int8).view(-1, 128) if static.bits == 4 else weight.codes
+    scratch = None
+    if static.split > 1:
+        scratch = memory.view(torch.int32 if static.whole else torch.float32), locks(out.device, config.panels * _tiles_of(problem, config))
+    # Bytes in tiles of few rows of x are bound by the cache: programs that start one after the other find less in it.
+    starts_early = config.early or not static.whole or static.bits == 4 or config.block_m == 256
     by_tma = epilogue.residual is None and out.itemsize == 2 and problem.n % 8 == 0 and out.data_ptr() % 16 == 0
     run(
         _gemm,
@@ -140,6 +170,7 @@ def multiply(
         (weight.scale, weight.zero),
         out,
         (epilogue.bias, epilogue.residual),
+        scratch,
         problem.m,
         problem.n,
         geo.n_padded,
@@ -147,7 +178,7 @@ def multiply(
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
-        early=True,
+        early=starts_early,
     )
 
 
@@ -158,7 +189,7 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, lambda problem, config: 0, early=not triton.knobs.runtime.interpret)
+launch = activations.first(multiply, _beside, early=not triton.knobs.runtime.interpret)
 
 
 # The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a row).
@@ -205,43 +236,53 @@ def _tiles(sizes, S: gl.constexpr):
 
 
 @gluon.jit
+def _part(sizes, S: gl.constexpr):
+    """Of the records of its tiles the first that this program multiplies, and how many."""
+    first = gl.program_id(0) % S.split * sizes[3] // S.split
+    return first, (gl.program_id(0) % S.split + 1) * sizes[3] // S.split - first
+
+
+@gluon.jit
 def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
     tiles_m, tiles_n = _tiles(sizes, S)
-    pm, pn = in_groups(gl.program_id(0), tiles_m, tiles_n)
-    ahead = gl.minimum(sizes[3], S.stages)
+    tile = gl.program_id(0) // S.split
+    pm, pn = in_groups(tile, tiles_m, tiles_n)
+    first, count = _part(sizes, S)
+    ahead = gl.minimum(count, S.stages)
     if not S.early:
         gdc_wait()
     for r in range(ahead):
-        _load_weight(wd, buffers[1], full, pn, r, r, sizes, S)
+        _load_weight(wd, buffers[1], full, pn, first + r, r, sizes, S)
     gdc_wait()
     for r in range(ahead):
-        _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, r, r, S)
+        _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, first + r, r, S)
     stage = gl.where(ahead == S.stages, 0, ahead)
     phase = gl.where(ahead == S.stages, 0, 1)
-    tile = gl.program_id(0)
     # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
     while tile < tiles_m * tiles_n:
         pm, pn = in_groups(tile, tiles_m, tiles_n)
-        for r in range(ahead, sizes[3]):
+        for r in range(first + ahead, first + count):
             mbarrier.wait(empty.index(stage), phase)
             _load_weight(wd, buffers[1], full, pn, r, stage, sizes, S)
             _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, r, stage, S)
             stage, phase = next_stage(stage, phase, S.stages)
         ahead -= ahead
-        tile += gl.num_programs(0)
+        tile += gl.num_programs(0) // S.split
 
 
 @gluon.jit
-def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, W: gl.constexpr, S: gl.constexpr):
+def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, W: gl.constexpr, S: gl.constexpr):
     """Warpgroup W: panel W of the tile by all of its rows of x."""
     PART: gl.constexpr = S.part
+    PIECES: gl.constexpr = S.block_m // PART
     MMA: gl.constexpr = S.sums
     tiles_m, tiles_n = _tiles(sizes, S)
     to = (yd, ys.index(W), out, added, sizes, bounds)
     stage = 0
     phase = 0
+    first, count = _part(sizes, S)
     gdc_wait()
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    for tile in range(gl.program_id(0) // S.split, tiles_m * tiles_n, gl.num_programs(0) // S.split):
         pm, pn = in_groups(tile, tiles_m, tiles_n)
         n = (pn * S.panels + W) * 64
         m = pm * S.block_m
@@ -251,19 +292,66 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds
         by_w = of_w[0]
         if S.whole:
             by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
-            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, sizes[3], W, S)
+            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, count, W, S)
+            if PART == S.block_m:
+                pieces = (acc,)
+            else:
+                pieces = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
         else:
-            left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, sizes[3], (of_w[1], rn, sizes[2]), W, S)
-        if PART == S.block_m:
-            _finish(acc, by_x, by_w, of_x, of_w, rn, to, n, m, S)
-        else:
-            if S.whole:
-                left, right = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
-            by_right = _row_scale(of_x, m + PART, S)
-            _finish(left, by_x, by_w, of_x, of_w, rn, to, n, m, S)
-            _finish(right, by_right, by_w, of_x, of_w, rn, to, n, m + PART, S)
+            left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, first, count, (of_w[1], rn, sizes[2]), W, S)
+            pieces = (left, right)  # type: ignore[assignment]
+        ready = True
+        if S.split > 1:
+            ready = _leave(pieces, scratch, tile, W, S)
+        if ready:
+            for i in gl.static_range(PIECES):
+                total = pieces[i]
+                if S.split > 1:
+                    total = _add_up(scratch, tile, i, W, S)
+                by_row = by_x
+                if i > 0:
+                    by_row = _row_scale(of_x, m + PART, S)
+                _finish(total, by_row, by_w, of_x, of_w, rn, to, n, m + i * PART, S)
     if yd is not None:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _place(scratch, tile, W: gl.constexpr, S: gl.constexpr):
+    """Where the first program of those that share a tile leaves the first sums of warpgroup W, and how far away the next one's are."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    SIZE: gl.constexpr = 64 * S.block_m
+    place = scratch[0] + tile * (S.split * S.panels * SIZE) + W * SIZE
+    place += gl.expand_dims(gl.arange(0, S.part // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
+    return place + gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0), S.panels * SIZE
+
+
+@gluon.jit
+def _leave(pieces, scratch, tile, W: gl.constexpr, S: gl.constexpr):
+    """Leaves the sums of a program for the last to come of those that share its tile. Returns whether it is that one."""
+    place, away = _place(scratch, tile, W, S)
+    place += gl.program_id(0) % S.split * away
+    PIECES: gl.constexpr = S.block_m // S.part
+    for i in gl.static_range(PIECES):
+        gl.store(place + i * (64 * S.part), as_held(gl.convert_layout(pieces[i], S.sums, assert_trivial=True)))
+    gl.thread_barrier()  # what this warpgroup wrote comes before what it says
+    lock = scratch[1] + tile * S.panels + W
+    last = gl.atomic_add(lock, 1, sem="acq_rel") == S.split - 1
+    if last:
+        gl.store(lock, 0)
+    return last
+
+
+@gluon.jit
+def _add_up(scratch, tile, PIECE: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
+    """Piece PIECE of the sums of all programs that share a tile."""
+    SPLIT: gl.constexpr = S.split
+    place, away = _place(scratch, tile, W, S)
+    place += PIECE * (64 * S.part)
+    total = gl.load(place, cache_modifier=".cg")
+    for j in gl.static_range(1, SPLIT):
+        total += gl.load(place + j * away, cache_modifier=".cg")
+    return as_summed(total, 64)
 
 
 @gluon.jit
@@ -315,7 +403,7 @@ def _finish(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.const
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, M, N, n_padded, records, bounds, S: gl.constexpr):
+def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
     STAGES: gl.constexpr = S.stages
     PANELS: gl.constexpr = S.panels
@@ -349,7 +437,7 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, M, N, n_padded, record
     if PANELS == 1:
         gl.warp_specialize(
             [
-                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 0, S)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, 0, S)),
                 (_produce, (xd, wd, ad, md, sd, buffers, full, empty, sizes, S)),
             ],
             [1],
@@ -358,8 +446,8 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, M, N, n_padded, record
     else:
         gl.warp_specialize(
             [
-                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 0, S)),
-                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, sizes, bounds, 1, S)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, 0, S)),
+                (_consume, (buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, 1, S)),
                 (_produce, (xd, wd, ad, md, sd, buffers, full, empty, sizes, S)),
             ],
             [4, 1],

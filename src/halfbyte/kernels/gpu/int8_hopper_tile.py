@@ -44,6 +44,7 @@ class Static:
     panels: int
     stages: int
     unroll: int
+    split: int  # programs that share a tile
     early: bool
     biased: bool  # sums of blocks start with a product of constants
     clamp: bool
@@ -57,6 +58,11 @@ class Static:
     def columns(self) -> int:
         """Rows of x that are multiplied together."""
         return self.block_m if self.whole else self.part
+
+    @property
+    def ahead(self) -> bool:
+        """Whether products of two records may run at once: in large tiles those of the other warpgroup are enough."""
+        return self.block_m * self.panels <= (256 if self.bits == 4 else 128)
 
     @property
     def pieces(self) -> int:
@@ -150,36 +156,66 @@ def _start(xt, w, acc, bias, J: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def sum_whole(buffers, full, empty, stage, phase, R, W: gl.constexpr, S: gl.constexpr):
-    """Integers of all of K."""
-    xs, ws = buffers[0], buffers[1]
+    """Integers of R records."""
     COLUMNS: gl.constexpr = S.columns
     MMA: gl.constexpr = S.sums
     acc = gl.zeros([64, COLUMNS], gl.int32, layout=MMA)
-    for _ in range(R):
-        mbarrier.wait(full.index(stage), phase)
-        xt = xs.index(stage)
-        if S.bits == 4:
-            acc = _start(xt, _weight(ws.index(stage * S.panels + W), S), acc, (), 0, S)
-        else:  # from shared memory, as one reads it
-            acc = warpgroup_mma(ws.index(stage * S.panels + W), xt.permute([1, 0]), acc, is_async=True)
+    single = R
+    if S.ahead and S.bits == 4:  # the next record's weights go to registers while one is multiplied
+        for _ in range(R // 2):
+            acc = _add_whole(buffers, full, stage, phase, acc, W, S)
+            done = empty.index(stage)
+            stage, phase = next_stage(stage, phase, S.stages)
+            acc = _add_whole(buffers, full, stage, phase, acc, W, S)
+            acc = warpgroup_mma_wait(2, deps=[acc])
+            mbarrier.arrive(done, count=1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, S.stages)
+        single = R % 2
+    if S.ahead and S.bits == 8:  # the next record's products start before one's have ended
+        for r in range(R):
+            acc = _add_whole(buffers, full, stage, phase, acc, W, S)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            # Triton 3.6 would keep a variable for the stage before at its first value.
+            mbarrier.arrive(empty.index(gl.where(stage == 0, S.stages, stage) - 1), count=1, pred=r > 0)
+            stage, phase = next_stage(stage, phase, S.stages)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = next_stage(stage, phase, S.stages)
+        mbarrier.arrive(empty.index(gl.where(stage == 0, S.stages, stage) - 1), count=1)
+    else:
+        for _ in range(single):
+            acc = _add_whole(buffers, full, stage, phase, acc, W, S)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, S.stages)
     return acc, stage, phase
 
 
 @gluon.jit
-def sum_blocks(buffers, full, empty, stage, phase, R, zeros, W: gl.constexpr, S: gl.constexpr):
-    """Scaled sums of all blocks, in two halves of the rows of x: while one's wgmma run, the other's integers become floats."""
+def _add_whole(buffers, full, stage, phase, acc, W: gl.constexpr, S: gl.constexpr):
+    """acc + the products of the record of a stage, which run on."""
+    xt = buffers[0].index(stage)
+    mbarrier.wait(full.index(stage), phase)
+    if S.bits == 4:
+        return _start(xt, _weight(buffers[1].index(stage * S.panels + W), S), acc, (), 0, S)
+    else:  # from shared memory, as one reads it
+        return warpgroup_mma(buffers[1].index(stage * S.panels + W), xt.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def sum_blocks(buffers, full, empty, stage, phase, first, count, zeros, W: gl.constexpr, S: gl.constexpr):
+    """Scaled sums of the blocks of `count` records from `first` on, in two halves of the rows of x: while one's wgmma run, the other's
+    integers become floats."""
     PART: gl.constexpr = S.part
     MMA: gl.constexpr = S.sums
     left = gl.zeros([64, PART], gl.float32, layout=MMA)
     right = left
-    whole = R // S.unroll * S.unroll
-    for r in range(0, whole, S.unroll):
+    end = first + count
+    whole = first + count // S.unroll * S.unroll
+    for r in range(first, whole, S.unroll):
         left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, S.unroll, S)
     if S.unroll > 1:
-        for r in range(whole, R):
+        for r in range(whole, end):
             left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, 1, S)
     if S.unroll == 4 or S.biased:
         left *= _UP
