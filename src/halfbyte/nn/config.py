@@ -17,9 +17,11 @@ from halfbyte.nn.expanded import expanded
 from halfbyte.nn.modules import check_compute
 from halfbyte.nn.runs import Progress
 from halfbyte.nn.sensitivity import measure_losses
-from halfbyte.nn.static import OBSERVERS
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
+
+# How the range of a result on codes is chosen.
+OBSERVERS = ("minmax", "percentile", "mse")
 
 # What Config.auto chooses from.
 AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")

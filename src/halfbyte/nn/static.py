@@ -39,7 +39,6 @@ from halfbyte.nn.network import IntegerNetwork
 from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, module_of
 from halfbyte.ops import conv
 
-OBSERVERS = ("minmax", "percentile", "mse")
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
