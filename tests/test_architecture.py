@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,6 +219,13 @@ def _sources() -> list[tuple[str, Path]]:
 @pytest.mark.parametrize(("module", "path"), _sources(), ids=lambda value: value if isinstance(value, str) else "")
 def test_rules(module: str, path: Path) -> None:
     assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "integrations", "kernels/cpu", "kernels/cpu/conv", "kernels/gpu", "nn", "ops"])
+def test_the_map_of_a_package_names_its_files(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((SRC / folder / "__init__.py").read_text("utf-8"))) or ""
+    files = {path.name for path in (SRC / folder).glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"(?<!…)\b\w+\.py\b", text)) == files
 
 
 def test_no_file_beside_the_package_is_longer_than_those_in_it() -> None:

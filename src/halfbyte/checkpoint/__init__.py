@@ -1,4 +1,19 @@
-"""Models on disk. docs/checkpoint.md specifies the files."""
+"""Models on disk. docs/checkpoint.md specifies halfbyte's own files.
+
+stored_model.py       any model on disk: checkpoint_model.py: halfbyte's own; other_model.py: all others, by a plan
+loading.py            `load`; sharded_loading.py: for one of several processes
+saving.py             `save`; folder.py: so that a reader finds a whole checkpoint at every moment
+converting.py         `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
+exporting.py          `export`, from any kind of files to another; export_items.py, targets.py: one weight, one kind
+Files
+  files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
+  manifest.py, quantization_config.py    the sections of config.json
+  foreign.py          other projects' folders: foreign_affine.py, foreign_floats.py, foreign_tensors.py
+  gguf_model.py       GGUF files: gguf_names.py, gguf_orders.py, gguf_config.py, gguf_tokenizer.py
+  gguf_export.py      written: gguf_vocabulary.py
+Models
+  architecture.py     what transformers knows of a model; plan.py: which tensor of the files is which of the model
+"""
 
 from halfbyte.checkpoint.converting import convert as convert
 from halfbyte.checkpoint.exporting import export as export

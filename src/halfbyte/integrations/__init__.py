@@ -1,0 +1,12 @@
+"""halfbyte in other projects, and language models as a whole.
+
+on_import.py        registers with transformers and peft when they are imported
+transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for several processes; peft.py: adapters
+gguf.py, text.py    models are opened; text is generated and timed
+attention.py        an implementation of attention for transformers
+Layers in few calls (`shorten_`)
+  decoding.py       decoder layers; decoding_cpu.py: on a CPU
+  encoding.py       encoder layers; embedding.py: what is before them
+  shortened.py      their classes; ahead.py: layers that are computed by the call of the first; unchanged.py: whether that still holds
+  explain_model.py  what computes each layer, and why
+"""
