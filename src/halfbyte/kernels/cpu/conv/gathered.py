@@ -32,6 +32,7 @@ from halfbyte.layouts.convolution import Filter
 _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
+_ROWS_BYTES = 10 << 10  # of patches as rows, which are to stay in the first-level cache
 _OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
 _PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 
@@ -121,7 +122,9 @@ class ConvKernel(PlannedConv):
         items = sizes.groups * chunks * parts
         threads = min(most, items)
         tile_bytes = chunk * rows * linear.row_bytes + 63 & ~63
-        thread_bytes = tile_bytes + (sizes.k * element + 191 & ~63)  # a unit is at most 128 bytes
+        row_stride = sizes.k * element + 191 & ~63  # a unit is at most 128 bytes
+        row_count = max(1, min(rows, _ROWS_BYTES // row_stride))
+        thread_bytes = tile_bytes + row_count * row_stride
         edge = torch.full((sizes.channels,), outside, dtype=self.dtype, device="cpu")
         out_bytes = linear.out_dtype.itemsize
         fields |= window.sizes((height, width), (ho, wo), sizes.kernel)
@@ -129,7 +132,9 @@ class ConvKernel(PlannedConv):
             "out_stride": sizes.out * out_bytes,
             "group": group,
             "thread_bytes": thread_bytes,
-            "row_at": tile_bytes,
+            "rows_at": tile_bytes,
+            "row_stride": row_stride,
+            "row_count": row_count,
             "items": items,
             "parts": parts,
             "chunks": chunks,

@@ -2,7 +2,8 @@
 
 Threads draw items: a chunk of row tiles times some panels of a group's outputs. An item's patches are gathered into the thread's
 own memory, unless the item before had the same. `direct`: codes go straight to their places, a unit at a time, with their
-sum. Otherwise a patch is first laid out as a row of K elements, which a row function of `activations.py` then converts.
+sum. Otherwise patches are first laid out as rows of K elements, which a row function of `activations.py` then converts: several, since
+what was just stored piece by piece can't be loaded at once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from halfbyte.layouts.cpu_tiles import PANEL
 CONV = Block(
     (
         *LINEAR.fields,
-        # a thread's memory: its patches in the order of tiles, and one patch as a row
-        *("thread_bytes", "row_at"),
+        # a thread's memory: its patches in the order of tiles, and so many as rows
+        *("thread_bytes", "rows_at", "row_stride", "row_count"),
         # items: groups of channels x chunks of row tiles x parts of the panels
         *("items", "parts", "chunks", "chunk_tiles"),
         *("group_bytes", "group_weights", "group_bias", "group_out"),
@@ -69,13 +70,13 @@ class _Phase(Emitter):
         _, self.thread, _ = f.parameters
         self.x, self.y, self.image = (f.variable(f.value(kind, 0)) for kind in ("i64", "i64", "i64"))  # of the next output
         self.patches = self.pointer("scratch") + self.thread * self.get("thread_bytes")
-        self.as_row = self.patches + self.get("row_at")
+        self.as_rows, self.kept = self.patches + self.get("rows_at"), f.variable(f.value("i64", 0))
 
     def emit(self) -> None:
         f, get = self.f, self.get
         if not self.spec.direct:
-            for at in f.loop(get("thread_bytes") - get("row_at"), step=64):  # what pads a tap or a row is never written
-                self.as_row.store(f.value("<64 x i8>", 0), at)
+            for at in f.loop(get("thread_bytes") - get("rows_at"), step=64):  # what pads a tap or a row is never written
+                self.as_rows.store(f.value("<64 x i8>", 0), at)
         parts, chunks, group = get("parts"), get("chunks"), get("group")
         counter, big, count = self.args + CONV.offset("counter"), get("tile_rows"), get("tiles")
         panels = (get("n") + (PANEL - 1)) // PANEL
@@ -110,7 +111,20 @@ class _Phase(Emitter):
             for i in f.loop(rows):
                 self._patch(image + self.image.value, tile.value, rows, i)
                 self._next()
+                if not self.spec.direct:
+                    self._convert(tile.value, rows, i + 1)
             tile.value = tile.value + rows * get("row_bytes")
+
+    def _convert(self, tile: Value, rows: Value, stop: Value) -> None:
+        """Puts the patches that lie as rows, the last of `stop` of a tile's, into it, where there is no room for more or it is full."""
+        f, get, kept = self.f, self.get, self.kept
+        kept.value = kept.value + 1
+        full = kept.value.equals(get("row_count")) | stop.equals(rows)
+        with f.when(full):
+            for j in f.loop(kept.value):
+                row, i = self.as_rows + j * get("row_stride"), stop - kept.value + j
+                f.call_pointer(self.pointer("row_function"), self.args, row, tile, rows, i)
+            kept.value = f.value("i64", 0)
 
     def _next(self) -> None:
         """To the next output: along a line, from line to line, from image to image."""
@@ -132,7 +146,7 @@ class _Phase(Emitter):
         left = self.x.value * get("stride_w") - get("left")
         reach_h, reach_w = (get("kernel_h") - 1) * get("dilation_h"), (get("kernel_w") - 1) * get("dilation_w")
         inside = self._within(top, left) & self._within(top + reach_h, left + reach_w)
-        place = _Direct(self, tile, rows, i) if self.spec.direct else _AsRow(self)
+        place = _Direct(self, tile, rows, i) if self.spec.direct else _AsRow(f, self.as_rows + self.kept.value * get("row_stride"))
         with f.when(inside):
             start = image + top * get("line_bytes") + left * get("pixel_bytes")
             place.begin()
@@ -151,8 +165,6 @@ class _Phase(Emitter):
                     source = self._within(y, x).select(pixel, self.pointer("outside"))
                     place.copy(source, get("tap_bytes"), get("tap_stride"), self.spec.border)
         place.end()
-        if not self.spec.direct:
-            f.call_pointer(self.pointer("row_function"), self.args, self.as_row, tile, rows, i)
 
     def _within(self, y: Value, x: Value) -> Value:
         """Whether a pixel lies in the image."""
@@ -162,9 +174,9 @@ class _Phase(Emitter):
 class _AsRow:
     """A patch as a row of K elements."""
 
-    def __init__(self, phase: _Phase) -> None:
-        self.f, self.start = phase.f, phase.as_row
-        self.at = self.f.variable(self.start)
+    def __init__(self, f: Function, start: Value) -> None:
+        self.f, self.start = f, start
+        self.at = f.variable(start)
 
     def begin(self) -> None:
         self.at.value = self.start
