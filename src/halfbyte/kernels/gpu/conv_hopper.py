@@ -11,8 +11,8 @@ memory and then its columns: a step to the right is then a step of whole buffers
 copy of x.
 
 Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then fetches rows of the
-weight in an order in which 8 sums of a thread lie next to each other in y: they are written, and what is added to them is read, 16
-bytes at a time. Elsewhere warps exchange sums through shared memory first.
+weight in an order in which 8 sums of a thread lie next to each other in y, and are written 16 bytes at a time. Where something is added,
+TMA brings it to shared memory before there are sums, and writes y from the same place. Elsewhere warps exchange sums through shared memory.
 
 Outside of the image lies in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of those
 pixels whose tap is outside. All of it is exact.
@@ -21,7 +21,7 @@ pixels whose tap is outside. All of it is exact.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import supports as supports_any
-from halfbyte.kernels.gpu.conv_hopper_write import GROUP, SUMS, others_of, write, write_codes
+from halfbyte.kernels.gpu.conv_hopper_write import GROUP, half_of, others_of, pieces_of, send, turned, write, write_codes
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.problem import Addition, Epilogue
@@ -42,13 +42,14 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
+_PLACE = 2 * 64 * 128  # bytes of 64 outputs of 128 pixels
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256; `stages` steps of K
     in flight. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of the kernel; a box has one row then,
-    and a multiple of 8 images."""
+    and a multiple of 8 images. `adding`: stages that are left where TMA reads what is added; 0 where it does not."""
 
     rows: int
     box: tuple[int, int, int]
@@ -56,10 +57,16 @@ class Config:
     programs: int
     resident: bool = False
     sweep: bool = False
+    adding: int = 0
 
     @property
     def pixels(self) -> int:
         return math.prod(self.box)
+
+    @property
+    def places(self) -> int:
+        """In shared memory, of 64 outputs by 128 pixels, for what is added."""
+        return min(4, self.rows // 32)
 
     def tiles(self, problem: Convolution) -> int:
         return count_boxes(problem, self.box) * -(-problem.n // self.rows)
@@ -90,6 +97,7 @@ class _Static:
     leads: bool
     unit: int
     stride: int
+    places: int
 
     @property
     def together(self) -> int:
@@ -129,6 +137,13 @@ class _Static:
     @property
     def pixels(self) -> int:
         return self.images * self.height * self.width
+
+    @property
+    def half(self) -> tuple[int, int, int]:
+        """Images, rows and columns of the pixels of a warpgroup, of `direct` tiles."""
+        if self.images > 1 and not self.sweep:
+            return self.images // 2, self.height, self.width
+        return (self.images, self.height // 2, self.width) if self.height > 1 else (self.images, 1, self.width // 2)
 
     @property
     def columns(self) -> int:
@@ -184,8 +199,12 @@ def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int]
     left = gpu.shared - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
     together = problem.sizes.kernel[1] if sweep else 1
     stage = line * (_lines(problem, box) if sweep else pixels) + (0 if resident else together * rows * line)
-    stages = min(8, left // stage)
-    return Config(rows, box, stages, min(gpu.sms, tiles), resident, sweep) if stages > (2 if sweep else 1) else None
+    least, stages = 3 if sweep else 2, min(8, left // stage)
+    config = Config(rows, box, stages, min(gpu.sms, tiles), resident, sweep)
+    adding = min(8, (left - config.places * _PLACE - 256) // stage)
+    if _direct(problem, pixels) and adding >= least:
+        config = replace(config, adding=adding)
+    return config if stages >= least else None
 
 
 def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
@@ -274,13 +293,14 @@ def _start(
     addition: Addition | None = None,
 ) -> None:
     adds = (epilogue.residual if addition is None else addition.other) is not None
+    sent = epilogue.residual is not None and config.adding > 0
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     static = _Static(
         rows=config.rows,
         images=config.box[0],
         height=config.box[1],
         width=config.box[2],
-        stages=config.stages,
+        stages=config.adding if sent else config.stages,
         kernel_w=problem.sizes.kernel[1],
         dilation=window.dilation[1],
         taps=problem.sizes.taps,
@@ -289,12 +309,13 @@ def _start(
         resident=config.resident,
         sweep=config.sweep,
         direct=_direct(problem, config.pixels),
-        ahead=adds and not config.sweep and (table is None or config.tiles(problem) > config.programs),
+        ahead=adds and table is not None and not config.sweep and config.tiles(problem) > config.programs,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
         leads=addition is not None and addition.leads,
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
+        places=config.places if sent else 0,
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -309,12 +330,24 @@ def _start(
     of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(part))
     of_box = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
     covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
+    half = [*static.half, 64]
+    of_half = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+    def halves(y: Tensor | None) -> TensorDescriptor | None:
+        if not sent or y is None:
+            return None
+        pixels = y.view(problem.batch, *problem.out, problem.n)
+        order = (1, 2, 0, 3) if config.sweep else (0, 1, 2, 3)
+        return TensorDescriptor.from_tensor(pixels.permute(order), [half[i] for i in order], of_half)
+
     launcher.run(
         _conv,
         (config.programs,),
         TensorDescriptor.from_tensor(images, box, of_box),
         TensorDescriptor.from_tensor(weights, part, of_rows),
         table,
+        halves(out),
+        halves(epilogue.residual),
         out,
         (epilogue.bias, epilogue.residual if addition is None else addition.other),
         problem.n // static.unit,
@@ -378,7 +411,7 @@ def _fetch_w(wd, ws, arrived, buffer, n, k, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr):
+def _produce(xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, window, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     STEPS: gl.constexpr = S.steps
     TOGETHER: gl.constexpr = S.together
@@ -391,6 +424,7 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
         for t in range(KEPT):
             _fetch_w(wd, ws, loaded, t, 0, t * S.step, S)
     step = 0
+    adding = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_n, b, y, x = _tile(tile, grid, S)
         for t in range(STEPS):
@@ -403,6 +437,15 @@ def _produce(xd, wd, xs, ws, full, empty, loaded, grid, window, S: gl.constexpr)
                     at = (t // S.parts * TOGETHER + i) * (S.parts * S.step) + t % S.parts * S.step
                     _fetch_w(wd, ws, full.index(stage), stage * TOGETHER + i, first_n, at, S)
             step += 1
+        if S.places:
+            for g in range(S.rows // 64):
+                place = adding % S.places
+                mbarrier.wait(taken.index(place), ((adding // S.places) & 1) ^ 1)
+                mbarrier.expect(given.index(place), 2 * 64 * 128)
+                for i in gl.static_range(2):
+                    to = ys.index(2 * place + i)._reinterpret(rd.dtype, rd.block_shape, rd.layout)
+                    tma.async_copy_global_to_shared(rd, half_of((first_n + 64 * g, b, y, x), i, S), given.index(place), to)
+                adding += 1
 
 
 @gluon.jit
@@ -425,7 +468,7 @@ def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.conste
 
 @gluon.jit
 def _consume(held, W: gl.constexpr, S: gl.constexpr):
-    xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row = held
+    xs, ws, ys, full, empty, loaded, given, taken, table, yd, out, added, N, grid, image, window, bounds, row = held
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
     TOGETHER: gl.constexpr = S.together
@@ -447,6 +490,7 @@ def _consume(held, W: gl.constexpr, S: gl.constexpr):
             at = _piece(gl.program_id(0), i * AT_ONCE, W, grid, S)
             others += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
     step = 0
+    adding = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         told = ()
         if INTEGER:  # on its way while there is nothing to multiply yet
@@ -468,9 +512,11 @@ def _consume(held, W: gl.constexpr, S: gl.constexpr):
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-        pieces = _pieces(acc, AT_ONCE)
+        pieces = pieces_of(acc, AT_ONCE)
         following = ()
-        for i in gl.static_range(COLUMNS // AT_ONCE):
+        if S.places:
+            adding = send(pieces, yd, ys, added[0], given, taken, adding, N, _piece(tile, 0, W, grid, S), bounds, W, S)
+        for i in gl.static_range(0 if S.places else COLUMNS // AT_ONCE):
             at = _piece(tile, i * AT_ONCE, W, grid, S)
             if S.ahead:
                 other = others[i]  # type: ignore[var-annotated]
@@ -480,8 +526,7 @@ def _consume(held, W: gl.constexpr, S: gl.constexpr):
                 other = None
             sums = pieces[i]
             if S.direct:
-                sums = sums.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, GROUP]).permute([1, 0])
-                sums = gl.convert_layout(sums, SUMS, assert_trivial=True)
+                sums = turned(sums)
             if INTEGER:
                 write_codes(sums, table, told, out, other, N, at, image, window, bounds, row, S)
             else:
@@ -490,6 +535,8 @@ def _consume(held, W: gl.constexpr, S: gl.constexpr):
                 at = _piece(tile + gl.num_programs(0), i * AT_ONCE, W, grid, S)
                 following += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
         others = following
+    if S.places:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -505,26 +552,7 @@ def _piece(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
 
 
 @gluon.jit
-def _pieces(acc, WIDTH: gl.constexpr):
-    """Of WIDTH columns: what is written from fewer registers leaves more of them for addresses."""
-    if acc.shape[1] == WIDTH:
-        return (acc,)
-    else:
-        left, right = _halves(acc)
-        return _pieces(left, WIDTH) + _pieces(right, WIDTH)
-
-
-@gluon.jit
-def _halves(acc):
-    WIDTH: gl.constexpr = acc.shape[1] // 2
-    DEPTH: gl.constexpr = 32 if acc.dtype == gl.int32 else 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, DEPTH])
-    left, right = acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
-
-
-@gluon.jit
-def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S: gl.constexpr):
+def _conv(xd, wd, table, yd, rd, out, added, units, grid, image, window, bounds, row, S: gl.constexpr):
     N = units * S.unit  # what divides it decides how many numbers are written at once
     STAGES: gl.constexpr = S.stages
     if table is not None:
@@ -538,16 +566,23 @@ def _conv(xd, wd, table, out, added, units, grid, image, window, bounds, row, S:
     empty = barriers(STAGES, 2)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
+    ys = xs
+    given = loaded
+    taken = loaded
+    if S.places:
+        ys = gl.allocate_shared_memory(xd.dtype, [2 * S.places, 64, 64], LINES)
+        given = barriers(S.places, 1)
+        taken = barriers(S.places, 2)
     fence_async_shared()
     gdc_wait()
     if table is None:  # the next one may write a weight from here on, as `launch.turns` has it
         gdc_launch_dependents()
-    held = (xs, ws, full, empty, loaded, table, out, added, N, grid, image, window, bounds, row)
+    held = (xs, ws, ys, full, empty, loaded, given, taken, table, yd, out, added, N, grid, image, window, bounds, row)
     gl.warp_specialize(
         [
             (_consume, (held, 0, S)),
             (_consume, (held, 1, S)),
-            (_produce, (xd, wd, xs, ws, full, empty, loaded, grid, window, S)),
+            (_produce, (xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, window, S)),
         ],
         [4, 1],
         [232, 40],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.epilogue import finish
@@ -26,6 +27,25 @@ SUMS = gl.constexpr(
         shape=[GROUP.value, 64],
     )
 )
+
+
+@gluon.jit
+def pieces_of(acc, WIDTH: gl.constexpr):
+    """Of WIDTH columns: what is written from fewer registers leaves more of them for addresses."""
+    if acc.shape[1] == WIDTH:
+        return (acc,)
+    else:
+        left, right = _halves(acc)
+        return pieces_of(left, WIDTH) + pieces_of(right, WIDTH)
+
+
+@gluon.jit
+def _halves(acc):
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    DEPTH: gl.constexpr = 32 if acc.dtype == gl.int32 else 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, DEPTH])
+    left, right = acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
 
 
 @gluon.jit
@@ -136,13 +156,61 @@ def _places(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexp
 
 @gluon.jit
 def write(total, out, bias, others, N, at, image, bounds, S: gl.constexpr):
-    MMA: gl.constexpr = total.type.layout
     OUT: gl.constexpr = SUMS if S.direct else NUMBERS
-    DTYPE: gl.constexpr = out.dtype.element_ty
     rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
     to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
+    y = _finished(total, bias, others, at[0], N, bounds, out.dtype.element_ty, S)
+    gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)
+
+
+@gluon.jit
+def _finished(total, bias, others, first_n, N, bounds, DTYPE: gl.constexpr, S: gl.constexpr):
+    MMA: gl.constexpr = total.type.layout
     if others is not None:
         total += gl.convert_layout(others, MMA).to(gl.float32)
-    row = at[0] + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, MMA))
-    y = finish(total, (bias, None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
-    gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)
+    row = first_n + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, MMA))
+    return finish(total, (bias, None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
+
+
+@gluon.jit
+def turned(sums):
+    """GROUP outputs of 64 pixels as outputs by pixels."""
+    sums = sums.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, GROUP]).permute([1, 0])
+    return gl.convert_layout(sums, SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def send(pieces, yd, ys, bias, given, taken, step, N, at, bounds, W: gl.constexpr, S: gl.constexpr):
+    """Writes a warpgroup's sums by TMA, 64 outputs at a time, from where TMA has put what is added to them: in places from `step` on."""
+    BOX: gl.constexpr = yd.block_shape
+    PLACES: gl.constexpr = S.places
+    for g in gl.static_range(S.columns // 64):
+        place = step % PLACES
+        to = ys.index(2 * place + W)
+        mbarrier.wait(given.index(place), (step // PLACES) & 1)
+        left = to.slice(0, GROUP, dim=1).permute([1, 0])
+        right = to.slice(GROUP, GROUP, dim=1).permute([1, 0])
+        others = (left.load(SUMS), right.load(SUMS))
+        y = _finished(turned(pieces[2 * g]), bias, others[0], at[0] + 2 * g * GROUP, N, bounds, yd.dtype, S)
+        left.store(gl.convert_layout(y, SUMS))
+        y = _finished(turned(pieces[2 * g + 1]), bias, others[1], at[0] + (2 * g + 1) * GROUP, N, bounds, yd.dtype, S)
+        right.store(gl.convert_layout(y, SUMS))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(yd, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), to._reinterpret(yd.dtype, BOX, yd.layout))
+        tma.store_wait(1)  # the place before has been read
+        mbarrier.arrive(taken.index((step + PLACES - 1) % PLACES), count=1, pred=step > 0)
+        step += 1
+    return step
+
+
+@gluon.jit
+def half_of(at, W: gl.constexpr, S: gl.constexpr):
+    """Where the pixels of a warpgroup are in y, for TMA. `at`: first output, image, row and column of a tile."""
+    HALF: gl.constexpr = S.half
+    b = at[1] + W * (S.images - HALF[0])
+    y = at[2] + W * (S.height - HALF[1])
+    x = at[3] + W * (S.width - HALF[2])
+    if S.sweep:
+        return [y, x, b, at[0]]
+    else:
+        return [b, y, x, at[0]]
