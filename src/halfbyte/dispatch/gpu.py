@@ -8,11 +8,12 @@ candidate that can is taken; what `explain` says that they take is predicted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import inf
 from typing import Any, NamedTuple
 
 from halfbyte.dispatch import tune
@@ -30,6 +31,7 @@ class GpuCandidate:
 
     tiles       of a config, for a problem
     replayable  its launches can be made again (`kernels/gpu/relaunch.py`): torch launches none of them
+    floats      the candidate that multiplies for it, in floating point: its times tell which configs are good
     """
 
     name: str
@@ -38,6 +40,7 @@ class GpuCandidate:
     summary: str
     tiles: Callable[[Any, Problem], Tiles]
     replayable: bool = True
+    floats: str = ""
 
     @property
     def module(self) -> Any:
@@ -80,7 +83,7 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "rounded", "int8", "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
-        _hopper_tiles,
+        _hopper_tiles, floats="gemm_hopper",
     ),
 )  # fmt: skip
 GPU_GROUPED = (
@@ -197,8 +200,11 @@ def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[
     found, failures = [], []
     times, where = tune.measured(gpu, problem)
     of_candidate = times.get(candidate.name, {})
-    guess = None
-    for config in candidate.module.configs(problem, gpu):
+    guess, configs = None, candidate.module.configs(problem, gpu)
+    if candidate.floats and not of_candidate:
+        alike = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})
+        configs = sorted(configs, key=lambda config: alike.get(str(config), inf))
+    for config in configs:
         if failure := _failures.get(_failure_key(problem, gpu, candidate, config)):
             failures.append(f"{config} failed: {failure}")
             continue
