@@ -271,8 +271,9 @@ def test_explain_experts(rows: int, taken: str) -> None:
     read = min(rows, 8) * said["weight_bytes"] // 8 + 2 * rows * 2048
     assert said["roofline"]["nbytes"] == read
     assert "8 experts of [1024, 1024]" in str(found)
-    with pytest.raises(UnsupportedError, match="floating point on GPUs"):
-        explain(1, 64, 64, "q4_0", device="sm_90", experts=2, compute="int8")
+    integers = explain(rows, 1024, 1024, "int4_g128", dtype=torch.bfloat16, device="sm_90", experts=8, compute="int8")
+    assert integers.to_json()["kernel"] == (taken if rows < 9999 else "grouped_int8_hopper")
+    assert ("activations scaled per block" in str(integers)) == (rows == 9999)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,16 @@ from samples import random_codes
 import halfbyte as hb
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import dequantize, grouped, grouped_dequantized, grouped_hopper, skinny_tile
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.gpu import (
+    dequantize,
+    gemm_int8_hopper,
+    grouped,
+    grouped_dequantized,
+    grouped_hopper,
+    grouped_int8_hopper,
+    skinny_tile,
+)  # fmt: skip
+from halfbyte.kernels.problem import Activation, Compute, Problem
 from halfbyte.layouts import experts, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import GPUS, Gpu
@@ -39,6 +47,7 @@ def run(
     index: int = 0,
     interpreted: bool,
     given: tuple[Any, Any] | None = None,
+    activation: Activation | None = None,
 ) -> None:
     """What is `launched` is near the reference (see float_support.check_linear for how near), unknown ids NaN."""
     fmt, (count, n, k) = as_format(name), sizes
@@ -46,19 +55,21 @@ def run(
     packed = experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME).data.to(device)
     x = torch.randn(len(ids) // share, k).to(dtype)
     biases = torch.randn(count, n) if bias else None
-    problem = Problem("grouped_linear", len(ids), n, k, fmt, dtype, experts=count)
+    compute: Compute = "float" if activation is None else "int8"
+    problem = Problem("grouped_linear", len(ids), n, k, fmt, dtype, compute, activation or "block", experts=count)
     file, config = given or (grouped, grouped.configs(problem, gpu)[index])
     operands = x.to(device), packed, ids.to(device)
     added = None if biases is None else biases.to(device)
     y = launched(lambda out: file.launch(problem, config, *operands, out, added), (len(ids), n), dtype, device)
     known = (ids >= 0) & (ids < count)
     assert y[~known].isnan().all()
-    rounded = (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
+    how = () if activation is None else ("int8", activation)
+    rounded = activation is None and (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
     for expert in ids[known].unique().tolist():
         rows = (ids == expert).nonzero().flatten()
         matrix, inputs = codes.select(expert), x[rows // share]
         one = None if biases is None else biases[expert]
-        expected, error = reference.linear(inputs, matrix, one), 2 * reference.error_bound(inputs, matrix, one)
+        expected, error = reference.linear(inputs, matrix, one, *how), 2 * reference.error_bound(inputs, matrix, one, *how)
         size = inputs.double().abs() @ matrix.dequantize(torch.float64).abs().T
         error = error + (2 * UNIT[dtype] * size if rounded else 0)
         if interpreted and dtype == B:  # cuts float32 to bfloat16, where a GPU rounds
@@ -199,6 +210,33 @@ def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gp
             run(name, ids, sizes, dtype, gpu, device, share=share, bias=share == 1, interpreted=interpreted, given=(grouped_hopper, config))
 
 
+@pytest.mark.parametrize(
+    ("name", "activation"), [("int4_g128", "block"), ("int4_g128_zp", "row"), ("int4_channel", "row"), ("int4_g128_f32", "row")]
+)
+@pytest.mark.parametrize("block_m", [128, 64])
+def test_integers_of_experts(
+    name: str, activation: Activation, block_m: int, gpu: Gpu, device: torch.device, interpreted: bool
+) -> None:
+    """As above, by `grouped_int8_hopper`."""
+    if interpreted and (block_m == 128) != (name == "int4_g128"):
+        pytest.skip("the interpreter takes one tile of each")
+    if not interpreted and gpu.capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    pairs, sizes = (180, (3, 140, 320)) if interpreted else (1500, (5, 200, 1000))
+    for dtype, share in ((H, 1), (B, 2)):
+        ids = random_ids(pairs, sizes[0] + 1)
+        ids[ids == 1] = 0
+        problem = Problem("grouped_linear", pairs, *sizes[1:], as_format(name), dtype, "int8", activation, experts=sizes[0])
+        found = grouped_int8_hopper.configs(problem, GPUS["sm_90"])
+        config = replace(found[0], block_m=block_m, programs=7, stages=min(config.stages for config in found))
+        files = (grouped_int8_hopper, gemm_int8_hopper)
+        with gluon_interpreter.interpreted(*files) if interpreted else nullcontext():
+            run(
+                name, ids, sizes, dtype, gpu, device, share=share, bias=share == 1, interpreted=interpreted,
+                given=(grouped_int8_hopper, config), activation=activation,
+            )  # fmt: skip
+
+
 def test_what_hopper_refuses() -> None:
     def asked(rows: int, name: str = "int4_g128", k: int = 512) -> Problem:
         return Problem("grouped_linear", rows, 256, k, as_format(name), B, experts=4)
@@ -270,8 +308,7 @@ def test_codes_and_gradients_on_a_gpu(device: torch.device) -> None:
     expected = hb.dequantize(packed, torch.float32)[ids].sum((1, 2))
     assert x.grad is not None
     assert (x.grad.float() - expected).abs().max() <= 1e-2 * expected.abs().max()
-    with pytest.raises(hb.HalfbyteError, match="floating point on GPUs, got compute='int8'"):
-        hb.grouped_linear(x, packed, ids, compute="int8")
+    assert torch.equal(hb.grouped_linear(x, packed, ids, compute="int8"), hb.grouped_linear(x, packed, ids))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="operations on GPUs need one")

@@ -80,7 +80,8 @@ class GpuExplanation:
 
     def __str__(self) -> str:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
-        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if problem.compute == "int8" else ""
+        integers = taken is not None and taken.candidate.compute == "int8"
+        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if integers else ""
         lines = [
             shape_text(problem),
             f"machine  {self.gpu.name}: {self.gpu.arch}, {self.gpu.sms} multiprocessors, {self.gpu.l2 / 1e6:.0f} MB of L2",

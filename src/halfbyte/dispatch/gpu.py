@@ -88,6 +88,10 @@ GPU_LINEAR = (
 )  # fmt: skip
 GPU_GROUPED = (
     GpuCandidate(
+        "grouped_int8_hopper", "int8", "grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
+        lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True), replayable=False,
+    ),
+    GpuCandidate(
         "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
         lambda c, p: Tiles(c.block_m, 128, ordered=True), replayable=False,
     ),
@@ -163,10 +167,6 @@ def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: An
 def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     """The kernel for `problem` (no size 0) on `gpu`. Raises UnsupportedError where none can solve it."""
     linear = problem.op == "linear"
-    if not linear and problem.compute != "float":
-        raise UnsupportedError(
-            f"experts are multiplied in floating point on GPUs, got compute={problem.compute!r}: use 'float', or the CPU"
-        )
     candidates = GPU_LINEAR if linear else GPU_GROUPED
     by_torch = linear and problem.compute == "float"  # where there are no kernels
     if (trouble := triton_trouble()) is not None:
@@ -177,7 +177,7 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     options: list[GpuOption] = []
     rejected = []
     for candidate in candidates:
-        if candidate.compute != problem.compute:
+        if candidate.compute != problem.compute and (linear or candidate.compute == "int8"):
             rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
         elif reason := candidate.module.supports(problem, gpu):
             rejected.append((candidate, reason))

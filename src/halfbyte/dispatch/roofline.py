@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Compute, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
@@ -199,8 +199,10 @@ def _predict_experts(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -
     active = min(problem.m, problem.experts)
     if candidate != "grouped_dequantized":  # as one linear layer whose weight is as high as those of all tiles of rows together
         count = active * -(-problem.m // (active * tiles.rows)) if tiles.ordered else problem.m
-        alike = replace(problem, op="linear", m=min(tiles.rows, -(-problem.m // active)), n=n * count, experts=1)
-        cost_model = "skinny" if candidate == "grouped" else "gemm_hopper"
+        cost_model = {"grouped": "skinny", "grouped_hopper": "gemm_hopper", "grouped_int8_hopper": "gemm_int8_hopper"}[candidate]
+        compute: Compute = "float" if COST_MODELS[cost_model].floats else "int8"
+        rows = min(tiles.rows, -(-problem.m // active))
+        alike = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
         return predict(alike, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
     cost, element = COST_MODELS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)

@@ -51,7 +51,7 @@ class QuantExperts(QuantModule):
     """Linear layers of experts with quantized weights.
 
     packed      [E, N, K]
-    compute, activation   see QuantLinear; on GPUs "float" alone
+    compute, activation   see QuantLinear; on GPUs `halfbyte.grouped_linear`
     """
 
     kind = "Experts"

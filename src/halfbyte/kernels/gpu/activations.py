@@ -155,9 +155,12 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
     return Quantized(plan, q, part(at_scale, plan.groups), part(at_sums, plan.sum_groups), offset)
 
 
-def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = False) -> Quantized:
+def quantize_activation(
+    x: Tensor, plan: Plan, memory: Tensor, *, order: Tensor | None = None, share: int = 1, early: bool = False
+) -> Quantized:  # fmt: skip
     """x [m, k] (float32, float16 or bfloat16, unit stride along k) into `memory`, uint8 [at least plan.nbytes].
 
+    order   int32 [m]: row i is row order[i] // share of x; none where that is -1
     early   start before the kernel before has ended, and let the next one do so: from Hopper on
     """
     out = views(plan, memory)
@@ -174,11 +177,13 @@ def quantize_activation(x: Tensor, plan: Plan, memory: Tensor, *, early: bool = 
         _quantize,
         (plan.m, programs),
         x,
+        order,
         out.q,
         out.scale,
         out.sums,
         out.offset,
         plan.columns,
+        share,
         plan.k,
         plan.granules,
         x.stride(0),
@@ -302,7 +307,7 @@ def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    x, q, scale, sums, offset, columns, k, granules, stride, block, padded, group,
+    x, order, q, scale, sums, offset, columns, share, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -312,7 +317,13 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * group
     end = tl.minimum(first + group, granules)
-    x += row * stride
+    source = row
+    if order is not None:
+        pair = tl.load(order + row)
+        if pair < 0:
+            return
+        source = (pair // share).to(tl.int64)
+    x += source * stride
     q += row * (granules * G)
     g = first + tl.arange(0, HELD)
     column0 = _columns(0, G, NIBBLES)

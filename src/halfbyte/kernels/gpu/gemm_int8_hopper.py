@@ -160,12 +160,12 @@ def multiply(
     run(
         _gemm,
         (config.programs,),
-        _descriptor(x.q, config.block_m, 128),
-        _descriptor(rows, 8 * static.bits, 128),
-        None if static.whole or static.row else _descriptor(x.scale, 1, config.block_m),
-        None if static.whole or weight.zero is None else _descriptor(x.sums, 1, config.block_m),
-        None if static.whole else _descriptor(weight.scale, 1, 64),
-        _descriptor(out, static.part, 64) if by_tma else None,
+        descriptor(x.q, config.block_m, 128),
+        descriptor(rows, 8 * static.bits, 128),
+        None if static.whole or static.row else descriptor(x.scale, 1, config.block_m),
+        None if static.whole or weight.zero is None else descriptor(x.sums, 1, config.block_m),
+        None if static.whole else descriptor(weight.scale.view(-1, 64), 1, 64),
+        descriptor(out, static.part, 64) if by_tma else None,
         (x.scale, x.sums),
         (weight.scale, weight.zero),
         out,
@@ -182,7 +182,7 @@ def multiply(
     )
 
 
-def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Of tiles of a matrix; rows of 128 bytes are swizzled, as wgmma reads them; not the single ones of scales."""
     swizzled = rows > 1 and columns * matrix.itemsize == 128
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if swizzled else 0, element_bitwidth=8 * matrix.itemsize, rank=2)
@@ -196,27 +196,58 @@ launch = activations.first(multiply, _beside, early=not triton.knobs.runtime.int
 
 
 @gluon.jit
-def _load_weight(wd, ws, full, pn, r, stage, sizes, S: gl.constexpr):
-    """Record r of a tile of the weight, and how many bytes are to come with it in all."""
+def ring(xd, wd, ad, md, sd, S: gl.constexpr):
+    """Shared memory for `stages` records of both operands and of what scales them, and barriers that say which are full and which free."""
+    STAGES: gl.constexpr = S.stages
+    PANELS: gl.constexpr = S.panels
+    BM: gl.constexpr = S.block_m
+    PIECES: gl.constexpr = S.pieces
+    LINES: gl.constexpr = 8 * S.bits
+    xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
+    ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, LINES, 128], wd.layout)
+    a = xs  # what is not there is not read
+    m = xs
+    s = xs
+    constant = xs.index(0)
+    if ad is not None:
+        a = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], ad.layout)
+    if md is not None:
+        m = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], md.layout)
+    if sd is not None:
+        s = gl.allocate_shared_memory(sd.dtype, [STAGES * PANELS * PIECES, 1, 64], sd.layout)
+    if S.biased:
+        constant = gl.allocate_shared_memory(gl.int8, [BM, 32], gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2))
+        constant.store(gl.full([BM, 32], -128, gl.int8, layout=gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])))
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, PANELS)
+    fence_async_shared()
+    return (xs, ws, a, m, s, constant), full, empty
+
+
+@gluon.jit
+def load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
+    """Record r of a tile of the weight (of 4 bits: behind `before` rows of wd), and how many bytes are to come with it in all."""
     PANELS: gl.constexpr = S.panels
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
     for p in gl.static_range(PANELS):
         panel = pn * PANELS + p
         if S.bits == 4:
-            tma.async_copy_global_to_shared(wd, [(panel * sizes[3] + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+            tma.async_copy_global_to_shared(wd, [before + (panel * sizes[3] + r) * 32, 0], bar, ws.index(stage * PANELS + p))
         else:
             tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
 
 
 @gluon.jit
-def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, S: gl.constexpr):
-    """Of record r the rows of x from first_m on, and what scales both."""
+def load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, sizes, S: gl.constexpr):
+    """Of record r the rows of x from first_m on, and what scales both; the weight's scales are behind `before` rows of sd, 64 in each."""
     xs, _, a, m, s, _ = buffers
     PANELS: gl.constexpr = S.panels
     PIECES: gl.constexpr = S.pieces
+    BOX: gl.constexpr = xd.block_shape[0]
     bar = full.index(stage)
-    tma.async_copy_global_to_shared(xd, [first_m, r * 128], bar, xs.index(stage))
+    for i in gl.static_range(S.block_m // BOX):
+        tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * 128], bar, xs.index(stage).slice(i * BOX, BOX, dim=0))
     for j in gl.static_range(PIECES):
         row = r * PIECES + j
         if ad is not None:
@@ -226,7 +257,7 @@ def _load_rest(xd, ad, md, sd, buffers, full, first_m, pn, r, stage, S: gl.const
         for p in gl.static_range(PANELS):
             if sd is not None:
                 at = (stage * PANELS + p) * PIECES + j
-                tma.async_copy_global_to_shared(sd, [row, (pn * PANELS + p) * 64], bar, s.index(at))
+                tma.async_copy_global_to_shared(sd, [before + row * (sizes[2] // 64) + pn * PANELS + p, 0], bar, s.index(at))
 
 
 @gluon.jit
@@ -252,10 +283,10 @@ def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
     if not S.early:
         gdc_wait()
     for r in range(ahead):
-        _load_weight(wd, buffers[1], full, pn, first + r, r, sizes, S)
+        load_weight(wd, buffers[1], full, 0, pn, first + r, r, sizes, S)
     gdc_wait()
     for r in range(ahead):
-        _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, first + r, r, S)
+        load_rest(xd, ad, md, sd, buffers, full, 0, pm * S.block_m, pn, first + r, r, sizes, S)
     stage = gl.where(ahead == S.stages, 0, ahead)
     phase = gl.where(ahead == S.stages, 0, 1)
     # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
@@ -263,8 +294,8 @@ def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
         pm, pn = in_groups(tile, tiles_m, tiles_n)
         for r in range(first + ahead, first + count):
             mbarrier.wait(empty.index(stage), phase)
-            _load_weight(wd, buffers[1], full, pn, r, stage, sizes, S)
-            _load_rest(xd, ad, md, sd, buffers, full, pm * S.block_m, pn, r, stage, S)
+            load_weight(wd, buffers[1], full, 0, pn, r, stage, sizes, S)
+            load_rest(xd, ad, md, sd, buffers, full, 0, pm * S.block_m, pn, r, stage, sizes, S)
             stage, phase = next_stage(stage, phase, S.stages)
         ahead -= ahead
         tile += gl.num_programs(0) // S.split
@@ -277,7 +308,7 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, size
     PIECES: gl.constexpr = S.block_m // PART
     MMA: gl.constexpr = S.sums
     tiles_m, tiles_n = _tiles(sizes, S)
-    to = (yd, ys.index(W), out, added, sizes, bounds)
+    to = (yd, ys.index(W), out, None, added, sizes, bounds)
     stage = 0
     phase = 0
     first, count = _part(sizes, S)
@@ -288,7 +319,7 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, size
         m = pm * S.block_m
         rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
         # What the sums will be multiplied by is on its way while products are added up.
-        by_x = _row_scale(of_x, m, S)
+        by_x = row_scale(of_x, m, S)
         by_w = of_w[0]
         if S.whole:
             by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
@@ -310,8 +341,8 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, size
                     total = _add_up(scratch, tile, i, W, S)
                 by_row = by_x
                 if i > 0:
-                    by_row = _row_scale(of_x, m + PART, S)
-                _finish(total, by_row, by_w, of_x, of_w, rn, to, n, m + i * PART, S)
+                    by_row = row_scale(of_x, m + PART, S)
+                finish_tile(total, by_row, by_w, of_x, of_w, rn, to, n, m + i * PART, S)
     if yd is not None:
         tma.store_wait(0)
 
@@ -355,7 +386,7 @@ def _add_up(scratch, tile, PIECE: gl.constexpr, W: gl.constexpr, S: gl.constexpr
 
 
 @gluon.jit
-def _row_scale(of_x, first, S: gl.constexpr):
+def row_scale(of_x, first, S: gl.constexpr):
     """The scales of the rows of x from `first` on whose sums are finished together, [1, part]."""
     PART: gl.constexpr = S.part
     MMA: gl.constexpr = S.sums
@@ -366,9 +397,13 @@ def _row_scale(of_x, first, S: gl.constexpr):
 
 
 @gluon.jit
-def _finish(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.constexpr):
-    """Integers of all of K, or scaled sums of blocks, [64, part] -> y."""
-    yd, place, out, added, sizes, bounds = to
+def finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.constexpr):
+    """Integers of all of K, or scaled sums of blocks, [64, part] -> y.
+
+    to   descriptor of y and shared memory for it, or None; y, and None or where its rows' numbers stand, how many there are, and whether
+         y is not NaN; bias and residual; sizes; bounds
+    """
+    yd, place, out, places, added, sizes, bounds = to
     PART: gl.constexpr = S.part
     MMA: gl.constexpr = S.sums
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -396,7 +431,13 @@ def _finish(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.const
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         rn = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
         rm = first_m + gl.arange(0, PART, layout=gl.SliceLayout(0, OUT))
-        mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
+        if places is None:
+            inside = rm < sizes[0]
+        else:
+            inside = rm < places[1]
+            rm = gl.load(places[0] + rm, mask=inside, other=0)
+            total = gl.where(places[2], total, float("nan"))
+        mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(inside, 0)
         at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
         y = finish(gl.convert_layout(total, OUT), added, rn, rm, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, mask)
         gl.store(out + at, y, mask=mask)
@@ -405,34 +446,12 @@ def _finish(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.const
 @gluon.jit(do_not_specialize=["M"])
 def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
-    STAGES: gl.constexpr = S.stages
     PANELS: gl.constexpr = S.panels
-    BM: gl.constexpr = S.block_m
-    PIECES: gl.constexpr = S.pieces
     PART: gl.constexpr = S.part
-    LINES: gl.constexpr = 8 * S.bits
-    xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
-    ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, LINES, 128], wd.layout)
-    a = xs  # what is not there is not read
-    m = xs
-    s = xs
-    ys = xs
-    constant = xs.index(0)
-    if ad is not None:
-        a = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], ad.layout)
-    if md is not None:
-        m = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], md.layout)
-    if sd is not None:
-        s = gl.allocate_shared_memory(sd.dtype, [STAGES * PANELS * PIECES, 1, 64], sd.layout)
+    buffers, full, empty = ring(xd, wd, ad, md, sd, S)
+    ys = buffers[0]  # what is not there is not written
     if yd is not None:
         ys = gl.allocate_shared_memory(yd.dtype, [PANELS, PART, 64], yd.layout)
-    if S.biased:
-        constant = gl.allocate_shared_memory(gl.int8, [BM, 32], gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2))
-        constant.store(gl.full([BM, 32], -128, gl.int8, layout=gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])))
-    buffers = (xs, ws, a, m, s, constant)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, PANELS)
-    fence_async_shared()
     sizes = (M, N, n_padded, records)
     if PANELS == 1:
         gl.warp_specialize(

@@ -45,8 +45,8 @@ class Config:
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
-    if problem.op != "grouped_linear" or problem.compute != "float":
-        return f"it multiplies experts in floating point, not {problem.op} in {problem.compute}"
+    if problem.op != "grouped_linear":
+        return f"it multiplies experts, not {problem.op}"
     return None
 
 
@@ -69,7 +69,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_tile.Config]:
     """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
-    alike = replace(problem, op="linear", m=columns, n=problem.n * count, experts=1)
+    alike = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
     found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
     many = -(-problem.n // (8 * skinny_tile.BAND)) * count >= 2 * gpu.sms
     return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
@@ -82,7 +82,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per = skinny_tile.compiled_for(replace(problem, op="linear"), config.tile, clamps=False)
+    static, per = skinny_tile.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
     table = sorted_by_expert(ids, experts, columns) if config.sort else None
     blocks = pairs if table is None else len(table[1])
     launcher.run(
@@ -109,13 +109,14 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     )
 
 
-def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None = None) -> tuple[Tensor, ...]:
-    """int32 in the device's scratch memory: the pairs in the order of their experts, [P]; for each tile its expert (-1: none), its first
-    of these, and their number; where each expert's end, [E + 1]; and how many tiles there are, [1]. Pairs of ids that are no expert's come
-    last, as those of one more.
+def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1) -> tuple[Tensor, ...]:
+    """int32 in the device's scratch memory: the pairs in the order of their experts, [P] or more; for each tile its expert (-1: none), its
+    first of these, and their number; where each expert's end, [E + 1]; and how many tiles there are, [1]. Pairs of ids that are no
+    expert's come last, as those of one more.
 
     least   an expert's last tile is half as wide as others, or a quarter, …, where that holds its pairs, but as wide as this; and narrow
             tiles come after wide ones. None: all are alike, in the order of experts
+    align   each expert's pairs begin at a multiple of it: what is between is -1
     """
     pairs = ids.numel()
     filled = min(pairs, experts + 1)
@@ -126,11 +127,12 @@ def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None 
     bins = max(32, triton.next_power_of_2(experts + 1))
     several = pairs > 2 * _CHUNK
     starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
-    lengths = (pairs, blocks, blocks, blocks, experts + 1, 1, programs * bins if several else 1)
-    for length in lengths:
-        starts.append(starts[-1] + -(-length // 4) * 4)
+    length = pairs + (align - 1) * (experts + 1)
+    lengths = (length, blocks, blocks, blocks, experts + 1, 1, programs * bins if several else 1)
+    for size in lengths:
+        starts.append(starts[-1] + -(-size // 4) * 4)
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
-    table = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=False))
+    table = tuple(memory[start : start + size] for start, size in zip(starts, lengths, strict=False))
     if several:
         launcher.run(_count, (programs,), ids, table[6], pairs, experts, each, BINS=bins, PART=_PART, num_warps=4)
     launcher.run(
@@ -143,11 +145,13 @@ def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None 
         experts,
         blocks,
         each,
+        length,
         BINS=bins,
         CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(pairs))),
         PART=_PART,
         COLUMNS=columns,
         LEVELS=(columns // (least or columns)).bit_length(),
+        ALIGN=align,
         num_warps=4,
     )
     return table[:6]
@@ -164,10 +168,10 @@ def _count(ids, counts, pairs, experts, each, BINS: tl.constexpr, PART: tl.const
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each"])
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each", "length"])
 def _sort(
-    ids, table, counted, pairs, experts, blocks, each,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
+    ids, table, counted, pairs, experts, blocks, each, length,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A program's pairs to their places, and some of the tiles."""
     ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))  # of a table with as many columns as bins
@@ -189,7 +193,8 @@ def _sort(
             some = tl.load(counted + row * BINS + bins[None, :], mask=row < tl.num_programs(0), other=0)
             total += tl.sum(some, 0)
             before += tl.sum(tl.where(row < p, some, 0), 0)
-    first = tl.cumsum(total, 0) - total
+    aligned = (total + (ALIGN - 1)) // ALIGN * ALIGN
+    first = tl.cumsum(aligned, 0) - aligned
     to = first + before
     i = tl.arange(0, PART)
     for part in range(each):
@@ -206,6 +211,10 @@ def _sort(
         at = tile + rows
         tl.store(table[1] + at, tl.zeros_like(at) - 1, mask=(at >= used) & (at < blocks))
     if p == 0:
+        for gap in tl.static_range(ALIGN - 1):
+            tl.store(table[0] + first + total + gap, tl.zeros_like(bins) - 1, mask=total + gap < aligned)
+            behind = tl.sum(aligned, 0) + gap * BINS + bins
+            tl.store(table[0] + behind, tl.zeros_like(bins) - 1, mask=behind < length)
         tl.store(table[4] + bins, first + total, mask=bins <= experts)
         tl.store(table[5], used)
 

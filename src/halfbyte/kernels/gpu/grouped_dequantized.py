@@ -31,8 +31,8 @@ class Config:
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this way, or None."""
-    if problem.op != "grouped_linear" or problem.compute != "float":
-        return f"it multiplies experts in floating point, not {problem.op} in {problem.compute}"
+    if problem.op != "grouped_linear":
+        return f"it multiplies experts, not {problem.op}"
     if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10) or not hasattr(torch, "_grouped_mm"):
         return f"torch has no grouped product that runs on {gpu.name} without waiting for it"
     if problem.dtype != torch.bfloat16 or problem.n % 8 or problem.k % 8:

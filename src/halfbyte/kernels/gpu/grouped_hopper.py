@@ -32,8 +32,8 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _ROWS = 64  # of the weight, for each of two warpgroups
-_LEAST_ROWS = 48  # of an expert on the average
-_NARROWEST = 64  # rows of x of a tile
+LEAST_ROWS = 48  # of an expert on the average
+NARROWEST = 64  # rows of x of a tile
 _NARROWER = {128: 1.02, 256: 1.15}  # times as long as where all tiles are as narrow (H200)
 
 
@@ -48,13 +48,13 @@ class Config:
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
-    if problem.op != "grouped_linear" or problem.compute != "float":
-        return f"it multiplies experts in floating point, not {problem.op} in {problem.compute}"
+    if problem.op != "grouped_linear":
+        return f"it multiplies experts, not {problem.op}"
     if problem.format.bits != 4:
         return f"it reads 4 bits, not {problem.format.bits}"
-    if problem.m < _LEAST_ROWS * problem.experts:
-        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {_LEAST_ROWS} an expert on"
-    return gemm_hopper.supports(replace(problem, op="linear", experts=1), gpu)
+    if problem.m < LEAST_ROWS * problem.experts:
+        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
+    return gemm_hopper.supports(replace(problem, op="linear", compute="float", experts=1), gpu)
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
@@ -71,7 +71,7 @@ def _record_us(block_m: int, rows: int) -> float:
     """Microseconds of a record of all tiles of an expert with so many rows."""
     of_tile, last = gemm_hopper.RECORD_US[4], rows % block_m
     us = rows // block_m * of_tile[_ROWS, block_m]
-    width = max(_NARROWEST, triton.next_power_of_2(last))
+    width = max(NARROWEST, triton.next_power_of_2(last))
     if last:
         us += of_tile[_ROWS, width] * (1.0 if width == block_m else _NARROWER[block_m])
     return us
@@ -85,7 +85,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     tails = (scale, scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype))
     words = weight.view(torch.int16).view(-1, 64)
     steps = (geo.nbytes // 128, *(geo.nbytes // part.element_size() for part in tails))
-    table = grouped.sorted_by_expert(ids, experts, config.block_m, _NARROWEST)
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST)
     rows = x.index_select(0, table[0] // (problem.m // len(x)))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     static = Static(
@@ -102,7 +102,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     launcher.run(
         _grouped,
         (config.programs,),
-        TensorDescriptor.from_tensor(rows, [_NARROWEST, static.width], layout),
+        TensorDescriptor.from_tensor(rows, [NARROWEST, static.width], layout),
         TensorDescriptor.from_tensor(words, [32, 64], layout),
         tails,
         steps,
@@ -117,21 +117,20 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     )
 
 
-# `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile).
+@gluon.jit
+def tiles_of(table, sizes, WIDTH: gl.constexpr):
+    """How many tiles of WIDTH rows of the weight there are."""
+    return gl.load(table[5]) * gl.cdiv(sizes[1], WIDTH)
 
 
 @gluon.jit
-def _tiles(table, sizes, S: gl.constexpr):
-    ROWS: gl.constexpr = S.rows
-    return gl.load(table[5]) * gl.cdiv(sizes[1], 2 * ROWS)
-
-
-@gluon.jit
-def _tile(number, table, sizes, S: gl.constexpr):
+def tile_of(number, table, sizes, WIDTH: gl.constexpr):
     """A tile's expert, its first row among those in the order of experts, how many there are, and its place along N."""
-    ROWS: gl.constexpr = S.rows
-    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], 2 * ROWS))
+    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], WIDTH))
     return gl.load(table[1] + at), gl.load(table[2] + at), gl.load(table[3] + at), pn
+
+
+# `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile).
 
 
 @gluon.jit
@@ -143,8 +142,8 @@ def _tails_of(e, tails, steps):
 @gluon.jit
 def _produce(xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S: gl.constexpr):
     step = 0
-    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
-        e, first, count, pn = _tile(number, table, sizes, S)
+    for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
+        e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
         e = gl.minimum(e, experts - 1)
         step = _load(xd, wd, _tails_of(e, tails, steps), xs, ws, full, empty, first, count, e * steps[0], pn, step, sizes, S)
 
@@ -173,8 +172,8 @@ def _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes
 @gluon.jit
 def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
     step = 0
-    for number in range(gl.program_id(0), _tiles(table, sizes, S), gl.num_programs(0)):
-        e, first, count, pn = _tile(number, table, sizes, S)
+    for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
+        e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
         at = gl.minimum(e, experts - 1)
         added = (None, None)
         if bias is not None:

@@ -1,5 +1,5 @@
-"""What `gemm_int8_hopper.py` does with a record of a tile in shared memory: weights to registers, products, and their sums, which are
-scaled block by block.
+"""What `gemm_int8_hopper.py` and `grouped_int8_hopper.py` do with a record of a tile in shared memory: weights to registers, products,
+and their sums, which are scaled block by block.
 
 Where blocks are scaled, the integers of one half of the rows of x become floats while the wgmma of the other half run (and those of
 other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
@@ -16,7 +16,7 @@ s_5 = 0: one instruction for each, and no start but the first. float32 sums besi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,6 +48,12 @@ class Static:
     early: bool
     biased: bool  # sums of blocks start with a product of constants
     clamp: bool
+    room: int = 0  # rows of x that a stage has room for, where they are more than block_m
+
+    @property
+    def halved(self) -> Static:
+        """For tiles of half as many rows of x, in the same stages."""
+        return replace(self, block_m=self.block_m // 2, room=self.room or self.block_m)
 
     @property
     def part(self) -> int:
@@ -75,7 +81,7 @@ class Static:
         total = 128 * self.block_m + 1024 * self.bits * self.panels
         if not self.whole:
             of_row = 4 * ((not self.row) + (self.zero != 0))
-            total += self.pieces * (of_row * self.block_m + self.scale_bytes * 64 * self.panels)
+            total += self.pieces * (of_row * (self.room or self.block_m) + self.scale_bytes * 64 * self.panels)
         return total
 
     @property
@@ -195,6 +201,8 @@ def sum_whole(buffers, full, empty, stage, phase, R, W: gl.constexpr, S: gl.cons
 def _add_whole(buffers, full, stage, phase, acc, W: gl.constexpr, S: gl.constexpr):
     """acc + the products of the record of a stage, which run on."""
     xt = buffers[0].index(stage)
+    if S.room > 0:
+        xt = xt.slice(0, S.block_m, dim=0)
     mbarrier.wait(full.index(stage), phase)
     if S.bits == 4:
         return _start(xt, _weight(buffers[1].index(stage * S.panels + W), S), acc, (), 0, S)

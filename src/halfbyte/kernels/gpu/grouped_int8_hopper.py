@@ -1,0 +1,209 @@
+"""y [P, N] as in `grouped.py`, on Hopper's integer tensor cores: the tiles of `gemm_int8_hopper.py` in the list of `grouped_hopper.py`.
+
+Rows of x are quantized in the order of their experts, each as often as experts take it. Weight: 4 bits. Arithmetic: that of
+`gemm_int8.py`. An id that is no expert's gives a row of NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
+from halfbyte.kernels.gpu.gemm_int8_hopper import Config, descriptor, finish_tile, load_rest, load_weight, ring, row_scale
+from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, tile_of, tiles_of
+from halfbyte.kernels.gpu.hopper import next_stage
+from halfbyte.kernels.gpu.int8_hopper_tile import Static, sum_blocks, sum_whole
+from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+
+_MANY_ROWS = 192  # of an expert on the average, from which on tiles of 256 are faster (H200)
+_ALIGNED = 4  # rows of x: TMA reads their scales, float32, from multiples of 16 bytes on
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    if problem.op != "grouped_linear" or problem.compute != "int8":
+        return f"it multiplies experts in integers, not {problem.op} in {problem.compute}"
+    if problem.format.bits != 4:
+        return f"it reads 4 bits, not {problem.format.bits}"
+    if problem.m < LEAST_ROWS * problem.experts:
+        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
+    plan = activations.plan(_linear(problem))
+    if plan.granule < gpu_tiles.RECORD:
+        return f"blocks of {plan.granule} are scaled more often than is fast: from {gpu_tiles.RECORD} on"
+    return gemm_int8_hopper.supports(_linear(problem), gpu)
+
+
+def _linear(problem: Problem) -> Problem:
+    return replace(problem, op="linear", experts=1)
+
+
+def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    linear = _linear(problem)
+    unroll = 4 if gemm_int8_hopper.chains(linear) else 1
+    sizes = (128, 64)
+    if activations.plan(linear).whole:
+        sizes = (256, 128) if problem.m > _MANY_ROWS * problem.experts else (128, 256)
+    found = []
+    for block_m in sizes:
+        one = Config(block_m, 1, gpu.sms, 2, unroll)
+        stages = min(8, (gpu.shared - (32 << 10)) // _static(linear, one).stage_bytes)
+        found.append(replace(one, stages=stages))
+    return tuple(found)
+
+
+def _static(linear: Problem, config: Config) -> Static:
+    return replace(gemm_int8_hopper.compiled_for(linear, config, clamp=False), split=1)
+
+
+def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """As `grouped.launch`."""
+    experts, n, k, linear = problem.experts, problem.n, problem.k, _linear(problem)
+    geo, static = gpu_tiles.geometry(problem.format, (n, k)), _static(linear, config)
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST, _ALIGNED)
+    plan = activations.plan(replace(linear, m=len(table[0])))
+    memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=out.device)
+    rows = activations.quantize_activation(x, plan, memory, order=table[0], share=problem.m // len(x))
+    scale = weight[geo.scale_offset :].view(geo.format.scale)  # of the first expert, and so on
+    zero = scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype)
+    lines = weight.view(geo.format.scale).view(-1, 64)
+    steps = (geo.nbytes // 128, *(geo.nbytes // size for size in (64 * lines.itemsize, scale.itemsize, zero.itemsize)))
+    run(
+        _grouped,
+        (config.programs,),
+        descriptor(rows.q, NARROWEST, 128),
+        descriptor(weight.view(torch.int8).view(-1, 128), 32, 128),
+        None if static.whole or static.row else descriptor(rows.scale, 1, config.block_m),
+        None if static.whole or geo.zero_dtype is None else descriptor(rows.sums, 1, config.block_m),
+        None if static.whole else descriptor(lines, 1, 64),
+        (rows.scale, rows.sums),
+        (scale, zero),
+        steps,
+        geo.scale_offset // (64 * lines.itemsize),
+        table,
+        out,
+        bias,
+        experts,
+        (0, n, geo.n_padded, geo.records),
+        static,
+        num_warps=4,
+        early=True,
+    )
+
+
+# `S` is an int8_hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile).
+
+
+@gluon.jit
+def _produce(xd, wd, ad, md, sd, steps, first_scale, buffers, full, empty, table, experts, sizes, S: gl.constexpr):
+    stage = 0
+    phase = 1
+    for number in range(gl.program_id(0), tiles_of(table, sizes, 64 * S.panels), gl.num_programs(0)):
+        e, first, count, pn = tile_of(number, table, sizes, 64 * S.panels)
+        e = gl.minimum(e, experts - 1)
+        before = (e * steps[0], first_scale + e * steps[1])
+        stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, S)
+
+
+@gluon.jit
+def _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, S: gl.constexpr):
+    """A tile on its way to shared memory, as narrow a one as holds `count` rows of x."""
+    HALVED: gl.constexpr = S.halved
+    if S.block_m > xd.block_shape[0]:
+        if count <= S.block_m // 2:
+            stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, HALVED)
+        else:
+            stage, phase = _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S)
+    else:
+        stage, phase = _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S)
+    return stage, phase
+
+
+@gluon.jit
+def _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S: gl.constexpr):
+    for r in range(sizes[3]):
+        mbarrier.wait(empty.index(stage), phase)
+        load_weight(wd, buffers[1], full, before[0], pn, r, stage, sizes, S)
+        load_rest(xd, ad, md, sd, buffers, full, before[1], first, pn, r, stage, sizes, S)
+        stage, phase = next_stage(stage, phase, S.stages)
+    return stage, phase
+
+
+@gluon.jit
+def _consume(buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, W: gl.constexpr, S: gl.constexpr):
+    stage = 0
+    phase = 0
+    for number in range(gl.program_id(0), tiles_of(table, sizes, 64 * S.panels), gl.num_programs(0)):
+        e, first, count, pn = tile_of(number, table, sizes, 64 * S.panels)
+        at = gl.minimum(e, experts - 1).to(gl.int64)
+        mine = (of_w[0] + at * steps[2], of_w[1] + at * steps[3])
+        added = (None, None)
+        if bias is not None:
+            added = (bias + at * sizes[1], None)
+        to = (None, None, out, (table[0], first + count, e < experts), added, sizes, (0.0, 0.0))
+        stage, phase = _multiply(buffers, full, empty, of_x, mine, to, first, count, pn, stage, phase, W, S)
+
+
+@gluon.jit
+def _multiply(buffers, full, empty, of_x, of_w, to, first, count, pn, stage, phase, W: gl.constexpr, S: gl.constexpr):
+    """A tile as `_load` has it: warpgroup W's panel."""
+    HALVED: gl.constexpr = S.halved
+    if S.block_m > 64:
+        if count <= S.block_m // 2:
+            stage, phase = _multiply(buffers, full, empty, of_x, of_w, to, first, count, pn, stage, phase, W, HALVED)
+        else:
+            stage, phase = _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W, S)
+    else:
+        stage, phase = _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W, S)
+    return stage, phase
+
+
+@gluon.jit
+def _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W: gl.constexpr, S: gl.constexpr):
+    PART: gl.constexpr = S.part
+    MMA: gl.constexpr = S.sums
+    sizes = to[5]
+    n = (pn * S.panels + W) * 64
+    rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
+    by_x = row_scale(of_x, first, S)
+    by_w = of_w[0]
+    if S.whole:
+        by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
+        acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, sizes[3], W, S)
+    else:
+        left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, 0, sizes[3], (of_w[1], rn, sizes[2]), W, S)
+    if PART == S.block_m:
+        finish_tile(acc, by_x, by_w, of_x, of_w, rn, to, n, first, S)
+    else:
+        if S.whole:
+            left, right = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
+        by_right = row_scale(of_x, first + PART, S)
+        finish_tile(left, by_x, by_w, of_x, of_w, rn, to, n, first, S)
+        finish_tile(right, by_right, by_w, of_x, of_w, rn, to, n, first + PART, S)
+    return stage, phase
+
+
+@gluon.jit(do_not_specialize=["experts"])
+def _grouped(xd, wd, ad, md, sd, of_x, of_w, steps, first_scale, table, out, bias, experts, sizes, S: gl.constexpr):
+    gdc_launch_dependents()
+    buffers, full, empty = ring(xd, wd, ad, md, sd, S)
+    gdc_wait()
+    gl.warp_specialize(
+        [
+            (_consume, (buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 0, S)),
+            (_consume, (buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 1, S)),
+            (_produce, (xd, wd, ad, md, sd, steps, first_scale, buffers, full, empty, table, experts, sizes, S)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
