@@ -98,6 +98,7 @@ class _Static:
     unit: int
     stride: int
     places: int
+    roomy: bool
 
     @property
     def together(self) -> int:
@@ -197,6 +198,7 @@ def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int]
     tiles = count_boxes(problem, box) * -(-problem.n // rows)
     resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
     left = gpu.shared - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
+    left -= 6 << 10 if _roomy(problem, rows, pixels) else 0
     together = problem.sizes.kernel[1] if sweep else 1
     stage = line * (_lines(problem, box) if sweep else pixels) + (0 if resident else together * rows * line)
     least, stages = 3 if sweep else 2, min(8, left // stage)
@@ -248,6 +250,11 @@ def _step(problem: Convolution) -> int:
 def _direct(problem: Convolution, pixels: int) -> bool:
     """Whether tiles of so many pixels are written from where the tensor cores leave their sums."""
     return problem.dtype != torch.int8 and pixels == 128
+
+
+def _roomy(problem: Convolution, rows: int, pixels: int) -> bool:
+    """Whether beside a program there is room for one that writes out the weight of the next convolution."""
+    return _direct(problem, pixels) and rows <= 128 and problem.sizes.taps == 1
 
 
 def _parts(problem: Convolution) -> int:
@@ -316,6 +323,7 @@ def _start(
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
         places=config.places if sent else 0,
+        roomy=_roomy(problem, config.rows, config.pixels),
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -359,6 +367,7 @@ def _start(
         static,
         num_warps=4,
         early=True,
+        **({"maxnreg": 152} if static.roomy else {}),
     )
 
 
@@ -585,5 +594,5 @@ def _conv(xd, wd, table, yd, rd, out, added, units, grid, image, window, bounds,
             (_produce, (xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, window, S)),
         ],
         [4, 1],
-        [232, 40],
+        [208 if S.roomy else 232, 40],
     )
