@@ -493,7 +493,9 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
     fence_async_shared()
     sizes = (M, N, n_padded, records, gl.cdiv(records, DEPTH))
     # Of one panel the first partition adds up and writes the sums of all, for which integers take registers of the others.
-    REGISTERS: gl.constexpr = 96 if S.integers and PANELS == 1 else 112
+    FIRST: gl.constexpr = S.integers and PANELS == 1
+    REGISTERS: gl.constexpr = 96 if FIRST else 112
+    LEAST: gl.constexpr = 24 if FIRST else 32
     gl.warp_specialize(
         [
             (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 0, S)),
@@ -503,5 +505,5 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
             (_produce, (xd, wd, tails, buffers, full, empty, sizes, S)),
         ],
         [4, 4, 4, 1],
-        [REGISTERS, REGISTERS, REGISTERS, 24],
+        [REGISTERS, REGISTERS, REGISTERS, LEAST],
     )
