@@ -91,6 +91,12 @@ def whole(geo: gpu_tiles.Geometry) -> bool:
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
+def lifted(problem: Problem) -> bool:
+    """`Static.lifted`: where no scale can be too large for it."""
+    fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    return problem.dtype == torch.bfloat16 and fmt.zero == "none" and (whole(geo) or fmt.scale == torch.float16)
+
+
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of the longest share."""
     records, bits = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records, problem.format.bits
@@ -159,6 +165,7 @@ def multiply(
         whole=whole(geo),
         zero=geo.format.zero,
         clamp=epilogue.clamps,
+        lifted=lifted(problem),
     )
     static = replace(static, sent=_sent(problem, static, out, epilogue))
     yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.sent else None
@@ -312,6 +319,8 @@ def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds,
     now = tails_of(tails, first, rn, sizes, S)
     gdc_wait()
     while at < end:
+        if scratch is not None:  # divisions take long: before the first records are there
+            sharing = _sharing(tile - whole * gl.num_programs(0), gl.maximum(rest, 1), sizes)
         acc, step = sums(xs, ws, full, empty, tails, now, owed, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
         before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
         at += count
@@ -321,8 +330,7 @@ def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds,
         now = tails_of(tails, first, rn, sizes, S)
         if scratch is not None:
             if done < sizes[3]:
-                number = before - whole * gl.num_programs(0)
-                _meet(acc, tails[0], out, added, first_n, first_m, before, number, rest, at < end, scratch, sizes, bounds, HALF, S)
+                _meet(acc, tails[0], out, added, first_n, first_m, before, sharing, at < end, scratch, sizes, bounds, HALF, S)
         if S.sent:
             place = step + HALF // S.beside
             mbarrier.wait(full.index(place % S.stages), (place // S.stages) & 1)
@@ -344,20 +352,29 @@ def _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S: gl.conste
 
 
 @gluon.jit
-def _meet(acc, scale, out, added, first_n, first_m, tile, number, rest, busy, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
-    """Sums of a part of a tile's records -> `out`, with those of the programs that share the tile: each adds up some of its columns.
-
-    A program that is not `busy` with more waits for the others' sums, but for a while only: then it leaves its columns to the last to
-    come. It may be that others cannot begin before it ends. `number` counts the tiles that are left over, `rest` their records.
-    """
-    ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
-    WIDTH: gl.constexpr = BM // PIECES
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+def _sharing(number, rest, sizes):
+    """Of the programs that share a tile the first, and how many others there are: `number` counts the tiles that are left over, `rest`
+    their records."""
     sharers = _sharers(rest, sizes)
     record = number * sizes[3]
     leader = ((record + 1) * sharers - 1) // rest  # the program that has the tile's first record
-    others = ((record + sizes[3]) * sharers - 1) // rest - leader
+    return leader, ((record + sizes[3]) * sharers - 1) // rest - leader
+
+
+@gluon.jit
+def _meet(acc, scale, out, added, first_n, first_m, tile, sharing, busy, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+    """Sums of a part of a tile's records -> `out`, with those of the programs that share the tile (`_sharing`): each adds up some of its
+    columns.
+
+    A program that is not `busy` with more waits for the others' sums, but for a while only: then it leaves its columns to the last to
+    come. It may be that others cannot begin before it ends.
+    """
+    leader, others = sharing
+    ROWS: gl.constexpr = S.rows
+    BM: gl.constexpr = S.block_m
+    WIDTH: gl.constexpr = BM // PIECES
+    TOGETHER: gl.constexpr = 2 if ROWS * BM <= 8192 else 1  # pieces whose sums are on their way: as many as there are registers for
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     me = gl.program_id(0) - leader
     adding = gl.minimum(others + 1, PIECES)  # programs that do
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
@@ -374,35 +391,53 @@ def _meet(acc, scale, out, added, first_n, first_m, tile, number, rest, busy, sc
     lock = scratch[1] + (tile * 2 + HALF) * 2
     mark = gl.where(me < adding, 1 << (16 + gl.minimum(me, PIECES)), 0)
     seen = gl.atomic_add(lock, gl.where(busy, mark, 0) + 1, sem="acq_rel")
-    last = seen % (1 << 16) == others
     there = seen + 1
     if (mark > 0) & (not busy):
         polls = 0
         while (there % (1 << 16) <= others) & (polls < _PATIENCE):
-            there = gl.atomic_add(lock, 0, sem="acq_rel")
+            there = gl.load(lock, volatile=True)  # what is read after it is read past the first cache, so that it is as new
             polls += 1
         if there % (1 << 16) <= others:
             for i in gl.static_range(PIECES):
                 gl.store(own + i * (ROWS * WIDTH), as_held(pieces[i]), mask=i * adding // PIECES == me)
             gl.thread_barrier()
             there = gl.atomic_add(lock, mark, sem="acq_rel")
-    for i in gl.static_range(PIECES):
-        owner = i * adding // PIECES
-        mine = (owner == me) & (there % (1 << 16) > others)
-        if mine | (last & ((seen >> (16 + owner)) % 2 == 1)):
-            held = as_held(pieces[i])
-            total = gl.zeros_like(held)
+    gl.thread_barrier()
+    for i in gl.static_range(0, PIECES, TOGETHER):
+        one = _adds(i, me, adding, others, there, seen)
+        two = _adds(i + TOGETHER - 1, me, adding, others, there, seen)
+        if one | two:
+            left, right = gl.zeros_like(as_held(pieces[i])), gl.zeros_like(as_held(pieces[i + TOGETHER - 1]))
             for j in range(0, others + 1, 2):
-                at = place + i * (ROWS * WIDTH)
-                one = gl.load(at + gl.where(j == 0, 1, 2 * j) * away, mask=j != me, other=0.0, cache_modifier=".cg")
-                two = gl.load(at + (2 * j + 2) * away, mask=(j < others) & (j + 1 != me), other=0.0, cache_modifier=".cg")
-                total += gl.where(j == me, held, one)
-                total += gl.where(j + 1 == me, held, two)
-            total = gl.convert_layout(as_summed(total, ROWS), pieces[i].type.layout, assert_trivial=True)
-            write_tile(total, scale, out, added, first_n, first_m + i * WIDTH, None, sizes, bounds, S)
-    if gl.atomic_add(lock + 1, 1, sem="acq_rel") == others:  # nobody looks any more
+                left = _plus(left, as_held(pieces[i]), place + i * (ROWS * WIDTH), away, j, me, others, one)
+                if TOGETHER == 2:
+                    right = _plus(right, as_held(pieces[i + 1]), place + (i + 1) * (ROWS * WIDTH), away, j, me, others, two)
+            if one:
+                total = gl.convert_layout(as_summed(left, ROWS), pieces[i].type.layout, assert_trivial=True)
+                write_tile(total, scale, out, added, first_n, first_m + i * WIDTH, None, sizes, bounds, S)
+            if TOGETHER == 2:
+                if two:
+                    total = gl.convert_layout(as_summed(right, ROWS), pieces[i].type.layout, assert_trivial=True)
+                    write_tile(total, scale, out, added, first_n, first_m + (i + 1) * WIDTH, None, sizes, bounds, S)
+    if gl.atomic_add(lock + 1, 1, sem="relaxed") == others:  # nobody looks any more
         gl.store(lock, 0)
         gl.store(lock + 1, 0)
+
+
+@gluon.jit
+def _adds(piece, me, adding, others, there, seen):
+    """Whether a program adds up this piece of the columns: its own, or as the last one what was left to it."""
+    owner = piece * adding // PIECES
+    mine = (owner == me) & (there % (1 << 16) > others)
+    return mine | ((seen % (1 << 16) == others) & ((seen >> (16 + owner)) % 2 == 1))
+
+
+@gluon.jit
+def _plus(total, held, place, away, j, me, others, wanted):
+    """total + the sums of programs j and j + 1, of which `held` are this one's."""
+    one = gl.load(place + gl.where(j == 0, 1, 2 * j) * away, mask=(j != me) & wanted, other=0.0, cache_modifier=".cg")
+    two = gl.load(place + (2 * j + 2) * away, mask=(j < others) & (j + 1 != me) & wanted, other=0.0, cache_modifier=".cg")
+    return total + gl.where(j == me, held, one) + gl.where(j + 1 == me, held, two)
 
 
 @gluon.jit(do_not_specialize=["M"])

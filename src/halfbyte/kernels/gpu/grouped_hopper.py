@@ -98,6 +98,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         whole=gemm_hopper.whole(geo),
         zero=geo.format.zero,
         clamp=False,
+        lifted=gemm_hopper.lifted(problem),
     )
     launcher.run(
         _grouped,

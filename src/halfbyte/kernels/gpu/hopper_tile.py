@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper import barriers
+from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
@@ -44,6 +44,12 @@ TWO_BF16 = gl.constexpr(
 HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
 PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
 PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
+# Nibbles and bytes alone, which read as bfloat16 are 2**-133 times as much: below 256 its numbers lie as far apart as integers do.
+PLANES_TINY = gl.constexpr(
+    tuple(f"{{.reg .b32 t; shr.b32 t, $1, {j // 2 * 8}; and.b32 $0, t, {('0x000f000f', '0x00f000f0')[j % 2]};}}" for j in range(4))
+)
+TWO_TINY = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; xor.b32 $0, t, 0x00800080;}")
+LIFT = gl.constexpr(2.0**24)  # by which sums of lifted tiles are too small: else a scale times 2**133 would be more than there is
 
 
 def parts_of(block_m: int) -> int:
@@ -63,6 +69,7 @@ class Static:
     zero: str
     clamp: bool
     sent: bool = False  # tiles are written by TMA, from stages of x
+    lifted: bool = False  # one instruction scales two codes and takes their point off, in bfloat16
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
     @property
@@ -260,6 +267,22 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
 
 
 @gluon.jit
+def _lifted(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """A plane of codes alone -> the weight / LIFT: the same bits but for that, as each instruction but the last is exact."""
+    LAYOUT: gl.constexpr = plane.type.layout
+    FACTOR: gl.constexpr = 2.0 ** (129 if S.bits == 4 and PLANE % 2 == 1 else 133) / LIFT
+    POINT: gl.constexpr = (-8.0 if S.bits == 4 else -128.0) / LIFT
+    if S.whole:
+        factor = gl.full([S.rows, 1], FACTOR, gl.float32, layout=LAYOUT).to(DTYPE)
+        point = gl.full([S.rows, 1], POINT, gl.float32, layout=LAYOUT).to(DTYPE)  # Triton 3.6 rounds small constants in 16 bits to 1e-6
+    else:
+        scale = tails[PLANE // (4 // S.groups)].to(DTYPE).to(gl.float32)
+        factor = gl.expand_dims((scale * FACTOR).to(DTYPE), 1)
+        point = gl.expand_dims((scale * POINT).to(DTYPE), 1)
+    return fma(plane, factor, point)
+
+
+@gluon.jit
 def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
     """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
@@ -278,15 +301,19 @@ def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S
 def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
     if S.bits == 8:
-        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_BF16
+        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_TINY if S.lifted else TWO_BF16
         both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
     elif DTYPE == gl.float16:
         u = gl.inline_asm_elementwise(PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
     else:
-        u = gl.inline_asm_elementwise(PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
-    return _weights(u, tails, PLANE, DTYPE, S)
+        TEXTS: gl.constexpr = PLANES_TINY if S.lifted else PLANES_BF16
+        u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
+    if S.lifted:
+        return _lifted(u, tails, PLANE, DTYPE, S)
+    else:
+        return _weights(u, tails, PLANE, DTYPE, S)
 
 
 @gluon.jit
@@ -313,9 +340,9 @@ def tails_of(tails, r, rn, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _columns(xs, step, PLANE: gl.constexpr, S: gl.constexpr):
-    """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m], of the stage of `step`."""
-    rows = xs.index(step % S.stages)
+def _columns(xs, stage, PLANE: gl.constexpr, S: gl.constexpr):
+    """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m]."""
+    rows = xs.index(stage)
     if S.room > 0:
         rows = rows.slice(0, S.block_m, dim=0)
     return rows.slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
@@ -353,58 +380,69 @@ def sums(
     ONE: gl.constexpr = S.parts == 1
     MMA: gl.constexpr = OPERAND.parent
     acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
-    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    if not ONE:
-        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+    stage, phase = step % STAGES, (step // STAGES) & 1
+    mbarrier.wait(full.index(stage), phase)
     if ONE:
-        w0 = _plane(_codes(weight_stage(ws, step, S), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
+        w0 = _plane(_codes(ws.index(stage), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
     else:
+        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
         w0, w1 = two_planes(weight_stage(ws, step, S), high, now, 0, HALF, OPERAND, DTYPE, S)
+    if S.sent:  # TMA has read the tile before
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index((step + STAGES - S.places + HALF // BESIDE) % STAGES), count=2 // BESIDE, pred=owed > 0)
     for r in range(count):
-        last = step + S.parts - 1  # of the stages of this record
-        following = last + gl.where(r + 1 < count, 1, 0)
-        ahead = following + gl.where(r + 1 < count, S.parts - 1, 0)
+        more = r + 1 < count
+        if ONE:
+            second = stage
+            following, its_phase = next_stage(stage, phase, STAGES)
+            following, its_phase = gl.where(more, following, stage), gl.where(more, its_phase, phase)
+            ahead, phase_ahead = following, its_phase
+        else:
+            last = step + 1  # of the stages of this record
+            next_step = last + gl.where(more, 1, 0)
+            far_step = next_step + gl.where(more, 1, 0)
+            stage, second = step % STAGES, last % STAGES
+            following, its_phase = next_step % STAGES, (next_step // STAGES) & 1
+            ahead, phase_ahead = far_step % STAGES, (far_step // STAGES) & 1
         after = tails_of(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
         # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
         # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
         if ONE:
-            codes = _codes(weight_stage(ws, step, S), 1, HALF, OPERAND, S)
-        a = warpgroup_mma(w0, _columns(xs, step, 0, S), acc, is_async=True)
+            codes = _codes(ws.index(stage), 1, HALF, OPERAND, S)
+        a = warpgroup_mma(w0, _columns(xs, stage, 0, S), acc, is_async=True)
         if ONE:
             w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w1, _columns(xs, step, 1, S), a, is_async=True)
+        a = warpgroup_mma(w1, _columns(xs, stage, 1, S), a, is_async=True)
         if ONE:
             if S.bits == 8:
-                codes = _codes(weight_stage(ws, step, S), 2, HALF, OPERAND, S)
+                codes = _codes(ws.index(stage), 2, HALF, OPERAND, S)
             w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
             if S.bits == 8:
-                codes = _codes(weight_stage(ws, step, S), 3, HALF, OPERAND, S)
+                codes = _codes(ws.index(stage), 3, HALF, OPERAND, S)
         else:
             w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w2, _columns(xs, last, 2, S), a, is_async=True)
+        a = warpgroup_mma(w2, _columns(xs, second, 2, S), a, is_async=True)
         if ONE:
             w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w3, _columns(xs, last, 3, S), a, is_async=True)
+        a = warpgroup_mma(w3, _columns(xs, second, 3, S), a, is_async=True)
         a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
-        if S.sent:  # TMA has read the tile before
-            tma.store_wait(0)
-            place = (step + STAGES - S.places + HALF // BESIDE) % STAGES
-            mbarrier.arrive(empty.index(place), count=2 // BESIDE, pred=(r == 0) & (owed > 0))
         if not ONE:
-            mbarrier.arrive(empty.index(step % STAGES), count=1)
-        mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+            mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.wait(full.index(following), its_phase)
         if S.each == 2:  # the words come with the second half
-            mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
+            mbarrier.wait(full.index(ahead), phase_ahead)
         if ONE:
-            w0 = _plane(_codes(weight_stage(ws, following, S), 0, HALF, OPERAND, S), high, after, 0, OPERAND, DTYPE, S)
+            w0 = _plane(_codes(ws.index(following), 0, HALF, OPERAND, S), high, after, 0, OPERAND, DTYPE, S)
         else:
-            w0, w1 = two_planes(weight_stage(ws, following, S), high, after, 0, HALF, OPERAND, DTYPE, S)
+            w0, w1 = two_planes(weight_stage(ws, next_step, S), high, after, 0, HALF, OPERAND, DTYPE, S)
         # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-        mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
+        mbarrier.wait(full.index(ahead), phase_ahead)
         acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
-        mbarrier.arrive(empty.index(last % STAGES), count=1)
+        mbarrier.arrive(empty.index(second), count=1)
         now = after
         step += S.parts
+        if ONE:
+            stage, phase = following, its_phase
     return acc, step
 
 
@@ -446,6 +484,8 @@ def write_tile(total, scale, out, added, first_n, first_m, places, sizes, bounds
     mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(inside, 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
     row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    if S.lifted:
+        total *= LIFT
     if S.whole:
         total *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     if added[1] is not None:
@@ -460,6 +500,8 @@ def send_tile(acc, scale, yd, bias, place, first_n, first_m, sizes, bounds, HALF
     ROWS: gl.constexpr = S.rows
     MMA: gl.constexpr = acc.type.layout
     row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    if S.lifted:
+        acc *= LIFT
     if S.whole:
         acc *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     y = finish(acc, (bias, None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, yd.dtype, None)
