@@ -364,7 +364,7 @@ class _DirectTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         self.image, self.places, self.sums, out, bias, self.scale, self.band, columns, self.ahead = f.parameters[2:]
         super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns))
-        self.in_registers = False
+        self.in_registers, self.asks = False, True
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
@@ -396,7 +396,7 @@ class _DirectTile(Tile):
                 at = f.variable(line * line_step + run * run_step)
                 for _ in f.loop(steps):
                     new = self._multiplied(w.value, [row + at.value for row in rows], [k.value for k in kept])
-                    for byte in range(0, self.unit_bytes // SHARES, 64):
+                    for byte in range(0, self.unit_bytes // SHARES * self.asks, 64):
                         f.prefetch(asked.value + byte, 2)
                     asked.value = asked.value + self.unit_bytes // SHARES
                     for k, total in zip(kept, new, strict=True):

@@ -61,6 +61,7 @@ class _UnsignedTile(RequantizingDirectTile):
 
     def emit(self, first: Value) -> None:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
+        self.asks = spec.unit == 4 * _MOST_QUADS  # stems have few weights, and short runs
         self.unit_bytes, self.row_unit_bytes = spec.unit * spec.vectors * isa.lanes, spec.unit
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
         starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(spec.vectors)]
