@@ -10,9 +10,11 @@ while the other ends its tile: it puts the sums into a stage of the ring that th
              and constant, one that multiplies by the scale
     8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
              to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
+    lifted   in bfloat16 codes alone are 2**-133 times as much: LOP3, or PRMT and LOP3, then one fused multiply-add by a scale as much
+             larger, which takes off the point. Each instruction is in the way of the tensor cores
 
 Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32. One scale a row of the weight is
-multiplied with the sums.
+multiplied with the sums. Lifted weights and sums are 2**-24 times as much (products below 2**-102 may be lost), which the end makes good.
 """
 
 from __future__ import annotations
