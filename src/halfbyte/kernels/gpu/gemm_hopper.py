@@ -4,8 +4,8 @@ Weight: the words or bytes of `layouts/gpu_tiles.py`. Yᵀ = W · Xᵀ, in the t
 
 Programs multiply the same number of whole tiles, in turn, so that what is multiplied at one time lies together; the records of the tiles
 that are left over are cut into equal shares (Osama et al., Stream-K, 2023), so that no multiprocessor waits for another. Where a cut
-goes through a tile, sums meet in a workspace, and each program adds up some columns, in a fixed order. TMA writes a tile from where its last records
-of x were, while the next one is multiplied; with a residual, or an N that it cannot write, lanes do.
+goes through a tile, sums meet in a workspace; each program adds up some of the columns, in a fixed order. TMA writes a tile from where its
+last records of x were, while the next one is multiplied; with a residual, or an N that it cannot write, lanes do.
 
 4 bits win from about 128 rows on (H100). Per record, 64 rows by 256 of x take the least time for each product: the larger the tile along M,
 the less often a weight is made.
