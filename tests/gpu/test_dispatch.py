@@ -280,7 +280,7 @@ def test_explain_experts(rows: int, taken: str) -> None:
     ("experts", "n", "k", "rows", "measured"), [(8, 28672, 4096, 2, 47), (8, 28672, 4096, 1024, 583), (128, 1536, 2048, 64, 42)]
 )
 def test_predictions_of_experts(experts: int, n: int, k: int, rows: int, measured: float) -> None:
-    """Of times on an H100, in µs (docs/experts.md): near enough to plan by."""
+    """Of times of an H100, in µs: near enough to plan by."""
     asked = Problem("grouped_linear", rows, n, k, as_format("int4_g128"), torch.bfloat16, experts=experts)
     choice = rules.choose_gpu(asked, GPUS["sm_90"])
     assert choice.taken is not None

@@ -147,7 +147,7 @@ _UNPACKED = 12.0
 _CACHE = 2.5  # times the memory's bandwidth
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
-_LONGER = 1.35  # than linear layers that are alike: fitted to the times on an H100 in docs/experts.md
+_LONGER = 1.35  # than linear layers that are alike: fitted to times of an H100
 
 
 def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
