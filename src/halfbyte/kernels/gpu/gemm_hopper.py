@@ -395,7 +395,9 @@ def _meet(acc, scale, out, added, first_n, first_m, tile, sharing, busy, scratch
     if (mark > 0) & (not busy):
         polls = 0
         while (there % (1 << 16) <= others) & (polls < _PATIENCE):
-            there = gl.load(lock, volatile=True)  # what is read after it is read past the first cache, so that it is as new
+            # An atomic operation is one for all warps: they must not differ in what they see. What is read after it is read past the first
+            # cache, so that it is as new.
+            there = gl.atomic_add(lock, 0, sem="relaxed")
             polls += 1
         if there % (1 << 16) <= others:
             for i in gl.static_range(PIECES):
