@@ -41,8 +41,9 @@ def grouped_linear(
     expert_ids    int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: checking ids would
                   synchronize with the device
     bias          [E, N] or None
-    compute, activation   as in `linear`. On GPUs "int8" quantizes activations where experts have so many rows, and formats are such, that
-                  integers are faster (4 bits on Hopper); elsewhere products are in floating point
+    compute, activation   as in `linear`. On GPUs "int8" quantizes activations where there is a kernel for it: on Hopper, 4 bits with one
+                  scale a channel or blocks of 128 and more, some 48 rows an expert and more; elsewhere products are in floating point
+                  (`halfbyte explain --experts` says which)
 
     The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights and
     biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.

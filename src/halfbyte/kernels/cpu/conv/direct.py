@@ -364,7 +364,8 @@ class _DirectTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         self.image, self.places, self.sums, out, bias, self.scale, self.band, columns, self.ahead = f.parameters[2:]
         super().__init__(spec, isa, f, (*f.parameters[:2], self.image, out, bias, columns))
-        self.in_registers, self.asks = False, True
+        self.in_registers = False
+        self.asks = True  # for the next weights
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
@@ -396,9 +397,10 @@ class _DirectTile(Tile):
                 at = f.variable(line * line_step + run * run_step)
                 for _ in f.loop(steps):
                     new = self._multiplied(w.value, [row + at.value for row in rows], [k.value for k in kept])
-                    for byte in range(0, self.unit_bytes // SHARES * self.asks, 64):
-                        f.prefetch(asked.value + byte, 2)
-                    asked.value = asked.value + self.unit_bytes // SHARES
+                    if self.asks:
+                        for byte in range(0, self.unit_bytes // SHARES, 64):
+                            f.prefetch(asked.value + byte, 2)
+                        asked.value = asked.value + self.unit_bytes // SHARES
                     for k, total in zip(kept, new, strict=True):
                         k.value = total
                     w.value = w.value + self.unit_bytes
