@@ -16,6 +16,7 @@ from torch import Tensor
 from halfbyte.checkpoint.gguf_names import Architecture, of_config, of_file
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
+from halfbyte.layouts.base import round_up
 
 Metadata = Mapping[str, Value]
 # Key of the metadata, without the architecture's name -> (key of config.json, its type, whether it is required).
@@ -155,7 +156,7 @@ def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
     if config.get("block_auto_adjust_ff_dim", True):
         factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), int(config.get("block_multiple_of", 256))
         inner = int(2 * inner / 3) if factor is None else int(factor * int(2 * inner / 3))
-        inner = -(-inner // multiple) * multiple
+        inner = round_up(inner, multiple)
     full = config.get("full_attn_idxs")
     kinds = config.get("layer_types") or ["full_attention" if full is None or i in full else "conv" for i in range(layers)]
     heads = [int(config["num_key_value_heads"]) if kind == "full_attention" else 0 for kind in kinds]

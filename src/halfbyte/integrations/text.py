@@ -27,6 +27,7 @@ from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
+from halfbyte.layouts.base import round_up
 from halfbyte.nn.config import Config
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
@@ -154,7 +155,7 @@ def generate(
         compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
         settings |= {"cache_implementation": "static", "compile_config": compile_config}
         # A cache of another length is compiled again, so lengths are rounded up.
-        settings.setdefault("max_cache_len", -(-(count + settings.get("max_new_tokens", 0)) // _CACHE_STEP) * _CACHE_STEP)
+        settings.setdefault("max_cache_len", round_up(count + settings.get("max_new_tokens", 0), _CACHE_STEP))
     if tokenizer.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)

@@ -37,6 +37,7 @@ from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.safetensors import is_shape
 from halfbyte.io.tensors import Place, Placed, Spec, fill
+from halfbyte.layouts.base import round_up
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -287,7 +288,7 @@ def _parse(path: Path, text: bytes, size: int) -> File:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not (type(alignment) is int and 0 < alignment < 1 << 20 and alignment & (alignment - 1) == 0):
         raise cursor.wrong(f"its alignment is {short(alignment)}, which is not a power of two")
-    start = -(-cursor.at // alignment) * alignment
+    start = round_up(cursor.at, alignment)
     entries: dict[str, Entry] = {}
     for name, kind, shape, offset in found:
         if name in entries:
@@ -367,7 +368,7 @@ class Writer(Placed):
         for name, (kind, shape) in tensors.items():
             out += _string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)) + struct.pack("<IQ", kind, offset)
             offsets[name] = offset
-            offset = -(-(offset + _bytes(path, name, kind, shape).nbytes) // _ALIGNMENT) * _ALIGNMENT
+            offset = round_up(offset + _bytes(path, name, kind, shape).nbytes, _ALIGNMENT)
         out += bytes(-len(out) % _ALIGNMENT)
         places = {name: Place(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()}
         self.nbytes = len(out) + offset

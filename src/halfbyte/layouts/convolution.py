@@ -23,7 +23,7 @@ from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
-from halfbyte.layouts.base import CALLS, Packed
+from halfbyte.layouts.base import CALLS, Packed, round_up
 
 CANONICAL = "canonical"  # the layout of weights that kernels do not read as a matrix
 
@@ -86,7 +86,7 @@ class Filter:
         if not isinstance(self.format.block, int):
             return self.channels
         block = self.format.block_size(self.channels)
-        return -(-self.channels // block) * block
+        return round_up(self.channels, block)
 
     @property
     def k(self) -> int:
@@ -241,7 +241,7 @@ def padded_for_gpu(sizes: Filter) -> Filter:
     if isinstance(sizes.format.block, int) or (sizes.taps == 1 and sizes.groups == 1):
         return sizes
     channels = sizes.channels
-    return replace(sizes, channels=4 if channels <= 4 else 8 if channels <= 8 else -(-channels // 16) * 16)
+    return replace(sizes, channels=4 if channels <= 4 else 8 if channels <= 8 else round_up(channels, 16))
 
 
 @functools.lru_cache(maxsize=4096)

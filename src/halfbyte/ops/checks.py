@@ -11,7 +11,7 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError, check_
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles, gpu_tiles
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import named_device
 from halfbyte.quantizers.check import check_dense
@@ -123,7 +123,7 @@ def check_qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int,
     if x.dtype != torch.int8 or x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"qlinear with a weight of shape [{n}, {k}] takes int8 [..., {k}], got {x.dtype} {list(x.shape)}")
     check_packed(weight, format, n, k, x.device)
-    check_table(table, (3, -(-n // TABLE_PANEL) * TABLE_PANEL), x.device, low, high, "requantization_table")
+    check_table(table, (3, round_up(n, TABLE_PANEL)), x.device, low, high, "requantization_table")
 
 
 def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low: int, high: int, maker: str) -> None:

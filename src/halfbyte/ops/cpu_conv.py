@@ -14,6 +14,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.ops import functions
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_table
@@ -71,7 +72,7 @@ def table(rows: Tensor, sizes: Filter) -> Tensor:
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
     if sizes.depthwise:
         return 1, 3, sizes.out
-    return sizes.groups, 3, -(-sizes.out // sizes.groups // cpu_tiles.PANEL) * cpu_tiles.PANEL
+    return sizes.groups, 3, round_up(sizes.out // sizes.groups, cpu_tiles.PANEL)
 
 
 def _packed_bytes(sizes: Filter) -> int:

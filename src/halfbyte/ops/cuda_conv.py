@@ -21,6 +21,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Addition, Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda, elementwise
@@ -73,7 +74,7 @@ def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
 
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
     groups = 1 if sizes.depthwise else sizes.groups
-    return groups, 4 + sizes.taps, -(-sizes.out // groups // _FILL) * _FILL
+    return groups, 4 + sizes.taps, round_up(sizes.out // groups, _FILL)
 
 
 class _Plan(NamedTuple):
@@ -369,7 +370,7 @@ def _qconv2d(
         return _image(x.new_empty(0, plan.sizes.out), plan), None
     if plan.way == "linear" and plan.sizes.format.bits == 4:
         n, k = plan.sizes.out, plan.sizes.k
-        rows = table[0, :3, : -(-n // TABLE_PANEL) * TABLE_PANEL].contiguous()
+        rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
         y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
         return _image(y, plan), None
     if (trouble := triton_trouble()) is not None:

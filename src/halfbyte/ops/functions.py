@@ -13,7 +13,7 @@ from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import convolution, cpu_tiles, experts, gpu_tiles
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
@@ -174,7 +174,7 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
     sums, scale = integer_sums(packed, n, k, 1)
     if bias is not None:
         check_bias(bias, n, packed.device)
-    table = torch.zeros(3, -(-n // TABLE_PANEL) * TABLE_PANEL, device=packed.device, dtype=torch.float32)
+    table = torch.zeros(3, round_up(n, TABLE_PANEL), device=packed.device, dtype=torch.float32)
     table[:, :n] = requantization_rows(sums.flatten(), scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
 

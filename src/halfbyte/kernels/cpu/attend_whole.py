@@ -29,6 +29,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.linear import thread as thread_memory
+from halfbyte.layouts.base import round_up
 
 WHOLE = Block(
     (
@@ -195,7 +196,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 def sizes(tokens: int, dim: int, isa: ISA) -> tuple[int, int]:
     """Up to how many tokens keys and scores have places, and the bytes of memory that each thread takes."""
     step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
-    padded = -(-tokens // step) * step
+    padded = round_up(tokens, step)
     return padded, 4 * padded * (2 * dim + _ROWS)
 
 

@@ -36,6 +36,7 @@ from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
 ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
@@ -69,7 +70,7 @@ class Plan:
     @cached_property
     def columns(self) -> int:
         """M with padding: a kernel's tile may read beyond the last row."""
-        return -(-self.m // _LARGEST_TILE) * _LARGEST_TILE
+        return round_up(self.m, _LARGEST_TILE)
 
     @cached_property
     def granules(self) -> int:
@@ -86,10 +87,10 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
-        at, found = round_up(self.m * self.k_padded), []
+        at, found = aligned(self.m * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             found.append(at)
-            at += round_up(4 * count * self.columns)
+            at += aligned(4 * count * self.columns)
         return found[0], found[1], found[2], at
 
     @cached_property
@@ -108,9 +109,9 @@ class Quantized:
     offset: Tensor | None
 
 
-def round_up(n: int) -> int:
-    """Bytes, to where a part of the memory may begin."""
-    return -(-n // _ALIGNMENT) * _ALIGNMENT
+def aligned(nbytes: int) -> int:
+    """Bytes, up to where the next part of the memory may begin."""
+    return round_up(nbytes, _ALIGNMENT)
 
 
 @lru_cache(maxsize=4096)

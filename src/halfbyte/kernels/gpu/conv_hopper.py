@@ -39,6 +39,7 @@ from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
@@ -265,7 +266,7 @@ def _parts(problem: Convolution) -> int:
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     geo = convolution.gpu_geometry(problem.sizes)
-    padded = -(-problem.n // GROUP.value) * GROUP.value
+    padded = round_up(problem.n, GROUP.value)
     nbytes = padded * geo.k * x.element_size()
     rows = launcher.turns(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
     dequantize.write(gpu_tiles.views(weight, geo), geo, rows[: problem.n], early=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import conv
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.activations import round_up
+from halfbyte.kernels.gpu.activations import aligned
 from halfbyte.kernels.gpu.arithmetic import MAGIC, scale_of
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
 from halfbyte.kernels.problem import Epilogue
@@ -49,9 +49,9 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     batch, size, integers = problem.batch, x[0].numel(), _of_codes(problem)
     pieces = min(_MOST_PIECES, -(-size // _BLOCK))
-    scales_at = round_up(x.numel())
-    most_at = scales_at + round_up(4 * batch)
-    own = most_at + round_up(4 * batch * pieces)
+    scales_at = aligned(x.numel())
+    most_at = scales_at + aligned(4 * batch)
+    own = most_at + aligned(4 * batch * pieces)
     memory = launcher.workspace(out.device, own + conv.beside(integers, config))
     q = memory[: x.numel()].view(torch.int8).view(x.shape)
     scales = memory[scales_at:][: 4 * batch].view(torch.float32)

@@ -23,6 +23,7 @@ from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.launch import early_after, run
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import PackedConv
 
 _PIECE = 32  # elements, of which pieces are multiples
@@ -60,7 +61,7 @@ def stem_of(problem: Convolution) -> Stem | None:
     channels = convolution.padded_for_gpu(sizes).channels
     if channels > 8 or sizes.groups > 1 or sizes.format.bits != 8 or sizes.format.zero != "none" or isinstance(sizes.format.block, int):
         return None
-    piece = -(-sizes.kernel[1] * channels // _PIECE) * _PIECE
+    piece = round_up(sizes.kernel[1] * channels, _PIECE)
     if window.dilation[1] > 1 or piece > _LONGEST:
         return None
     (rows, wide), (down, right), top, dilation = problem.out, window.stride, window.padding[0], window.dilation[0]

@@ -21,6 +21,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 _LEAST_M = 256
@@ -54,7 +55,7 @@ def launch(
     """x [M, K] times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     plain = epilogue.bias is None and epilogue.residual is None and not epilogue.clamps
-    at = -(-n * k * element // 256) * 256
+    at = round_up(n * k * element, 256)
     memory = launcher.workspace(out.device, at + (0 if plain else 4 * m * n))
     weight = memory[: n * k * element].view(problem.dtype).view(n, k)
     dequantize.write(gpu_tiles.Views(codes, scale, zero), gpu_tiles.geometry(problem.format, (n, k)), weight)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import ZEROS, Quantized, round_up
+from halfbyte.kernels.gpu.activations import ZEROS, Quantized, aligned
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantization, requantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.launch import locks, run
@@ -86,7 +86,7 @@ def _tiles(problem: Problem, config: Config) -> int:
 
 def _weight_sums_bytes(problem: Problem) -> int:
     plan, geo = activations.plan(problem), gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    return round_up(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
+    return aligned(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
 
 
 def beside(problem: Problem, config: Config) -> int:

@@ -27,6 +27,7 @@ from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 MOST_COLUMNS = 64
@@ -130,7 +131,7 @@ def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None 
     length = pairs + (align - 1) * (experts + 1)
     lengths = (length, blocks, blocks, blocks, experts + 1, 1, programs * bins if several else 1)
     for size in lengths:
-        starts.append(starts[-1] + -(-size // 4) * 4)
+        starts.append(starts[-1] + round_up(size, 4))
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
     table = tuple(memory[start : start + size] for start, size in zip(starts, lengths, strict=False))
     if several:

@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.errors import KernelError
+from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu, gpu
 
 
@@ -144,7 +145,7 @@ def turns(device: torch.device, nbytes: int) -> Tensor:
     found = _turns.get(key)
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device) if found is None else found[1]
-    size = -(-nbytes // _PLACE) * _PLACE
+    size = round_up(nbytes, _PLACE)
     left, given = _left_turns.get(index), _given_turns.get(index, 0)
     if found is None or found[0].numel() < nbytes:
         if graph and left is not None and left.numel() >= 2 * size:

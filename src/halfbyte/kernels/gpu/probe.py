@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import launch
+from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 _WAYS = ((1024, 4, 4), (2048, 4, 4), (4096, 8, 2), (4096, 4, 4), (8192, 8, 4))  # words of 4 bytes a step, warps, blocks an SM
@@ -38,8 +39,7 @@ def read_launches(data: Sequence[Tensor], gpu: Gpu) -> dict[str, list[Callable[[
     views = [tensor[: 4 * words].view(torch.int32) for tensor in data]
     for block, warps, blocks in _WAYS:
         programs = max(1, min(gpu.sms * blocks, -(-words // block)))
-        per = -(-words // programs)
-        per = -(-per // block) * block
+        per = round_up(-(-words // programs), block)
         for steps in (1, 4):
             name = f"{block} words, {warps} warps, {blocks} blocks, {steps} steps"
             settings: dict[str, Any] = {"BLOCK": block, "STEPS": steps, "num_warps": warps}

@@ -52,7 +52,7 @@ def launch(
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
     nbytes = problem.m * problem.k * x.element_size()
-    own = activations.round_up(nbytes)
+    own = activations.aligned(nbytes)
     memory = launcher.workspace(out.device, own + gemm_hopper.beside(problem, config))
     seen = memory[:nbytes].view(x.dtype).view(problem.m, problem.k)
     round_activations(x, seen, problem.format.block_size(problem.k))

@@ -37,6 +37,7 @@ from halfbyte.kernels.gpu.conv_tile import of_patches
 from halfbyte.kernels.gpu.epilogue import squares_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.base import round_up
 
 BAND = 16  # rows of the weight that one matrix instruction takes
 _SCALES_AHEAD = 16
@@ -133,8 +134,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     """What the kernel is compiled for, and how many records each part of K has."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     chunks = config.split * config.batch * config.slices
-    per = -(-geo.records // chunks)
-    per = -(-per // config.records) * config.records
+    per = round_up(-(-geo.records // chunks), config.records)
     # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
     bits, once = geo.format.bits, per == config.records
     rows, width = config.bands * config.slices * BAND, config.columns * config.slices

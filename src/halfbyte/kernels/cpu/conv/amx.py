@@ -30,7 +30,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
-from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
+from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved, tile_rows
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
@@ -38,6 +38,7 @@ from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
@@ -316,7 +317,7 @@ def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA)
     fmt, n = sizes.format, sizes.out // sizes.groups
     if isa.matrix is None or fmt.bits != 8 or fmt.zero != "none" or isinstance(fmt.block, int) or out[0] * out[1] * out[2] < _LEAST_OUTPUTS:
         return False
-    return Units.of(sizes, window).number * UNIT * -(-n // PANEL) * PANEL <= _MOST_PADDED * sizes.k * n
+    return Units.of(sizes, window).number * UNIT * round_up(n, PANEL) <= _MOST_PADDED * sizes.k * n
 
 
 _SCALES = MATRIX.offset("scales")
@@ -381,7 +382,7 @@ class MatrixConvKernel(PlannedConv):
         (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
         top, _, left, _ = window.padding
         units = self.units
-        near_width = -(-((wo - 1) * sw + (kw - 1) * dw + 1) // sw) * sw
+        near_width = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
         image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
         line, flat = near_width * channels, near_width // sw
@@ -392,7 +393,7 @@ class MatrixConvKernel(PlannedConv):
         lines, threads = strips.lines, min(most, strips.items)
         unit_places = near.unit_places(lines, line, dw * channels)
         m = (lines - 1) * flat + wo
-        rows = min(range(min(m, 2 * ROWS), min(m, 2 * ROWS) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
+        rows = tile_rows(m, 2 * ROWS, _TILE_COST)
         left_pixels = min(left, near_width)
         copied = min(width, near_width - left_pixels) * channels
         step = 0 if image_itself else power_of_two(copied, UNIT) if copied else UNIT

@@ -31,6 +31,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 
@@ -130,7 +131,7 @@ class ArrangedConvKernel(OwnWeightsKernel):
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]; None where they are too many."""
         sizes, width = self.sizes, group(self.isa)
         n = sizes.out // sizes.groups
-        columns = -(-n // PANEL) * PANEL
+        columns = round_up(n, PANEL)
         w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8, device="cpu")
         w[:, :n] = codes.values().reshape(sizes.groups, n, -1, self.run)
         lanes = sizes.k // self.run * -(-self.run // LANE)

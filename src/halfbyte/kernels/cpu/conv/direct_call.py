@@ -15,7 +15,7 @@ from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall, tile_rows
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
@@ -201,7 +201,7 @@ def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Ca
     bands, y = [], 0
     for (first, stop), alike in itertools.groupby(lines):
         m = len(list(alike)) * width
-        rows = min(range(min(m, most), min(m, most) * 2 // 3, -1), key=lambda n: -(-m // n) * (n + _TILE_COST))
+        rows = tile_rows(m, most, _TILE_COST)
         bands.append(Band(y, y + m, first, max(first, stop), rows, function(rows)))
         y += m
     return torch.tensor(sorted(bands, key=lambda band: band.first - band.stop), dtype=torch.int64, device="cpu")

@@ -71,6 +71,11 @@ class PlannedConv:
         return _plans.entries.get(key) or _plans.get(key, lambda: self.prepare(x, window, outside, weights, *more))
 
 
+def tile_rows(m: int, most: int, cost: float) -> int:
+    """Rows of the tiles of m rows, at most `most`, where a tile takes its rows and `cost`, and the last one overlaps the one before."""
+    return min(range(min(m, most), min(m, most) * 2 // 3, -1), key=lambda rows: -(-m // rows) * (rows + cost))
+
+
 class CodesConv(PlannedConv):
     """One of int8 images that gives nothing but codes."""
 

@@ -40,6 +40,7 @@ from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.tile import ROUND
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL, allocate
 
@@ -141,8 +142,7 @@ def group_of(tiles: int, isa: ISA) -> int:
 
 def _whole(tiles: int, isa: ISA) -> int:
     """So many in whole groups."""
-    group = group_of(tiles, isa)
-    return -(-tiles // group) * group
+    return round_up(tiles, group_of(tiles, isa))
 
 
 class Tiles(NamedTuple):
@@ -459,7 +459,7 @@ class WinogradKernel(CodesConv):
         parts = max(1, min(columns, -(-most * _ITEMS_A_THREAD // runs))) if most > 1 else 1
         # 64 bytes behind each plane, or all of them would have the same places in the first-level cache.
         planes = [
-            -(-min(run, stop - start) // some.rows) * some.rows * channels * 2 + 64
+            round_up(min(run, stop - start), some.rows) * channels * 2 + 64
             for some, (start, stop) in zip(spec.classes, of.classes, strict=False)
         ]
         planes_at = list(itertools.accumulate((some.count * plane for some, plane in zip(spec.classes, planes, strict=True)), initial=0))
