@@ -6,7 +6,6 @@ import inspect
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -15,16 +14,7 @@ import halfbyte
 OPTIONAL = ("llvmlite", "triton", "transformers", "rich", "gguf", "sentence_transformers")
 
 
-def _home_exists(name: str) -> bool:
-    """Whether the module that a public name lives in has been written."""
-    try:
-        return find_spec(halfbyte._HOME_OF[name]) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 PUBLIC = [name for name in halfbyte.__all__ if name != "__version__"]
-WRITTEN = [name for name in PUBLIC if _home_exists(name)]
 
 
 def _new_modules(statements: str) -> set[str]:
@@ -49,22 +39,24 @@ def test_import_needs_no_optional_package() -> None:
 
 def test_the_whole_face_needs_llvmlite_at_most() -> None:
     """The CPU's kernels are the one part of the face that may import something big, but for what changes models of transformers."""
-    names = "".join(f"halfbyte.{name}\n" for name in WRITTEN if name not in ("HalfbyteConfig", "shorten_"))
+    names = "".join(f"halfbyte.{name}\n" for name in PUBLIC if name not in ("HalfbyteConfig", "shorten_"))
     assert _new_modules(f"import halfbyte\n{names}") <= {"llvmlite"}
 
 
 def test_import_is_fast() -> None:
     code = "import torch, time; start = time.perf_counter(); import halfbyte; print(time.perf_counter() - start)"
-    assert min(float(_run(code)) for _ in range(3)) < 0.3
+    assert any(float(_run(code)) < 0.3 for _ in range(3))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name: str) -> None:
-    if name not in WRITTEN:
-        pytest.skip(f"{halfbyte._HOME_OF[name]} is not written yet")
     doc = inspect.getdoc(getattr(halfbyte, name))
     assert doc
     assert not doc.startswith(f"{name}("), "a dataclass's generated docstring says nothing"
+
+
+def test_a_config_shows_its_settings() -> None:
+    assert {"format", "skip", "overrides"} <= set(inspect.signature(halfbyte.Config).parameters)
 
 
 def test_names_are_listed_and_no_others_are_found() -> None:

@@ -1,4 +1,19 @@
-"""halfbyte: neural networks in 4 and 8 bits, fast on the CPU or GPU at hand."""
+"""Neural networks in 4 and 8 bits, fast on the CPU or GPU at hand.
+
+    model = halfbyte.quantize_(model, "q4_0")       # in place; Config says more: skip, overrides, method, …
+    print(halfbyte.report(model))
+    halfbyte.save(model, "small"); model = halfbyte.load("small", device="cuda")
+
+Models        quantize_, Config, report, fuse_, shorten_, fold_batch_norms_; transformers' quantization_config: HalfbyteConfig
+Files         save, load, load_tensors, load_gguf; convert and export, file to file
+Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_
+Tensors       quantize -> Codes, pack -> Packed, linear, qlinear, grouped_linear, embedding, dequantize, unpack
+              quantize_conv, pack_conv -> PackedConv, conv1d, conv2d, qconv2d; Format, as_format
+Processes     parallelize_, parallel_report; shard, unshard
+The machine   explain, keep_freed_memory
+
+All errors are HalfbyteErrors.
+"""
 
 from __future__ import annotations
 

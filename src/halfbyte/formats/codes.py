@@ -1,10 +1,4 @@
-"""A quantized tensor in canonical order: the form that is saved, loaded, and packed for a machine.
-
-data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
-        of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
-scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
-zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape
-"""
+"""A quantized tensor in canonical order: the form that is saved, loaded, and packed for a machine."""
 
 from __future__ import annotations
 
@@ -51,7 +45,15 @@ def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Codes:
-    """A quantized tensor of logical `shape` [..., N, K]; the module's docstring specifies the tensors."""
+    """A quantized tensor of logical `shape` [..., N, K].
+
+    data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
+            of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
+    scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
+    zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape
+
+    What it means: `dequantize()`. Raises FormatError where the tensors are not as the format has them.
+    """
 
     format: Format
     shape: tuple[int, ...]

@@ -1,9 +1,5 @@
 """How a quantized number is stored: `Format`, its names, and the grammar that parses and prints them.
 
-    w = scale * q                 zero = "none"
-    w = scale * (q - point)       zero = "point",  an integer zero point in the range of q
-    w = scale * q + offset        zero = "offset", a float of the scale's dtype
-
 Names:  int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32]
 The scale's dtype is omitted where it is the default: float16 for blocks, float32 for a channel or a tensor.
 Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1 (ggml), inferllm_q4_0, inferllm_q8_0.
@@ -52,11 +48,14 @@ _GRAMMAR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a number is stored.
+    """How a number w is stored, as the code q.
+
+        w = scale * q                 zero = "none"
+        w = scale * (q - point)       zero = "point",  an integer zero point in the range of q
+        w = scale * q + offset        zero = "offset", a float of the scale's dtype
 
     bits    4 or 8
     block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
-    zero    "none", "point" (integer) or "offset" (float); see the equations above
     scale   dtype of scales and offsets
     family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
             "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"

@@ -45,9 +45,10 @@ QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> nn.Module:
-    """Lets decoder layers whose projections `fuse_` has put together take one token in one call (on a CPU) or six kernels or so (on a GPU),
-    and encoder layers whole sequences, and what embeds these, in one call each (on a CPU), in place; returns `model`.
+    """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
+    Decoder layers like Llama's take one token in one call on a CPU, in six kernels or so on a GPU; encoder layers like BERT's take whole
+    sequences in one call, on a CPU, and so do their embeddings.
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
     which, and why.

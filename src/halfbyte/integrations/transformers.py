@@ -36,7 +36,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
 from halfbyte.nn.candidates import candidates, choose, formats_of
-from halfbyte.nn.config import Config, check_settings, take_calibration
+from halfbyte.nn.config import Config, take_calibration, with_known_settings
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.convert import finished, quantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded
@@ -55,16 +55,13 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
 
 
 @register_quantization_config(METHOD)
+@with_known_settings
 class HalfbyteConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
 
     calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
     modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
     """
-
-    def __new__(cls, *_: Any, **settings: Any) -> HalfbyteConfig:
-        check_settings(cls, settings)
-        return super().__new__(cls)
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
         if isinstance(format, Config) and settings:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
+_Class = TypeVar("_Class")
+
 # How the range of a result on codes is chosen.
 OBSERVERS = ("minmax", "percentile", "mse")
 
@@ -31,6 +34,20 @@ _IN_THE_FORMAT = {"load_in_4bit", "load_in_8bit", "bits", "w_bit", "weight_bits"
 _IN_SKIP = {"modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude"}
 
 
+def with_known_settings(cls: type[_Class]) -> type[_Class]:
+    """Decorates a class that takes the settings of a Config: any other is refused with a remedy, before Python's own error."""
+    init: Any = cls.__init__
+
+    @wraps(init)
+    def checked(self: _Class, *args: Any, **settings: Any) -> None:
+        _check_settings(cls, settings)
+        init(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[misc, assignment]
+    return cls
+
+
+@with_known_settings
 @dataclass(frozen=True)
 class Config:
     """What to quantize and how.
@@ -62,10 +79,6 @@ class Config:
     activations: str = "dynamic"
     calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
     observer: str = "minmax"
-
-    def __new__(cls, *_: Any, **settings: Any) -> Config:
-        check_settings(cls, settings)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (self.format, *self.overrides.values(), *([] if self.embedding is None else [self.embedding])):
@@ -133,7 +146,7 @@ class Config:
         return as_format(self.embedding if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else self.format)
 
 
-def check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+def _check_settings(cls: type, settings: Mapping[str, Any]) -> None:
     """Raises ArgumentError for a setting that no Config has; `cls` is what it was given to."""
     known = [setting.name for setting in fields(Config)]
     for name, value in settings.items():

@@ -33,7 +33,7 @@ _LEAST = 1e-4  # lower bound of a scale: a channel that is always 0 must not cau
 
 @dataclass(frozen=True, slots=True)
 class AWQ:
-    """Options of AWQ.
+    """Options of AWQ (Lin et al., arXiv:2306.00978).
 
     steps  alphas that are tried, besides 0
     clip   whether ranges are clipped where that lowers the error of the outputs

@@ -39,7 +39,7 @@ _CHUNK = 1 << 24  # weights processed at a time: rows are independent of each ot
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
-    """Options of `gptq`.
+    """Options of GPTQ (Frantar et al., arXiv:2210.17323).
 
     act_order      columns are rounded in the order of decreasing diag(H) instead of their own. The codes are stored in the original order:
                    neither the checkpoint nor the kernels need a permutation
