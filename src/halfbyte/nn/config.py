@@ -43,7 +43,7 @@ def with_known_settings(cls: type[_Class]) -> type[_Class]:
         _check_settings(cls, settings)
         init(self, *args, **settings)
 
-    cls.__init__ = checked  # type: ignore[misc, assignment]
+    cls.__init__ = checked  # type: ignore[assignment]
     return cls
 
 
