@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 from test_hostile_files import outcome
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.checkpoint import gguf_tokenizer, gguf_vocabulary
+from halfbyte.checkpoint.gguf_config import to_config
 from halfbyte.errors import CheckpointError
 from halfbyte.io import gguf
 
@@ -86,21 +88,59 @@ def test_byte_level(steps: list[Any], settings: dict[str, Any], name: str, tmp_p
     assert same(gguf_tokenizer.load(path), tokenizer)
 
 
-@pytest.mark.parametrize("name", ["glm4", "deepseek-v3"])
-def test_cuts_of_models_that_are_only_read(name: str, tmp_path: Path) -> None:
-    """The texts are cut as by these models' tokenizer.json; the vocabulary has tokens across the cuts, so that they matter."""
-    numbers, rest = r"\p{N}{1,3}", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    signs = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
-    patterns = [gguf_tokenizer.LLAMA3] if name == "glm4" else [numbers, "[一-龥\u3040-ゟ゠-ヿ]+", f"{signs}|{rest}"]
-    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)], texts=TEXTS * 50)
-    whole = [len(backend.encode(text).ids) for text in TEXTS]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*(split(pattern)[0] for pattern in patterns), backend.pre_tokenizer])
-    assert sum(len(backend.encode(text).ids) for text in TEXTS) > sum(whole) + 10
-    path, tokenizer, _ = written(tmp_path, backend, add_bos_token=False)
-    metadata = {**gguf.read_header(path).metadata, "tokenizer.ggml.pre": name}
-    path.unlink()
-    gguf.Writer(path, metadata, {}).finish()
-    assert same(gguf_tokenizer.load(path), tokenizer)
+SHORT, SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+HAN = "[一-龥ࠀ-一가-퟿]+"
+# As in tokenizer.json of GLM-4, Phi-4, HunYuan, Qwen3.5, StableLM 2, Seed-OSS, DeepSeek-Coder, Mistral Nemo, gpt-oss and EXAONE 4.
+PATTERNS = {
+    "glm4": [rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"],
+    "hunyuan-dense": [
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
+    ],
+    "qwen35": [rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"],
+    "stablelm2": [rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"],
+    "seed-coder": [rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"],
+    "tekken": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+    ],
+    "gpt-4o": [
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{SHORT}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{SHORT}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+    ],
+    "exaone4": [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"],
+}
+PATTERNS |= {"dbrx": PATTERNS["glm4"], "deepseek-v3": PATTERNS["hunyuan-dense"]}
+HARD = [
+    *TEXTS,
+    "don't CAN'T l'été x2y 3.14 ٣٤٥ HTMLParser\u3000ÀB ไทย हिन्दी 👩‍👩‍👧 foo.bar()\n \n",
+    " \u00a0e\u0301ß 1 234 567'd//\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_cuts(name: str, tmp_path: Path) -> None:
+    """The texts are cut as by these models' tokenizer.json; the vocabulary has tokens across the cuts, so that they matter. What is written
+    is read again."""
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)], texts=HARD * 50)
+    whole = [len(backend.encode(text).ids) for text in HARD]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*(split(pattern)[0] for pattern in PATTERNS[name]), backend.pre_tokenizer])
+    backend.model.ignore_merges = name == "tekken"
+    assert sum(len(backend.encode(text).ids) for text in HARD) > sum(whole) + 10
+    path, tokenizer, notes = written(tmp_path, backend, add_bos_token=False)
+    assert not notes
+    metadata = gguf.read_header(path).metadata
+    for cut in (name, metadata["tokenizer.ggml.pre"]):
+        path.unlink()
+        gguf.Writer(path, {**metadata, "tokenizer.ggml.pre": cut}, {}).finish()
+        loaded = gguf_tokenizer.load(path)
+        for text in HARD:
+            assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"], text
 
 
 def test_a_cut_without_a_name_is_said(tmp_path: Path) -> None:
@@ -129,6 +169,31 @@ def test_what_texts_begin_with(tmp_path: Path) -> None:
     assert loaded("a")["input_ids"][0] == 0
     assert same(loaded, tokenizer)
     assert loaded("a", add_special_tokens=False)["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
+
+
+def test_what_answers_end_with(tmp_path: Path) -> None:
+    """As in llama.cpp: what the file names, and tokens that it knows by their text."""
+    sizes = {"context_length": 9, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "attention.head_count": 1}
+    head: dict[str, Any] = {f"gemma2.{key}": value for key, value in sizes.items()} | {"gemma2.attention.layer_norm_rms_epsilon": 1e-5}
+
+    def ends(tokens: list[str], **metadata: Any) -> Any:
+        listed = {f"tokenizer.ggml.{key}": value for key, value in {**metadata, "tokens": tokens}.items()}
+        return to_config({"general.architecture": "gemma2", **head, **listed}, [], lambda name: torch.ones(1))["eos_token_id"]
+
+    assert ends(["a", "<eos>"], eos_token_id=1) == 1
+    assert ends(["<eos>", "<end_of_turn>"], eos_token_id=0) == [0, 1]  # Gemma
+    assert ends(["<|end|>", "<|endoftext|>"], eos_token_id=1) == [1, 0]  # Phi-4-mini
+    assert ends(["<|endoftext|>", "a", "<|user|>"], eos_token_id=0, eot_token_id=2) == [0, 2]  # GLM-4
+    assert ends(["<|end|>", "<|return|>", "<|call|>"], eos_token_id=1) == [1, 2]  # gpt-oss, where <|end|> ends a part of an answer
+    assert ends(["</s>", "a"]) is None
+
+
+def test_texts_of_gemma_4_begin_with_a_token(tmp_path: Path) -> None:
+    path, _, _ = written(tmp_path, sentencepiece(False), unk_token="<unk>", add_bos_token=False)
+    metadata = gguf.read_header(path).metadata
+    path.unlink()
+    gguf.Writer(path, {**metadata, "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.pre": "gemma4"}, {}).finish()
+    assert gguf_tokenizer.load(path)("a")["input_ids"][0] == 1
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.20"), reason="older versions cut words otherwise")

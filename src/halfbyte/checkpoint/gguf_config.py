@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.gguf_names import Architecture, of_config, of_file
+from halfbyte.checkpoint.gguf_tokenizer import end_tokens
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 from halfbyte.layouts.base import round_up
@@ -78,6 +79,8 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     config["vocab_size"] = vocabulary or (len(tokens) if isinstance(tokens, Sequence) else 0)
     for key, mine in _TOKENS.items():
         config[mine] = _number(metadata, key, int, needed=False)
+    if len(last := end_tokens(metadata)) > 1:
+        config["eos_token_id"] = last
     config["tie_word_embeddings"] = "output.weight" not in names
     present = {mine: tensor if "." in tensor else f"{tensor}.bias" for mine, tensor in architecture.biases.items()}
     config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()} | dict(architecture.settings)

@@ -20,42 +20,58 @@ from halfbyte.io.gguf import Value, is_gguf, read_header
 _KINDS = ("gpt2", "llama", "gemma4")
 CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
 # The patterns that split text into words before merging, as in the tokenizer.json of the models.
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# DeepSeek's, one after the other: numbers, Chinese and Japanese, then the rest.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT = r"\p{N}"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+QWEN2 = rf"{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}"
+_QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SEED = rf"{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_AFTER}"
+_GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}|{_AFTER}"
+# DeepSeek's. In the older one letters are those that have cases.
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-_GPT2 = None  # the default of ByteLevel
-_DIGITS = ""  # the same, after digits have been split one by one
-_CUTS: dict[str, str | tuple[str, ...] | None] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "midm-2.0", "lfm2"), LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
-    **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    "deepseek-v3": _DEEPSEEK3,
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3,)),  # GLM's words are merged from pieces, and its texts begin with no token
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _ASIAN,
+    DIGIT,
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, DIGIT)
+# What splits text by llama.cpp's name: patterns, of which each splits what the last one left.
+CUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), (LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"), (QWEN2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo", "exaone4", "jais", "trillion", "a.x-4.0", "mellum", "gigachat"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), (DIGIT, GPT2)),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    "seed-coder": (_SEED,),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), (_GPT4O,)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
 }
-_WHOLE = (LLAMA3, _TEKKEN)  # with these, a word that is a token is not merged from pieces, and texts begin with a token by default
+# With these, a word that is a token is not merged from pieces, and texts begin with a token by default.
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["}
+_NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
 
 
 def load(path: Path) -> Any:
@@ -74,7 +90,7 @@ def load(path: Path) -> Any:
         special = {
             name: tokens[int(str(i))] for name, key in names.items() if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
         }
-        _begin_and_end(backend, metadata, special, kind == "llama" or _cut(metadata) in _WHOLE)
+        _begin_and_end(backend, metadata, special, kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in WHOLE)
         template = metadata.get("tokenizer.chat_template")
         settings = special | ({"chat_template": template} if isinstance(template, str) else {})
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings)
@@ -83,6 +99,15 @@ def load(path: Path) -> Any:
     except Exception as e:  # tokenizers raises Exception itself for an invalid vocabulary
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise CheckpointError(f"no tokenizer can be made from the metadata of {path} ({why}): the file is damaged") from e
+
+
+def end_tokens(metadata: Mapping[str, Value]) -> list[int]:
+    """The ids of the tokens with which an answer ends: a file names up to three, llama.cpp knows the others by their text."""
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    texts = list(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else []
+    ending = _ENDS | ({"<|end|>"} if _NOT_THE_LAST.isdisjoint(texts) else set())
+    return list(dict.fromkeys([i for i in named if type(i) is int] + [i for i, text in enumerate(texts) if text in ending]))
 
 
 def save(path: Path, folder: Path) -> list[str]:
@@ -103,29 +128,24 @@ def _sequence(metadata: Mapping[str, Value], name: str) -> Any:
     return value
 
 
-def _cut(metadata: Mapping[str, Value]) -> str | tuple[str, ...] | None:
-    """The pattern that splits text into words, or several, of which each splits what the last one left."""
+def _cut(metadata: Mapping[str, Value]) -> tuple[str, ...]:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _CUTS:
+    if name not in CUTS:
         raise CheckpointError(
             f"the GGUF file's tokenizer splits text by the rule {short(name)}, which halfbyte does not know: load the model alone"
         )
-    return _CUTS[str(name)]
+    return CUTS[str(name)]
 
 
 def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    cut = _cut(metadata)
+    patterns = _cut(metadata)
     merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
-    backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=cut in _WHOLE))
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)]
-    if cut == _DIGITS:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif cut:
-        patterns = (cut,) if isinstance(cut, str) else cut
-        steps = [*(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns), *steps]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    whole = metadata.get("tokenizer.ggml.pre") in WHOLE
+    backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     _add_tokens(backend, metadata, tokens)
     return backend
@@ -185,7 +205,8 @@ def _begin_and_end(backend: Any, metadata: Mapping[str, Value], special: Mapping
     """Sets the tokens that texts begin and end with."""
     from tokenizers import processors
 
-    begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and "bos_token" in special
+    gemma = metadata["tokenizer.ggml.model"] == "gemma4"  # some of its files say that texts begin with none: llama.cpp does not believe it
+    begins = "bos_token" in special and bool(gemma or metadata.get("tokenizer.ggml.add_bos_token", begins))
     ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in special
     if begins or ends:
         around = [special["bos_token"]] if begins else [], [special["eos_token"]] if ends else []

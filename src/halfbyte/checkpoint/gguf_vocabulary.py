@@ -14,14 +14,13 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoint.gguf_tokenizer import CONTROL, LLAMA3, QWEN2, USER
+from halfbyte.checkpoint.gguf_tokenizer import CONTROL, CUTS, DIGIT, GPT2, USER, WHOLE
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 from halfbyte.io.safetensors import load_json, read_bytes
 
 _LIMIT = 64 << 20
 _NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
-_CUTS = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 
 
 def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
@@ -65,7 +64,7 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     out: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
     if byte_level:
-        cut, notes = _cut(described.get("pre_tokenizer"))
+        cut, notes = _cut(described.get("pre_tokenizer"), bool(model.get("ignore_merges")))
         return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": cut, **out}, notes
     if model.get("unk_token") in model["vocab"]:
         types[model["vocab"][model["unk_token"]]] = _UNKNOWN
@@ -88,16 +87,21 @@ def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
                 yield from _walk(inner)
 
 
-def _cut(pre_tokenizer: Any) -> tuple[str, list[str]]:
-    """llama.cpp's name of the rule that splits text."""
-    patterns = [p["pattern"].get("Regex", "") for p in _walk(pre_tokenizer) if p.get("type") == "Split"]
-    digits = any(p.get("type") == "Digits" for p in _walk(pre_tokenizer))
-    if not patterns and not digits:
-        regex = any(p.get("use_regex", True) for p in _walk(pre_tokenizer) if p.get("type") == "ByteLevel")
-        if regex:
-            return "gpt-2", []
-    if len(patterns) == 1 and not digits and patterns[0] in _CUTS:
-        return _CUTS[patterns[0]], []
+def _cut(pre_tokenizer: Any, whole: bool) -> tuple[str, list[str]]:
+    """llama.cpp's name of the rule that splits text.
+
+    whole  whether a word that is a token is not merged from pieces
+    """
+    patterns = []
+    for piece in _walk(pre_tokenizer):
+        if piece.get("type") == "Split":
+            patterns.append(piece["pattern"].get("Regex", ""))
+        elif piece.get("type") == "Digits":
+            patterns.append(DIGIT if piece.get("individual_digits") else "")
+        elif piece.get("type") == "ByteLevel" and piece.get("use_regex", True):
+            patterns.append(GPT2)
+    if names := [name for name, cut in CUTS.items() if cut == tuple(patterns)]:
+        return next((name for name in names if whole == (name in WHOLE)), names[0]), []
     return "default", ["llama.cpp has no name for the rule by which this tokenizer splits text: it may split some text differently"]
 
 

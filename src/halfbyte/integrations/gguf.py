@@ -47,10 +47,4 @@ def load_gguf(
     else:
         stored = OtherModel(source, *open_floats(source, dtype), as_config(format))
     model = fill(stored, device_of(mesh, device), sharding=sharding)
-    tokenizer = gguf_tokenizer.load(source)
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None and tokenizer is not None:
-        for key in ("bos", "eos", "pad"):
-            if (token := getattr(tokenizer, f"{key}_token_id", None)) is not None:
-                setattr(generation, f"{key}_token_id", token)
-    return model, tokenizer
+    return model, gguf_tokenizer.load(source)
