@@ -76,21 +76,27 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     steps, unused = steps_to(model, files)
     plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} does not use it"), model=model)
     _settle_ties(plan, model, source)
-    places = list(_places(model))
     first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
-    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in places}
+    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in _places(model)}
     plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
     plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
-    given = plan.given()
-    if strange := given.keys() - canonical.keys():
+    if strange := plan.given().keys() - canonical.keys():
         raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
-    unchanged = {plan.renamed[target]: step.sources[0] for step in steps if not step.converts for target in step.targets}
+    _settle_tensors(plan, model, _decide(plan, model, canonical, source, choose))
+    return plan
+
+
+def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: Source, choose: Choose) -> Mapping[str, Format | str]:
+    """What `choose` says of each module that holds a weight. Stacks that it quantizes become modules of the model, and names and shapes in
+    the plan follow. canonical: name of a tensor -> its first name."""
+    places = list(_places(model))
+    unchanged = {plan.renamed[target]: step.sources[0] for step in plan.steps if not step.converts for target in step.targets}
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     expanded = expand_(model)
     found = candidates(model, without_data=True)
     # Experts that are stacked in the files have the name of the parameter.
     sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
-    sources |= {target: step.sources for step in steps if step.stacks for target in step.targets}
+    sources |= {target: step.sources for step in plan.steps if step.stacks for target in step.targets}
     decisions = choose(found, sources)
     views = originals(expanded)
     collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
@@ -101,6 +107,12 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     plan.steps = [_turned(step, plan, source, turned) for step in plan.steps]
     plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
     plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
+    return decisions
+
+
+def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format | str]) -> None:
+    """Each tensor of the model becomes one of the plan's weights or plain tensors, where it is not tied to another. Raises CheckpointError
+    for one that is in no file, or has another shape there."""
     places, given = list(_places(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
@@ -127,7 +139,6 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
                 plan.linears.add(name)
         else:
             plan.plain[name] = spec
-    return plan
 
 
 def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
