@@ -232,6 +232,11 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
 # What is refused
 
 
+def turned(*places: str) -> dict[str, Any]:
+    """compressed-tensors' transform_config with Hadamard transforms at these places."""
+    return {"config_groups": {"R": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in places]}}}
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
@@ -246,11 +251,28 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
         ("gptq", {"group_size": 64}, "the checkpoint is damaged"),
         ("compressed-tensors", {"config_groups": 3}, "not an object of objects"),
         ("compressed-tensors", {"config_groups": {}}, "packed in None bits"),
+        ("compressed-tensors", {"transform_config": turned("weight_output", "input")}, "changes values at 'input' as the model runs"),
     ],
 )
 def test_what_a_config_says_is_checked(kind: str, settings: dict[str, Any], message: str, folders: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(copied(folders / kind, tmp_path / "m", **settings))
+
+
+def test_transforms_of_stored_weights_are_read(folders: Path, tmp_path: Path) -> None:
+    loaded = load(copied(folders / "compressed-tensors", tmp_path / "m", transform_config=turned("weight_output", "weight_input")))
+    assert torch.equal(logits(loaded), logits(load(folders / "compressed-tensors")))
+
+
+def test_tensors_without_which_the_numbers_would_be_others(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "awq", tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"act_fn\.scales divides an activation function"):
+        load(edited(tmp_path / "a", model__layers__0__mlp__act_fn__scales=torch.full((64,), 2.0)))
+    shutil.copytree(folders / "gptq", tmp_path / "b")
+    parts = {f"{PROJ}.{part}".replace(".", "__"): None for part in ("qweight", "qzeros", "scales", "g_idx")}
+    marlin = {f"{PROJ}.{part}".replace(".", "__"): torch.zeros(4) for part in ("B", "s")}
+    with pytest.raises(CheckpointError, match=r"no file has .*up_proj\.weight, which .* its B, s are not read, take another form"):
+        load(edited(tmp_path / "b", **parts, **marlin))
 
 
 def test_missing_shards(folders: Path, tmp_path: Path) -> None:

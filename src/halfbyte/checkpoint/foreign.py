@@ -100,6 +100,8 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
         raise CheckpointError(f"config.json says {what}, halfbyte reads 4 bits in version gemm: convert it with AutoAWQ")
     group = _group_size(settings)
     modules, rest = modules_of(reader, awq.PARTS)
+    if scaled := next((name for name in rest if name.endswith(".scales")), None):
+        raise CheckpointError(f"{scaled} divides an activation function, which halfbyte does not: start from the float model")
 
     def entry(parts: Parts) -> Entry:
         k, words = _words_shape(parts)
@@ -164,6 +166,9 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
         raise CheckpointError(
             f"the config_groups of quantization_config are {short(groups)}, not an object of objects: the checkpoint is damaged"
         )
+    if (place := _turned_online(settings.get("transform_config"))) is not None:
+        raise CheckpointError(f"its transform_config changes values at {short(place)} as the model runs, which halfbyte does not read: "
+                              "start from the float model")  # fmt: skip
     small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
     packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
     integer, rest = modules_of(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
@@ -177,6 +182,14 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     entries |= weights_of(packed | integer, lambda parts: _ct_entry(parts, _group_of(parts.module, groups), dtype))
     notes = [f"activations are quantized dynamically: {len(dropped)} static scales and zero points are not used"] if dropped else []
     return Entries({**others.entries, **entries}, [*others.notes, *notes])
+
+
+def _turned_online(transforms: object) -> object:
+    """The first place of transforms that are applied as the model runs, not to the stored weights; None where there is none."""
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    lists = [group.get("apply") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    places = [each.get("location") for found in lists if isinstance(found, list) for each in found if isinstance(each, dict)]
+    return next((place for place in places if not str(place).startswith("weight_")), None)
 
 
 def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:

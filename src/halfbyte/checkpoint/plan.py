@@ -127,7 +127,9 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
         elif name not in given and (value := initial(model, name)) is not None:
             plan.steps.append(Step((), {name: spec}, partial(_constant, {name: value})))
         elif name not in given:
-            raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: save the whole model with transformers first")
+            parts = [other.removeprefix(f"{prefix}.") for other in plan.unused if other.startswith(f"{prefix}.")]
+            remedy = f"its {', '.join(parts)[:80]} are not read, take another form of the model" if parts else "save the whole model first"
+            raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: {remedy}")
         elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
             raise CheckpointError(f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)}")
         if isinstance(decision, Format) and own == "weight":
