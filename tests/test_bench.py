@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte.bench import cpu, torch_peers, worker
 from halfbyte.bench.contenders import PEERS, contender, halfbyte_linear, select
 from halfbyte.bench.process import Worker, WorkerError, cores
-from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
+from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
 from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.kernels.cpu.isas import current
@@ -121,15 +121,12 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_worker_answers_in_order() -> None:
-    prepared, checked, measured, kernel = ask(
-        prepare("halfbyte:q4_0"), {"do": "check", "m": 3}, {"do": "measure", "m": 3, "min_time": 0.001}, {"do": "kernel"}
-    )
+    prepared, checked, measured = ask(prepare("halfbyte:q4_0"), {"do": "check", "m": 3}, {"do": "measure", "m": 3, "min_time": 0.001})
     assert prepared == {"ok": True, "copy_bytes": 80 * 128 // 32 * 18, "copies": 7}
     assert checked["ok"]
     assert 0 <= checked["error"] <= checked["allowed"] < 0.03
     assert measured["ok"]
     assert 0 < measured["min"] <= measured["median"] <= measured["max"]
-    assert kernel == {"ok": True, "kernel": ""}
 
 
 def test_worker_says_what_is_missing_or_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +143,9 @@ def test_a_worker_that_dies_or_hangs_gives_a_reason() -> None:
     with Worker(1) as dying:
         dying._process.kill()
         with pytest.raises(WorkerError, match="signal 9"):
-            dying.ask("kernel")
+            dying.ask("check", m=1)
     with Worker(1) as hanging, pytest.raises(WorkerError, match="no answer within"):
-        hanging.ask("kernel", timeout=0.01)
+        hanging.ask("check", timeout=0.01, m=1)
 
 
 def test_cores_are_distinct_and_usable() -> None:
@@ -216,7 +213,7 @@ def test_fraction_is_of_the_ceiling_that_binds() -> None:
 def report() -> Report:
     def measurement(name: str, m: int, seconds: float, peer: bool) -> Measurement:
         summary = summarize([sample(seconds)], 100.0, "dot_peak", 64, 128 * m)
-        return Measurement(name, name, "q4_0", peer, 8, 16, m, 1, 64, 9, "", 0.001, 0.01, **summary, samples=[sample(seconds)])
+        return Measurement(name, name, "q4_0", peer, 8, 16, m, 1, 64, 9, 0.001, 0.01, **summary, samples=[sample(seconds)])
 
     ranked = rank([measurement("halfbyte", 1, 10.0, False), measurement("a", 1, 20.0, True), measurement("b", 1, 15.0, True)])
     return Report("2026-01-01", {"cpu": "C"}, {"torch": "2"}, {"rounds": 1}, [*ranked, measurement("halfbyte", 4, 12.0, False)])
@@ -227,11 +224,10 @@ def test_ratio_is_to_the_best_peer() -> None:
 
 
 def test_tables() -> None:
-    plain, piped = text(report()).splitlines(), markdown(report()).splitlines()
+    plain = text(report()).splitlines()
     assert "halfbyte  4.00  10000 ms ×1.50 64%  12000 ms 53%" in plain
     assert next(line for line in plain if line.startswith("b ")).split()[-1] == "-"
     assert len({len(line) for line in plain[5:9]}) == 1
-    assert "| halfbyte | 4.00 | 10000 ms ×1.50 64% | 12000 ms 53% |" in piped
     assert "reads 0 (0-0) GB/s" in plain[3]
 
 

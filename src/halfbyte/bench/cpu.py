@@ -23,7 +23,7 @@ from typing import Any
 import halfbyte
 from halfbyte.bench.contenders import PEERS, QLINEAR, Contender, contender, select
 from halfbyte.bench.process import Worker, WorkerError
-from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, markdown, plot, rank, summarize, text
+from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.machine import machine
@@ -156,7 +156,6 @@ def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: 
                 candidate.errors[m] = checked = worker.ask("check", m=m)
                 if checked["error"] > checked["allowed"]:
                     raise WorkerError(f"wrong result at M={m}: relative error {checked['error']:.2g}, {checked['allowed']:.2g} is right")
-            candidate.facts |= worker.ask("kernel")
         except WorkerError as error:
             report.absences.append(Absence(name, one.label, work.n, work.k, work.threads, str(error)))
             worker.close()
@@ -205,15 +204,9 @@ def _measurement(work: Workload, one: _Ready, m: int, best_rate: float) -> Measu
     )
 
 
-def _run_with_progress(plan: Plan) -> Report:
-    """`run` with a bar on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        return run(plan, lambda doing, done: bar.update(task, description=doing, completed=done))
+def _show(doing: str, done: float) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done:4.0%}  {doing:76.76}", end="" if done < 1 else "\n", file=sys.stderr, flush=True)
 
 
 def versions() -> dict[str, str]:
@@ -252,21 +245,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=usual.memory_bytes >> 20, help="MiB for a contender's weights (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
     parser.add_argument("--plot", type=Path, help="also draw operations per second against M, and the ceilings, to this file (SVG)")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--qlinear", action="store_true", help="in place of all that: int8 codes in, int8 codes out")
     args = parser.parse_args(argv)
     if args.qlinear:
         args.formats, args.peers = (), tuple(one.name for one in QLINEAR)
     try:
         plan = Plan(args.shapes, args.m, args.threads, args.formats, args.peers, args.rounds, args.min_time, args.memory << 20)
-        report = _run_with_progress(plan)
+        report = run(plan, _show)
     except HalfbyteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    print(markdown(report) if args.markdown else text(report))
+    print(text(report))
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if args.plot is not None and report.measurements:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import ArgumentError
+from halfbyte.nn.report import table
 from halfbyte.plot import line_plot
 from halfbyte.plot import panels as plot_panels
 
@@ -105,18 +106,32 @@ def plot(report: GpuReport) -> str:
 def markdown(report: GpuReport) -> str:
     """Tables for a document, one for each format, dtype and compute."""
     lines = [*(f"{line}  " for line in _heading(report)), ""]
+    for title, (names, *rows) in _tables(report):
+        lines += [f"{title}:", "", _piped(names), "| --- |" + " ---: |" * (len(names) - 1), *map(_piped, rows), ""]
+    return "\n".join(lines)
+
+
+def text(report: GpuReport) -> str:
+    """The same for a terminal, with errors relative to float64, and halfbyte's kernels."""
+    lines = [*_heading(report), "us: medians", ""]
+    for title, rows in _tables(report, detailed=True):
+        lines += [title, *table(rows, left=1), ""]
+    return "\n".join(lines + [f"not measured: {line}" for line in report.absences])
+
+
+def _tables(report: GpuReport, *, detailed: bool = False) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """A title, and the lines of a table, the names of its columns first."""
     for case in dict.fromkeys((one.format, one.dtype, one.compute) for one in report.measurements):
         group = [one for one in report.measurements if (one.format, one.dtype, one.compute) == case]
         labels = list(dict.fromkeys(one.label for one in sorted(group, key=lambda one: one.peer)))
-        lines += [f"{case[0]} weights, {case[1]} activations, {case[2]} compute:", ""]
-        lines += [_piped(["N x K", "M", *labels, "best peer / halfbyte", "of the floor"]), "| --- |" + " ---: |" * (len(labels) + 3)]
+        more = ("error", "kernel") if detailed else ()
+        rows: list[tuple[str, ...]] = [("N x K", "M", *labels, "best peer / halfbyte", "of the floor", *more)]
         last = None
         for n, k, m in dict.fromkeys((one.n, one.k, one.m) for one in group):
             cells = _cells([one for one in group if (one.n, one.k, one.m) == (n, k, m)], labels)
-            lines.append(_piped([f"{n} x {k}" if (n, k) != last else "", str(m), *cells]))
-            last = (n, k)
-        lines.append("")
-    return "\n".join(lines)
+            rows.append((f"{n} x {k}" if (n, k) != last else "", str(m), *cells[: len(rows[0]) - 2]))
+            last = n, k
+        yield f"{case[0]} weights, {case[1]} activations, {case[2]} compute", rows
 
 
 def _piped(cells: Sequence[str]) -> str:
@@ -124,15 +139,15 @@ def _piped(cells: Sequence[str]) -> str:
 
 
 def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]:
-    """Microseconds of each contender, then how halfbyte compares."""
+    """Microseconds of each contender, then how halfbyte compares, its error and its kernel."""
     by_label = {one.label: one for one in points}
+    times = [f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels]
     own = next((one for one in points if not one.peer), None)
-    best = "-" if own is None or own.best_peer is None else f"{own.best_peer:.2f}"
-    return [
-        *(f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels),
-        best,
-        "-" if own is None else f"{own.floor / own.seconds:.0%}",
-    ]
+    if own is None:
+        return [*times, "-", "-", "-", ""]
+    best = "-" if own.best_peer is None else f"{own.best_peer:.2f}"
+    error = "-" if own.error is None else f"{own.error:.1e}"
+    return [*times, best, f"{own.floor / own.seconds:.0%}", error, own.kernel.split(" ")[0]]
 
 
 def _heading(report: GpuReport) -> list[str]:
@@ -140,30 +155,3 @@ def _heading(report: GpuReport) -> list[str]:
     units = {"read": "TB/s"}
     ceilings = (f"{name} {value / 1e12:.2f} {units.get(name, 'TOP/s')}" for name, value in report.ceilings.items())
     return [f"{report.date} · {report.gpu['name']} · {versions}", f"measured here: {', '.join(ceilings)}"]
-
-
-def text(report: GpuReport) -> str:
-    """The table for a terminal."""
-    lines = [
-        *_heading(report),
-        "us: median. x: the best peer's time over halfbyte's, above 1 is faster. %: of the floor. error: relative to float64.",
-        "",
-    ]
-    cases = dict.fromkeys((one.n, one.k, one.format, one.dtype, one.compute) for one in report.measurements)
-    for case in cases:
-        group = [one for one in report.measurements if (one.n, one.k, one.format, one.dtype, one.compute) == case]
-        labels = list(dict.fromkeys(one.label for one in group))
-        lines += [f"N={case[0]} K={case[1]} {case[2]}, {case[3]}, {case[4]}", _row("M", [*labels, "x", "%", "error", "kernel"])]
-        for m in dict.fromkeys(one.m for one in group):
-            cells = {one.label: one for one in group if one.m == m}
-            own = next((one for one in cells.values() if not one.peer), None)
-            row = _cells(list(cells.values()), labels)
-            if own is not None:
-                row += ["-" if own.error is None else f"{own.error:.1e}", own.kernel.split(" ")[0]]
-            lines.append(_row(str(m), row))
-        lines.append("")
-    return "\n".join(lines + [f"not measured: {line}" for line in report.absences])
-
-
-def _row(first: str, cells: Sequence[str]) -> str:
-    return "  ".join([first.rjust(5), *(cell.rjust(max(9, min(14, len(cell)))) for cell in cells)])

@@ -51,12 +51,7 @@ def compressed(work: Workload, format: str) -> Built:
         request.set_input_tensor(openvino.Tensor(x.numpy(), shared_memory=True))
         return one_pass
 
-    def kernel() -> str:
-        infos = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
-        layers = [info for info in infos if info["layerType"].astype(str) == "FullyConnected"]
-        return ", ".join(sorted({info["primitiveType"].astype(str) for info in layers}))
-
-    return Built(slab.dequantize(torch.float64), copy_bytes, copies, bind, kernel=kernel)
+    return Built(slab.dequantize(torch.float64), copy_bytes, copies, bind)
 
 
 def _stored_bytes(codes: Codes) -> int:

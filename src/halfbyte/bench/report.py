@@ -1,13 +1,14 @@
-"""The results of a benchmark: as data for JSON, and as tables for the terminal and for Markdown."""
+"""The results of a benchmark: as data for JSON, and as tables for the terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from halfbyte.nn.report import table
 from halfbyte.plot import line_plot
 
 SCHEMA = 1
@@ -64,7 +65,6 @@ class Measurement:
     threads: int
     copy_bytes: int
     copies: int
-    kernel: str
     error: float
     allowed: float
     seconds: float
@@ -152,13 +152,7 @@ def _case(one: Measurement) -> tuple[int, ...]:
 
 def text(report: Report) -> str:
     """The whole report for a terminal."""
-    return "\n".join([*_header(report), "", *_body(report, _aligned), *_legend(report)])
-
-
-def markdown(report: Report) -> str:
-    """The whole report for a README."""
-    lines = [*_header(report), "", *_body(report, _piped), *_legend(report)]
-    return "\n".join(line + "  " if line and not line.startswith("|") else line for line in lines)
+    return "\n".join([*_header(report), "", *_body(report), *_legend(report)])
 
 
 def plot(report: Report) -> str:
@@ -189,7 +183,7 @@ def _header(report: Report) -> list[str]:
     return [f"{report.date} · {machine}", " · ".join(f"{name} {version}" for name, version in report.versions.items())]
 
 
-def _body(report: Report, layout: Callable[[list[list[str]]], list[str]]) -> list[str]:
+def _body(report: Report) -> list[str]:
     lines = []
     everything: list[Measurement | Absence] = [*report.measurements, *report.absences]
     for n, k, threads in dict.fromkeys((one.n, one.k, one.threads) for one in everything):
@@ -197,20 +191,20 @@ def _body(report: Report, layout: Callable[[list[list[str]]], list[str]]) -> lis
         missing = [one for one in report.absences if (one.n, one.k, one.threads) == (n, k, threads)]
         lines += [f"N={n} K={k}, {threads} thread{'s' if threads > 1 else ''}{_ceilings(group)}", ""]
         if group:
-            lines += [*layout(_table(group)), ""]
+            lines += [*table(_rows(group), left=1), ""]
         lines += [f"not measured: {one.label}: {one.reason}" for one in missing]
         lines += [""] if missing else []
     return lines
 
 
-def _table(group: list[Measurement]) -> list[list[str]]:
+def _rows(group: list[Measurement]) -> list[tuple[str, ...]]:
     ms = sorted({one.m for one in group})
-    rows = [["", "bits", *(f"M={m}" for m in ms)]]
+    rows: list[tuple[str, ...]] = [("", "bits", *(f"M={m}" for m in ms))]
     for name in dict.fromkeys(one.contender for one in group):
         cells = {one.m: one for one in group if one.contender == name}
         first = next(iter(cells.values()))
         bits = first.copy_bytes * 8 / (first.n * first.k)
-        rows.append([first.label, f"{bits:.2f}", *(_cell(cells[m]) if m in cells else "-" for m in ms)])
+        rows.append((first.label, f"{bits:.2f}", *(_cell(cells[m]) if m in cells else "-" for m in ms)))
     return rows
 
 
@@ -240,12 +234,3 @@ def _legend(report: Report) -> list[str]:
     legend = [f"ms: median of {rounds} rounds. ×: the best peer's time over this one, above 1 is faster. %: of what the ceilings allow."]
     return legend + report.notes
 
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
-def _piped(rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:]]

@@ -6,7 +6,6 @@ It runs on the CPUs of those numbers (anywhere, if none is named) and takes its 
     {"do": "check", "m": …}                         -> error, allowed
     {"do": "measure", "m": …, "min_time": …}        -> seconds a product: median, min, max; runs; idle
     {"do": "probe", "names": […], "threads": …}     -> each function of `kernels.cpu.probe` by its name
-    {"do": "kernel"}                                -> kernel
     {"do": "convolve", "name": …, "layer": {…}, …}  -> seconds a convolution, as `measure`; error, allowed
     {"do": "infer", "name": …, "network": {…}, …}   -> seconds a batch of images, as `measure`; error, allowed
 
@@ -88,9 +87,6 @@ class Bench:
             checked = {"error": work.error(ready.result()), "allowed": ready.error}
         taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=1)
         return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
-
-    def kernel(self) -> dict[str, Any]:
-        return {"kernel": self.built.kernel()}
 
     def probe(self, names: list[str], threads: int) -> dict[str, Any]:
         found = {name: getattr(probe, name)(threads) for name in names}

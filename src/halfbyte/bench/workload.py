@@ -88,7 +88,6 @@ class Built:
     bind        float32 x [M, K] -> a function; each call of it is one pass, and yields x · copyᵀ [M, N] for each copy
     dtype       that `bind` rounds x to
     value       converts outputs to the numbers that they represent
-    kernel      the kernel that the contender reports after a pass; empty if it does not report one
     """
 
     weight: Tensor
@@ -97,7 +96,6 @@ class Built:
     bind: Callable[[Tensor], Callable[[], Iterator[Tensor]]]
     dtype: torch.dtype = torch.float32
     value: Callable[[Tensor], Tensor] = Tensor.double
-    kernel: Callable[[], str] = str
 
 
 def relative_error(work: Workload, built: Built, m: int) -> float:
