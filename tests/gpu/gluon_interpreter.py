@@ -151,7 +151,8 @@ class Descriptor:
     """Of TMA."""
 
     def __init__(self, of: Any) -> None:
-        self.base, self.block_shape, self.layout, self.dtype = of.base, of.block_shape, of.layout, _GLUON[of.base.dtype]
+        self.base = of.base.as_strided(of.shape, of.strides)
+        self.block_shape, self.layout, self.dtype = of.block_shape, of.layout, _GLUON[of.base.dtype]
 
 
 class Shared:
@@ -321,7 +322,7 @@ def _warpgroup_mma_wait(left: int, deps: list[Any]) -> Any:
 
 def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
     assert a.t.dtype == b.t.dtype, f"{a.t.dtype} times {b.t.dtype}"
-    return Value((a.t.double() @ b.t.double()).float() + acc.t)
+    return Value((a.t.double() @ b.t.double()).to(acc.t.dtype) + acc.t)
 
 
 # PTX
@@ -434,6 +435,7 @@ _LANGUAGE = _Language(
     zeros_like=lambda like: Value(torch.zeros_like(like.t)),
     full_like=lambda like, value: Value(torch.full_like(like.t, value)),
     expand_dims=lambda value, axis: Value(value.t.unsqueeze(axis)),
+    sum=lambda value, axis: Value(value.t.sum(axis)),
     convert_layout=lambda value, layout, assert_trivial=False: value,
     join=lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     split=lambda value: value.split(),

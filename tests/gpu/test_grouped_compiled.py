@@ -25,7 +25,7 @@ def launch(gpu: Gpu, format: str, tile: int, compute: Compute) -> None:
 
 def test_nothing_spills_on_hopper() -> None:
     tiles = [("int4_g128", 64, "float"), ("int4_g128", 128, "float"), ("int4_g128", 256, "float"), ("q4_0", 128, "float")]
-    tiles.append(("int4_g128", 128, "int8"))
+    tiles += [("q8_0", 256, "float"), ("int4_g128", 128, "int8")]
     home = "tests/gpu/test_grouped_compiled.py:launch"
     jobs = [Job(home, "sm_90", dict(zip(("format", "tile", "compute"), tile, strict=True))) for tile in tiles]
     for tile, [*_, product] in zip(tiles, compile_all(jobs), strict=True):

@@ -237,6 +237,8 @@ def gemlite(work: GpuWork) -> Bind:
     if find_spec("gemlite") is None:
         raise Absent("gemlite is not installed")
     core = import_module("gemlite.core")
+    if work.gpu.capability == (9, 0):  # its tuned configs go by the name, and the H100's are all that it has for Hopper
+        core.GemLiteLinear.load_config(str(Path(str(core.__file__)).parent / "configs" / "h100.json"))
     kind = core.DType.FP16 if work.dtype == torch.float16 else core.DType.BF16
     layers = []
     u = (work.codes.values() - work.format.q_min).to(torch.uint8)

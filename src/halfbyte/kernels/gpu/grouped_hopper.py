@@ -5,7 +5,7 @@ box is computed and not written. An expert's last tile is half or a quarter as w
 first row, how many) is made on the device, as `grouped.py` makes it, the wide ones first, so that programs, which take them in turn, end
 at about the same time. It says how many there are: the host never waits. Rows of y are written where they belong.
 
-Weight: 4 bits, the words of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
+Weight: the words or bytes of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
 expert's gives a row of NaN.
 
 It wins from some 64 rows an expert on, where a weight that is made once serves a whole tile.
@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import PIECES, Static, load_stage, pieces_of, ring, sums, tails_of, write_tile
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, tails_of, write_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -50,8 +50,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "grouped_linear":
         return f"it multiplies experts, not {problem.op}"
-    if problem.format.bits != 4:
-        return f"it reads 4 bits, not {problem.format.bits}"
     if problem.m < LEAST_ROWS * problem.experts:
         return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
     return gemm_hopper.supports(replace(problem, op="linear", compute="float", experts=1), gpu)
@@ -59,17 +57,17 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all tiles, experts having some more and fewer rows than the mean."""
-    mean, found = problem.m / problem.experts, []
-    for rows, block_m in gemm_hopper.RECORD_US[4]:
-        if rows == _ROWS:
-            us = sum(_record_us(block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
-            found.append((us, Config(block_m, gemm_hopper.most_stages(4, _ROWS, block_m, gpu), gpu.sms)))
+    mean, bits, found = problem.m / problem.experts, problem.format.bits, []
+    for rows, block_m in gemm_hopper.RECORD_US[bits]:
+        if rows == _ROWS and block_m >= NARROWEST:
+            us = sum(_record_us(bits, block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
+            found.append((us, Config(block_m, gemm_hopper.most_stages(bits, _ROWS, block_m, gpu), gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
-def _record_us(block_m: int, rows: int) -> float:
+def _record_us(bits: int, block_m: int, rows: int) -> float:
     """Microseconds of a record of all tiles of an expert with so many rows."""
-    of_tile, last = gemm_hopper.RECORD_US[4], rows % block_m
+    of_tile, last = gemm_hopper.RECORD_US[bits], rows % block_m
     us = rows // block_m * of_tile[_ROWS, block_m]
     width = max(NARROWEST, triton.next_power_of_2(last))
     if last:
@@ -83,7 +81,6 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo = gpu_tiles.geometry(problem.format, (n, k))
     scale = weight[geo.scale_offset :].view(geo.format.scale)  # of the first expert, and so on
     tails = (scale, scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype))
-    words = weight.view(torch.int16).view(-1, 64)
     steps = (geo.nbytes // 128, *(geo.nbytes // part.element_size() for part in tails))
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST)
     rows = x.index_select(0, table[0] // (problem.m // len(x)))
@@ -92,7 +89,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         rows=_ROWS,
         block_m=config.block_m,
         stages=config.stages,
-        bits=4,
+        bits=geo.format.bits,
         groups=geo.blocks_a_record,
         wide=geo.records_a_block,
         whole=gemm_hopper.whole(geo),
@@ -100,11 +97,17 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         clamp=False,
         lifted=gemm_hopper.lifted(problem),
     )
+    if geo.format.bits == 4:
+        codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)
+    else:  # rows of twice their length, as an expert may begin anywhere in one
+        shape, strides = [(experts - 1) * geo.nbytes // geo.k_padded + geo.n_padded, 2 * geo.k_padded], [geo.k_padded, 1]
+        of_bytes = replace(layout, swizzle_byte_width=static.width, element_bitwidth=8)
+        codes = TensorDescriptor(weight.view(torch.int8), shape, strides, [2 * _ROWS, static.width], of_bytes)
     launcher.run(
         _grouped,
         (config.programs,),
         TensorDescriptor.from_tensor(rows, [NARROWEST, static.width], layout),
-        TensorDescriptor.from_tensor(words, [32, 64], layout),
+        codes,
         tails,
         steps,
         table,
@@ -206,8 +209,12 @@ def _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, s
     DTYPE: gl.constexpr = out.dtype.element_ty
     first_n = (pn * 2 + HALF) * ROWS
     rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
+    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
+    high = HIGH
+    if S.bits == 8:
+        high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     now = tails_of(tails, gl.to_tensor(0), rn, sizes, S)
-    acc, step = sums(xs, ws, full, empty, tails, now, 0, rn, gl.to_tensor(0), sizes[3], step, 0, sizes, HALF, OPERAND, DTYPE, S)
+    acc, step = sums(xs, ws, full, empty, tails, now, 0, rn, gl.to_tensor(0), sizes[3], step, high, sizes, HALF, OPERAND, DTYPE, S)
     pieces = pieces_of(acc, S)
     for i in gl.static_range(PIECES):
         y = gl.where(known, pieces[i], float("nan"))

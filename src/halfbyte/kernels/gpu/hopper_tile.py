@@ -146,8 +146,8 @@ def ring(xd, wd, S: gl.constexpr):
 
 @gluon.jit
 def load_stage(xd, wd, tails, xs, ws, full, empty, first_m, before, pn, r, step, sizes, S: gl.constexpr):
-    """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `before` rows of wd are in front of the
-    weight."""
+    """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `before` times 128 bytes are in front of
+    the weight."""
     mbarrier.wait(empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
     load_weight(wd, ws, full, before, pn, r, step, sizes, S)
     load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S)
@@ -162,7 +162,8 @@ def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
     to = weight_stage(ws, step, S)
     if S.bits == 8:
         mbarrier.expect(bar, X_BYTES + S.block_n * S.width)
-        tma.async_copy_global_to_shared(wd, [pn * S.block_n, r * S.width], bar, to)
+        row, column = before // sizes[3] + pn * S.block_n, before % sizes[3] * 128 + r * S.width
+        tma.async_copy_global_to_shared(wd, [row, column], bar, to)
     elif r % S.each == S.each - 1:  # with the last of its stages of x: with the first, another record would still be read where it goes
         mbarrier.expect(bar, X_BYTES + S.rows * 128)
         for p in gl.static_range(PANELS):
