@@ -20,8 +20,18 @@ from halfbyte.kernels.gpu.launch import early_after, run
 from halfbyte.kernels.problem import Window
 
 _CHANNELS = 64  # of a program
-_UNROLLED = 16  # places of a window, whose codes are on their way together
+UNROLLED = tl.constexpr(16)  # places of a window, whose codes are on their way together
 _PLACES = 64  # that a program looks at together: outputs, of a mean places of the window
+
+# Of two words of four codes the larger ones: of halves, each the code above, where what is below decides nothing.
+_OF_BYTES = tl.constexpr("""{
+    .reg .b32 a, b;
+    shl.b32 a, $1, 8;
+    shl.b32 b, $2, 8;
+    max.s16x2 a, a, b;
+    max.s16x2 b, $1, $2;
+    prmt.b32 $0, a, b, 0x7351;
+}""")
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
@@ -41,12 +51,14 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
         out,
         outputs,
         (channels, height, width, *out_size),
-        (*kernel, *window.stride, top, left, *window.dilation),
+        (*window.stride, top, left, *window.dilation, *kernel),
         0 if zero is None else zero,
+        TALL=kernel[0] if zero is None else 0,
+        WIDE=kernel[1] if zero is None else 0,
         CHANNELS=_CHANNELS,
         PLACES=_PLACES,
-        SMALL=kernel[0] * kernel[1] if kernel[0] * kernel[1] <= _UNROLLED else 0,
-        EARLY=early,
+        DENSE=window.dilation == (1, 1),
+        HOPPER=early,
         num_warps=4,
         early=early,
     )
@@ -59,15 +71,16 @@ def _first(m, sizes, window):
     _channels, _height, _width, ho, wo = sizes
     row = m // wo
     b = row // ho
-    return b.to(tl.int64), (row - b * ho) * window[2] - window[4], (m - row * wo) * window[3] - window[5]
+    return b.to(tl.int64), (row - b * ho) * window[0] - window[2], (m - row * wo) * window[1] - window[3]
 
 
 @triton.jit
 def _largest(
-    x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr
+    x, out, outputs, sizes, window, zero,
+    TALL: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
-    channels, _height, _width, _ho, _wo = sizes
-    if EARLY:
+    channels, height, width, _ho, _wo = sizes
+    if HOPPER:
         gdc_launch_dependents()
         gdc_wait()
     m = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -76,44 +89,62 @@ def _largest(
     real = (c < channels)[None, :]
     least: tl.constexpr = -128 if x.dtype.element_ty == tl.int8 else float("-inf")
     largest = tl.full((PLACES, CHANNELS), least, x.dtype.element_ty)
-    if SMALL:
-        for place in tl.static_range(SMALL):
-            seen = _seen(x, place, b, y0, x0, c, real, sizes, window, least)
-            largest = tl.maximum(largest, seen, propagate_nan=tl.PropagateNan.ALL)
+    xp = x + (b * (height * width * channels))[:, None] + c[None, :]
+    if TALL * WIDE <= UNROLLED:
+        for place in tl.static_range(TALL * WIDE):
+            largest = _larger(largest, _seen(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
     else:
-        for place in range(window[0] * window[1]):
-            seen = _seen(x, place, b, y0, x0, c, real, sizes, window, least)
-            largest = tl.maximum(largest, seen, propagate_nan=tl.PropagateNan.ALL)
+        for place in range(TALL * WIDE):
+            largest = _larger(largest, _seen(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
     tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & real)
 
 
 @triton.jit
-def _seen(x, place, b, y0, x0, c, real, sizes, window, least: tl.constexpr):
-    """Of a place of the window; `least` where it is outside."""
-    iy = y0 + place // window[1] * window[6]
-    ix = x0 + place % window[1] * window[7]
-    inside = ((iy >= 0) & (iy < sizes[1]) & (ix >= 0) & (ix < sizes[2]))[:, None] & real
-    at = ((b * sizes[1] + iy) * sizes[2] + ix) * sizes[0]
-    numbers = tl.load(x + (at[:, None] + c[None, :]), mask=inside, other=0)
-    return tl.where(inside, numbers, least)  # of four bytes that are read together, `other` is put into one
+def _seen(xp, place, y0, x0, real, sizes, window, least: tl.constexpr, WIDE: tl.constexpr, DENSE: tl.constexpr):
+    """Of a place of the window; where it is outside of the image, of the nearest one inside (DENSE: there is one), or `least`."""
+    channels, height, width, _ho, _wo = sizes
+    iy = y0 + place // WIDE * window[4]
+    ix = x0 + place % WIDE * window[5]
+    if DENSE:
+        iy = tl.minimum(tl.maximum(iy, 0), height - 1)
+        ix = tl.minimum(tl.maximum(ix, 0), width - 1)
+        return tl.load(xp + ((iy * width + ix) * channels)[:, None], mask=real, other=0)
+    else:
+        inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[:, None] & real
+        numbers = tl.load(xp + ((iy * width + ix) * channels)[:, None], mask=inside, other=0)
+        return tl.where(inside, numbers, least)  # of four bytes that are read together, `other` is put into one
+
+
+@triton.jit
+def _larger(a, b, HOPPER: tl.constexpr):
+    """Of each pair; a NaN is."""
+    if HOPPER and a.dtype == tl.int8:
+        return tl.inline_asm_elementwise(_OF_BYTES, "=r,r,r", [a, b], dtype=tl.int8, is_pure=True, pack=4)
+    elif HOPPER and a.dtype == tl.float16:
+        return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2)
+    elif HOPPER:
+        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _mean(
-    x, out, outputs, sizes, window, zero, CHANNELS: tl.constexpr, PLACES: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr
+    x, out, outputs, sizes, window, zero,
+    TALL: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     channels, height, width, _ho, _wo = sizes
-    if EARLY:
+    if HOPPER:
         gdc_launch_dependents()
         gdc_wait()
     m = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     b, y0, x0 = _first(m, sizes, window)
-    count = window[0] * window[1]
+    count = window[6] * window[7]
     total = tl.zeros((CHANNELS,), tl.int32)
     for first in range(0, count, PLACES):
         place = first + tl.arange(0, PLACES)
-        at = ((b * height + y0 + place // window[1] * window[6]) * width + x0 + place % window[1] * window[7]) * channels
+        at = ((b * height + y0 + place // window[7] * window[4]) * width + x0 + place % window[7] * window[5]) * channels
         codes = tl.load(x + (at[:, None] + c[None, :]), mask=(place < count)[:, None] & (c < channels)[None, :], other=0)
         total += tl.sum(codes.to(tl.int32), axis=0)
     mean = tl.div_rn((total - count * zero).to(tl.float32), tl.zeros((CHANNELS,), tl.float32) + count)
