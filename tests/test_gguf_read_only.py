@@ -70,6 +70,12 @@ OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_leng
 OF_GEMMA4 |= {"attention.value_length_swa": 16, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
 OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 16}
 OF_GEMMA4 |= {"final_logit_softcapping": 30.0}
+GRANITE: dict[str, Any] = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 3.0}
+GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "layer_types": ["mamba", "attention", "mamba"]}
+GRANITE |= {"position_embedding_type": "nope", "tie_word_embeddings": True}
+OF_GRANITE = {"embedding_scale": 2.0, "residual_scale": 0.5, "attention.scale": 0.25, "logit_scale": 3.0, "rope.scaling.finetuned": False}
+OF_GRANITE |= {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 1, "ssm.inner_size": 128, "ssm.time_step_rank": 8}
+OF_GRANITE |= {"attention.head_count_kv": [0, 2, 0], "expert_shared_feed_forward_length": 96, "rope.dimension_count": 16}
 # Name of the case: (class of transformers, settings of its config, metadata). llama.cpp takes a DeepSeek-V2 without q_lora_rank for one of
 # 27 layers; that all experts are used keeps routes from depending on its rounding.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -138,6 +144,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0, "attention.head_count_kv": [2, 1, 2, 1]}
         | {"expert_count": 4, "expert_used_count": 4, "expert_feed_forward_length": 32},
     ),
+    "granitehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 96},
+        OF_GRANITE | {"expert_count": 0},
+    ),
+    "granitehybrid, with experts": (
+        "GraniteMoeHybridForCausalLM",
+        GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 32, "shared_intermediate_size": 96},
+        OF_GRANITE | {"expert_count": 4, "expert_used_count": 4, "feed_forward_length": 32},
+    ),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 4, "moe_k": 4, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "tie_word_embeddings": False},
+        {"expert_count": 4, "expert_used_count": 4, "expert_feed_forward_length": 32, "expert_shared_count": 2}
+        | {"expert_shared_feed_forward_length": 64, "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+    ),
     "apertus": ("ApertusForCausalLM", {}, {"rope.dimension_count": 16}),
     "gpt2": ("GPT2LMHeadModel", {}, {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 256}),
 }
@@ -149,7 +171,7 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
     """Writes m.gguf to the folder, its linear layers in Q8_0 if `quantized`; the model in it, whose numbers all matter, and tokens to try
     it with."""
     (kind, settings, numbers), name = CASES[case], case.partition(",")[0]
-    sparse = "expert_count" in numbers
+    sparse = bool(numbers.get("expert_count"))
     architecture = next(a for a in ARCHITECTURES if (a.name, a.model, a.experts is not None) == (name, kind, sparse))
     tokenizer = make_tokenizer()
     cls: Any = getattr(transformers, kind)
@@ -165,10 +187,11 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
             elif tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
         for each, tensor in model.state_dict().items():
-            if quantized and "qwen3" in name and tensor.dim() > 1:  # parts of which are copies
+            if quantized and ("qwen3" in name or "hybrid" in name) and tensor.dim() > 1:  # parts of which are copies
                 tensor.copy_(ops.quantize(tensor, "q8_0").dequantize())
             for place, part in _parts(architecture, each, tensor, older="older" in case):
-                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not any(n in place for n in ("_inp", "conv"))
+                small = "_inp" in place or "conv" in place or place.endswith((".ssm_a", ".ssm_d", "norm.weight"))
+                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not small
                 types[place] = (8 if kept else 0, tuple(part.shape))
                 codes = ops.quantize(part.contiguous(), "q8_0") if kept else None
                 tensors[place] = part.contiguous() if codes is None else to_blocks(codes)
@@ -203,10 +226,22 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     if "qwen3" in architecture.name and (architecture.plus_one or "linear_attn" in name):
         return _of_qwen(architecture, name, tensor)
     places = architecture.to_gguf(name)
+    if architecture.name == "granitehybrid":  # llama.cpp's conversion/mamba.py and granite.py
+        end = name.rpartition(".layers.")[2].partition(".")[2]
+        if end == "shared_mlp.input_linear.weight":
+            shared = "_shexp" * (architecture.experts is not None)
+            places = tuple(f"blk.{name.split('.')[2]}.ffn_{part}{shared}.weight" for part in ("gate", "up"))
+            return list(zip(places, tensor.chunk(2), strict=True))
+        if end in ("mamba.A_log", "mamba.D"):
+            tensor = (-tensor.exp() if end == "mamba.A_log" else tensor)[:, None]
+        elif end in ("mamba.norm.weight", "mamba.conv1d.weight"):
+            tensor = tensor[None] if tensor.dim() == 1 else tensor[:, 0]
+        elif end in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+            tensor = tensor.view(4 if "q_proj" in end else 2, 2, 8, 64).transpose(1, 2).reshape(tensor.shape)
     if architecture.turned and tensor.dim() == 2 and ".h." in name:
         tensor = tensor.T
-    if name.endswith("conv.conv.weight"):
-        tensor = tensor[:, 0]
+    if name.endswith("conv.conv.weight") or "moe_statics" in name:
+        tensor = tensor.squeeze()
     return list(zip(places, tensor.chunk(len(places), dim=min(1, tensor.dim() - 1)), strict=True))
 
 
@@ -248,14 +283,14 @@ def test_a_file_is_the_model(case: str, tmp_path: Path) -> None:
     loaded = load(tmp_path / "m.gguf")
     state = loaded.state_dict()
     assert state.keys() == model.state_dict().keys()
-    # Of Qwen's newer models norms are stored plus one and A as -exp: rounded to 2^-24.
-    tolerance = 2e-6 if "qwen35" in case or "next" in case else 0.0
+    # Of Qwen's newer models norms are stored plus one, and theirs and Granite's A as -exp: rounded to 2^-24.
+    tolerance = 2e-6 if any(part in case for part in ("qwen35", "next", "hybrid")) else 0.0
     assert all(torch.allclose(state[name], tensor, rtol=0, atol=tolerance) for name, tensor in model.state_dict().items())
     assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=50 * tolerance)
     assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == any(part in case for part in ("vl", "qwen35", "gemma4"))
 
 
-@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe", "qwen3next", "qwen35moe"])
+@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe", "qwen3next", "qwen35moe", "granitehybrid, with experts"])
 def test_codes_are_kept(case: str, tmp_path: Path) -> None:
     """All but keys and values from latents, which no codes hold as transformers has them."""
     model, ids = make(case, tmp_path, quantized=True)

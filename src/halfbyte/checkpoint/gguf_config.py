@@ -150,7 +150,24 @@ def _gemma4_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple
     return config, metadata
 
 
-_LAYERS = {"lfm2": _lfm2_layers, "lfm2moe": _lfm2_layers, "gemma4": _gemma4_layers}
+def _granite_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[dict[str, Any], Metadata]:
+    """The same of Granite 4's, which have Mamba 2 where the number of key heads is 0."""
+    kv, inner = f"{name}.{_KV}", _number(metadata, f"{name}.ssm.inner_size", int, needed=True)
+    heads, shared = _by_layer(metadata, kv), _number(metadata, f"{name}.expert_shared_feed_forward_length", int, needed=False)
+    width, count = (_number(metadata, f"{name}.{key}", int, needed=True) for key in ("embedding_length", "ssm.time_step_rank"))
+    if min(inner, width, count) < 1 or inner % width or inner % count:
+        raise CheckpointError(f"the GGUF file has {count} heads of Mamba of {inner} in all, for {width} inputs: it is damaged")
+    config = {
+        "layer_types": ["attention" if each else "mamba" for each in heads],
+        "mamba_expand": inner // width,
+        "mamba_d_head": inner // count,
+        "shared_intermediate_size": shared or _number(metadata, f"{name}.feed_forward_length", int, needed=True),
+        "position_embedding_type": "rope" if metadata.get(f"{name}.rope.scaling.finetuned") is True else "nope",
+    }
+    return config, {**metadata, kv: max(heads)}
+
+
+_LAYERS = {"granitehybrid": _granite_layers, "lfm2": _lfm2_layers, "lfm2moe": _lfm2_layers, "gemma4": _gemma4_layers}
 
 
 def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:

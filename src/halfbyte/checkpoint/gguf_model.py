@@ -49,6 +49,10 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
             continue
         # The gate of the shared expert is a matrix of one row, in the file a vector.
         shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
+        if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):  # in some files of two dimensions
+            shape = (math.prod(shape),)
+        if "moe_statics" in target:
+            shape = (1, *shape)
         if convolves(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
         if architecture.turned and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:

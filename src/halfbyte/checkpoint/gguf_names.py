@@ -79,6 +79,15 @@ _DELTA_SIZES = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 
+# Layers with Mamba 2 for attention, and a dense MLP that all tokens go to, whose gate and up transformers joins.
+_MAMBA = {"ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj"}
+_MAMBA_WHOLE = {"ssm_dt.bias": "mamba.dt_bias", "ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
+_MAMBA_SIZES = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
 
 _GEMMA4 = {
     **_LAYER,
@@ -348,6 +357,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         {**_without(*_MLP), "ffn_gate_inp": "block_sparse_moe.router"}, order=halves, normed=True, sparse="block_sparse_moe.experts",
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, keys=_GRANITE,
     ),
+    Architecture(
+        "granitehybrid", "GraniteMoeHybridForCausalLM", ("granitemoehybrid",),
+        {**_without(*_MLP), **_MAMBA, "ffn_down": "shared_mlp.output_linear"}, order=halves, keys=_GRANITE, sizes=_MAMBA_SIZES,
+        whole=_MAMBA_WHOLE, joined={"shared_mlp.input_linear.weight": ("ffn_gate", "ffn_up")}, settings={"num_local_experts": 0},
+        written=False,
+    ),
+    Architecture(
+        "granitehybrid", "GraniteMoeHybridForCausalLM", ("granitemoehybrid",),
+        {**_without(*_MLP), **_MAMBA, "ffn_gate_inp": "block_sparse_moe.router", "ffn_down_shexp": "shared_mlp.output_linear"},
+        order=halves, normed=True, sparse="block_sparse_moe.experts", keys=_GRANITE, sizes=_MAMBA_SIZES, whole=_MAMBA_WHOLE,
+        experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, written=False,
+        joined={"shared_mlp.input_linear.weight": ("ffn_gate_shexp", "ffn_up_shexp")},
+    ),
     Architecture("phi3", "Phi3ForCausalLM", ("phi3",), {**_LAYER, **_FUSED}, partial=True),
     Architecture("gemma", "GemmaForCausalLM", ("gemma",), _LAYER, plus_one=True),
     Architecture("gemma2", "Gemma2ForCausalLM", ("gemma2",), {**_LAYER, **_FOUR_NORMS}, plus_one=True),
@@ -365,6 +387,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("arcee", "ArceeForCausalLM", ("arcee",), _without("ffn_gate"), order=halves, settings={**_UNBIASED, **_RELU2}),
     Architecture("ernie4_5", "Ernie4_5ForCausalLM", ("ernie4_5",), _LAYER, settings={"use_bias": False}),
+    Architecture(
+        "ernie4_5-moe", "Ernie4_5_MoeForCausalLM", ("ernie4_5_moe",), _SHARING, normed=True, settings={"use_bias": False}, written=False,
+        experts={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        whole={"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+    ),
     Architecture("olmo2", "Olmo2ForCausalLM", ("olmo2",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS}, windowed=False),
     Architecture(
         "olmo2", "Olmo3ForCausalLM", ("olmo3",), {**_without("attn_norm", "ffn_norm"), **_POST_NORMS},
