@@ -146,12 +146,13 @@ def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.devic
     ("name", "activation"), [("int4_g128", "row"), ("int4_g128_zp", "block"), ("q4_0", "block"), ("int8_channel", "row")]
 )
 def test_hopper_with_every_config(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
-    """More tiles than programs or three programs a tile, an odd number of records, and the same bits each time, started early or not."""
+    """More tiles than programs, of 256 rows some halved, or three programs a tile, an odd number of records, and the same bits each time,
+    started early or not."""
     case = Case(name, 300, 448, 2176, torch.bfloat16, activation, device)
     if device.type != "cuda" or gemm_int8_hopper.supports(case.problem, gpu):
         pytest.skip("no Hopper GPU here")
     for config in gemm_int8_hopper.configs(case.problem, gpu):
-        few = replace(config, programs=3)
+        few = replace(config, programs=7)
         y = case.run(gemm_int8_hopper, few)
         case.check(y)
         assert torch.equal(y, case.run(gemm_int8_hopper, replace(few, early=not few.early)))

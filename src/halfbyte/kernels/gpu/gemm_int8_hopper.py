@@ -11,7 +11,7 @@ part of its records: their sums meet in a workspace, and the last to come adds t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -42,13 +42,12 @@ _MEETING_US = 4.5  # that it takes programs to add up the sums of a tile, on an 
 @dataclass(frozen=True)
 class Config:
     """Tiles of 64 * `panels` rows of the weight, a warpgroup each (1 or 2), by block_m of x, `stages` records in flight;
-    `unroll` records of scaled blocks overlap (4: are one chain); `early`: the weight is on its way while x is quantized."""
+    `early`: the weight is on its way while x is quantized. Of tiles of 256 rows of x those left over may be halved (`_halves`)."""
 
     block_m: int
     stages: int
     programs: int
     panels: int = 2
-    unroll: int = 1
     early: bool = False
 
 
@@ -67,30 +66,33 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all waves of tiles."""
-    plan, fmt, found = activations.plan(problem), problem.format, []
+    fmt, found, times = problem.format, [], _record_us(problem, activations.plan(problem).whole)
     geo = gpu_tiles.geometry(fmt, (problem.n, problem.k))
-    if chains(problem):
-        unroll = 4
-    else:  # two records of a tile and all that scales them fit the registers here; 8 bits were faster without
-        unroll = 2 if plan.granule == gpu_tiles.RECORD and fmt.bits == 4 and fmt.zero == "none" and plan.whole_row else 1
-    for (block_m, panels), us in _record_us(problem, plan.whole).items():
+    for (block_m, panels), us in times.items():
         rows = -(-problem.m // block_m)
         tiles = rows * -(-problem.n // (64 * panels))
         waves = -(-tiles // gpu.sms)
-        static = compiled_for(problem, Config(block_m, 1, 1, panels, unroll), clamp=False)
-        stages = min(8, (gpu.shared - (32 << 10)) // static.stage_bytes)
+        stages = min(8, (gpu.shared - (32 << 10)) // compiled_for(problem, Config(block_m, 1, 1, panels), clamp=False).stage_bytes)
         # Programs that start one after the other ask for the same weights at different times.
         early = rows == 1 or (rows == 2 and geo.nbytes <= gpu.l2)
-        found.append((waves * geo.records * us, Config(block_m, stages, -(-tiles // waves), panels, unroll, early)))
+        found.append((waves * geo.records * us, Config(block_m, stages, -(-tiles // waves), panels, early)))
+        if block_m == 256 and _halves(tiles, gpu.sms):
+            halved_us = (waves - 1) * us + times[128, panels]
+            found.append((halved_us * geo.records, Config(block_m, stages, gpu.sms, panels, early)))
         for split in (2, 4):
             if block_m < 256 and tiles * split <= gpu.sms and geo.records >= _LEAST_SHARE * split:
                 # Bytes of a tile lie in rows of K: programs that share it read twice as many places of the memory at once.
                 share_us = -(-geo.records // split) * us * (1.5 if fmt.bits == 8 else 1.0)
-                found.append((share_us + _MEETING_US, Config(block_m, stages, tiles * split, panels, unroll, early)))
+                found.append((share_us + _MEETING_US, Config(block_m, stages, tiles * split, panels, early)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
-def chains(problem: Problem) -> bool:
+def _halves(tiles: int, programs: int) -> bool:
+    """Whether each of the tiles that are left over when all programs have had as many is halved, for two programs."""
+    return tiles > programs and 0 < 2 * (tiles % programs) <= programs
+
+
+def _chained(problem: Problem) -> bool:
     """Whether sums of blocks may lose what chains make them lose (`int8_hopper_tile.py`)."""
     plan, fmt = activations.plan(problem), problem.format
     return plan.whole_row and plan.granule == gpu_tiles.RECORD and fmt.scale == torch.float16 and problem.dtype != torch.float32
@@ -122,8 +124,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         block_m=config.block_m,
         panels=config.panels,
         stages=config.stages,
-        unroll=config.unroll,
-        split=_sharers(problem, config),
+        chained=_chained(problem),
         early=config.early,
         biased=not plan.whole and plan.granule == 32 and fmt.zero == "none" and fmt.scale == torch.float16,
         clamp=clamp,
@@ -149,18 +150,23 @@ def multiply(
     problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
     """The product alone."""
-    geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
+    geo, tiles = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), _tiles_of(problem, config)
+    static = replace(
+        compiled_for(problem, config, clamp=epilogue.clamps),
+        split=_sharers(problem, config),
+        halves=config.block_m == 256 and _halves(tiles, config.programs),
+    )
     rows = weight.codes.view(torch.int8).view(-1, 128) if static.bits == 4 else weight.codes
     scratch = None
     if static.split > 1:
-        scratch = memory.view(torch.int32 if static.whole else torch.float32), locks(out.device, config.panels * _tiles_of(problem, config))
+        scratch = memory.view(torch.int32 if static.whole else torch.float32), locks(out.device, config.panels * tiles)
     # Bytes in tiles of few rows of x are bound by the cache: programs that start one after the other find less in it.
     starts_early = config.early or not static.whole or static.bits == 4 or config.block_m == 256
     by_tma = epilogue.residual is None and out.itemsize == 2 and problem.n % 8 == 0 and out.data_ptr() % 16 == 0
     run(
         _gemm,
         (config.programs,),
-        descriptor(x.q, config.block_m, 128),
+        descriptor(x.q, min(config.block_m, 128), 128),
         descriptor(rows, 8 * static.bits, 128),
         None if static.whole or static.row else descriptor(x.scale, 1, config.block_m),
         None if static.whole or weight.zero is None else descriptor(x.sums, 1, config.block_m),
@@ -225,8 +231,20 @@ def ring(xd, wd, ad, md, sd, S: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
-    """Record r of a tile of the weight (of 4 bits: behind `before` rows of wd), and how many bytes are to come with it in all."""
+def load_tile(xd, wd, ad, md, sd, before, buffers, full, empty, first_m, pn, first, end, stage, phase, sizes, S: gl.constexpr):
+    """Records first … end - 1 of the rows of x from first_m on and of tile pn of the weight; the stage after them. `before`: where the
+    weight begins, in rows of wd (4 bits) and of sd."""
+    for r in range(first, end):
+        mbarrier.wait(empty.index(stage), phase)
+        _load_weight(wd, buffers[1], full, before[0], pn, r, stage, sizes, S)
+        _load_rest(xd, ad, md, sd, buffers, full, before[1], first_m, pn, r, stage, sizes, S)
+        stage, phase = next_stage(stage, phase, S.stages)
+    return stage, phase
+
+
+@gluon.jit
+def _load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
+    """Record r of the weight, and how many bytes are to come with it in all."""
     PANELS: gl.constexpr = S.panels
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
@@ -239,8 +257,8 @@ def load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, sizes, S: gl.constexpr):
-    """Of record r the rows of x from first_m on, and what scales both; the weight's scales are behind `before` rows of sd, 64 in each."""
+def _load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, sizes, S: gl.constexpr):
+    """Record r of x, and what scales both; 64 of the weight's scales are a row of sd."""
     xs, _, a, m, s, _ = buffers
     PANELS: gl.constexpr = S.panels
     PIECES: gl.constexpr = S.pieces
@@ -261,90 +279,39 @@ def load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, size
 
 
 @gluon.jit
-def _tiles(sizes, S: gl.constexpr):
-    """How many there are along M and along N."""
-    return gl.cdiv(sizes[0], S.block_m), gl.cdiv(sizes[1], 64 * S.panels)
-
-
-@gluon.jit
-def _part(sizes, S: gl.constexpr):
-    """Of the records of its tiles the first that this program multiplies, and how many."""
-    first = gl.program_id(0) % S.split * sizes[3] // S.split
-    return first, (gl.program_id(0) % S.split + 1) * sizes[3] // S.split - first
-
-
-@gluon.jit
-def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
-    tiles_m, tiles_n = _tiles(sizes, S)
-    tile = gl.program_id(0) // S.split
-    pm, pn = in_groups(tile, tiles_m, tiles_n)
-    first, count = _part(sizes, S)
-    ahead = gl.minimum(count, S.stages)
-    if not S.early:
-        gdc_wait()
-    for r in range(ahead):
-        load_weight(wd, buffers[1], full, 0, pn, first + r, r, sizes, S)
-    gdc_wait()
-    for r in range(ahead):
-        load_rest(xd, ad, md, sd, buffers, full, 0, pm * S.block_m, pn, first + r, r, sizes, S)
-    stage = gl.where(ahead == S.stages, 0, ahead)
-    phase = gl.where(ahead == S.stages, 0, 1)
-    # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
-    while tile < tiles_m * tiles_n:
-        pm, pn = in_groups(tile, tiles_m, tiles_n)
-        for r in range(first + ahead, first + count):
-            mbarrier.wait(empty.index(stage), phase)
-            load_weight(wd, buffers[1], full, 0, pn, r, stage, sizes, S)
-            load_rest(xd, ad, md, sd, buffers, full, 0, pm * S.block_m, pn, r, stage, sizes, S)
-            stage, phase = next_stage(stage, phase, S.stages)
-        ahead -= ahead
-        tile += gl.num_programs(0) // S.split
-
-
-@gluon.jit
-def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, W: gl.constexpr, S: gl.constexpr):
-    """Warpgroup W: panel W of the tile by all of its rows of x."""
+def multiply_tile(buffers, full, empty, of_x, of_w, to, scratch, tile, m, n, first, count, stage, phase, W: gl.constexpr, S: gl.constexpr):
+    """Warpgroup W: a tile's rows of x, from m on, by 64 rows of the weight, from n on, in `count` records from `first` on; the stage
+    after them. `scratch`: where programs that share tile `tile` leave their sums; `to`: of `_finish_tile`."""
     PART: gl.constexpr = S.part
-    PIECES: gl.constexpr = S.block_m // PART
     MMA: gl.constexpr = S.sums
-    tiles_m, tiles_n = _tiles(sizes, S)
-    to = (yd, ys.index(W), out, None, added, sizes, bounds)
-    stage = 0
-    phase = 0
-    first, count = _part(sizes, S)
-    gdc_wait()
-    for tile in range(gl.program_id(0) // S.split, tiles_m * tiles_n, gl.num_programs(0) // S.split):
-        pm, pn = in_groups(tile, tiles_m, tiles_n)
-        n = (pn * S.panels + W) * 64
-        m = pm * S.block_m
-        rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
-        # What the sums will be multiplied by is on its way while products are added up.
-        by_x = row_scale(of_x, m, S)
-        by_w = of_w[0]
-        if S.whole:
-            by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
-            acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, count, W, S)
-            if PART == S.block_m:
-                pieces = (acc,)
-            else:
-                pieces = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
+    sizes = to[5]
+    rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
+    # What the sums will be multiplied by is on its way while products are added up.
+    if PART == S.block_m:
+        by_x = (_row_scale(of_x, m, S),)
+    else:
+        by_x = (_row_scale(of_x, m, S), _row_scale(of_x, m + PART, S))  # type: ignore[assignment]
+    by_w = of_w[0]
+    if S.whole:
+        by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
+        acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, count, W, S)
+        if PART == S.block_m:
+            pieces = (acc,)
         else:
-            left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, first, count, (of_w[1], rn, sizes[2]), W, S)
-            pieces = (left, right)  # type: ignore[assignment]
-        ready = True
-        if S.split > 1:
-            ready = _leave(pieces, scratch, tile, W, S)
-        if ready:
-            for i in gl.static_range(PIECES):
-                total = pieces[i]
-                if S.split > 1:
-                    total = _add_up(scratch, tile, i, W, S)
-                by_row = by_x
-                if i > 0:
-                    by_row = row_scale(of_x, m + PART, S)
-                finish_tile(total, by_row, by_w, of_x, of_w, rn, to, n, m + i * PART, S)
-    if yd is not None:
-        tma.store_wait(0)
+            pieces = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
+    else:
+        left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, first, count, (of_w[1], rn, sizes[2]), W, S)
+        pieces = (left, right)  # type: ignore[assignment]
+    ready = True
+    if S.split > 1:
+        ready = _leave(pieces, scratch, tile, W, S)
+    if ready:
+        for i in gl.static_range(S.block_m // PART):
+            total = pieces[i]
+            if S.split > 1:
+                total = _add_up(scratch, tile, i, W, S)
+            _finish_tile(total, by_x[i], by_w, of_x, of_w, rn, to, n, m + i * PART, S)
+    return stage, phase
 
 
 @gluon.jit
@@ -386,7 +353,7 @@ def _add_up(scratch, tile, PIECE: gl.constexpr, W: gl.constexpr, S: gl.constexpr
 
 
 @gluon.jit
-def row_scale(of_x, first, S: gl.constexpr):
+def _row_scale(of_x, first, S: gl.constexpr):
     """The scales of the rows of x from `first` on whose sums are finished together, [1, part]."""
     PART: gl.constexpr = S.part
     MMA: gl.constexpr = S.sums
@@ -397,7 +364,7 @@ def row_scale(of_x, first, S: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.constexpr):
+def _finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.constexpr):
     """Integers of all of K, or scaled sums of blocks, [64, part] -> y.
 
     to   descriptor of y and shared memory for it, or None; y, and None or where its rows' numbers stand, how many there are, and whether
@@ -441,6 +408,88 @@ def finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.c
         at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
         y = finish(gl.convert_layout(total, OUT), added, rn, rm, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, mask)
         gl.store(out + at, y, mask=mask)
+
+
+@gluon.jit
+def _tiles(sizes, S: gl.constexpr):
+    """How many there are along M and along N, and how many of all programs multiply whole."""
+    tiles_m = gl.cdiv(sizes[0], S.block_m)
+    tiles_n = gl.cdiv(sizes[1], 64 * S.panels)
+    whole = tiles_m * tiles_n
+    if S.halves:
+        whole -= whole % gl.num_programs(0)
+    return tiles_m, tiles_n, whole
+
+
+@gluon.jit
+def _half(sizes, S: gl.constexpr):
+    """The half of a tile left over that this program multiplies: whether there is one, its first row of x, and its place along N."""
+    tiles_m, tiles_n, whole = _tiles(sizes, S)
+    pm, pn = in_groups(gl.minimum(whole + gl.program_id(0) // 2, tiles_m * tiles_n - 1), tiles_m, tiles_n)
+    first = pm * S.block_m + gl.program_id(0) % 2 * (S.block_m // 2)
+    return gl.program_id(0) < 2 * (tiles_m * tiles_n - whole), first, pn
+
+
+@gluon.jit
+def _part(sizes, S: gl.constexpr):
+    """Of the records of its tiles the first that this program multiplies, and how many."""
+    first = gl.program_id(0) % S.split * sizes[3] // S.split
+    return first, (gl.program_id(0) % S.split + 1) * sizes[3] // S.split - first
+
+
+@gluon.jit
+def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
+    tiles_m, tiles_n, whole = _tiles(sizes, S)
+    tile = gl.program_id(0) // S.split
+    pm, pn = in_groups(tile, tiles_m, tiles_n)
+    first, count = _part(sizes, S)
+    ahead = gl.minimum(count, S.stages)
+    if not S.early:
+        gdc_wait()
+    for r in range(ahead):
+        _load_weight(wd, buffers[1], full, 0, pn, first + r, r, sizes, S)
+    gdc_wait()
+    for r in range(ahead):
+        _load_rest(xd, ad, md, sd, buffers, full, 0, pm * S.block_m, pn, first + r, r, sizes, S)
+    stage = gl.where(ahead == S.stages, 0, ahead)
+    phase = gl.where(ahead == S.stages, 0, 1)
+    # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
+    while tile < whole:
+        pm, pn = in_groups(tile, tiles_m, tiles_n)
+        stage, phase = load_tile(
+            xd, wd, ad, md, sd, (0, 0), buffers, full, empty, pm * S.block_m, pn, first + ahead, first + count, stage, phase, sizes, S
+        )
+        ahead -= ahead
+        tile += gl.num_programs(0) // S.split
+    if S.halves:
+        HALVED: gl.constexpr = S.halved
+        there, m, pn = _half(sizes, S)
+        if there:
+            load_tile(xd, wd, ad, md, sd, (0, 0), buffers, full, empty, m, pn, 0, sizes[3], stage, phase, sizes, HALVED)
+
+
+@gluon.jit
+def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, sizes, bounds, W: gl.constexpr, S: gl.constexpr):
+    tiles_m, tiles_n, whole = _tiles(sizes, S)
+    to = (yd, ys.index(W), out, None, added, sizes, bounds)
+    stage = 0
+    phase = 0
+    first, count = _part(sizes, S)
+    gdc_wait()
+    for tile in range(gl.program_id(0) // S.split, whole, gl.num_programs(0) // S.split):
+        pm, pn = in_groups(tile, tiles_m, tiles_n)
+        n = (pn * S.panels + W) * 64
+        stage, phase = multiply_tile(
+            buffers, full, empty, of_x, of_w, to, scratch, tile, pm * S.block_m, n, first, count, stage, phase, W, S
+        )  # fmt: skip
+    if S.halves:
+        HALVED: gl.constexpr = S.halved
+        there, m, pn = _half(sizes, S)
+        if there:
+            n = (pn * S.panels + W) * 64
+            multiply_tile(buffers, full, empty, of_x, of_w, to, scratch, 0, m, n, 0, sizes[3], stage, phase, W, HALVED)
+    if yd is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M"])

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
-from halfbyte.kernels.gpu.gemm_int8_hopper import Config, descriptor, finish_tile, load_rest, load_weight, ring, row_scale
+from halfbyte.kernels.gpu.gemm_int8_hopper import Config, compiled_for, descriptor, load_tile, multiply_tile, ring
 from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, tile_of, tiles_of
-from halfbyte.kernels.gpu.hopper import next_stage
-from halfbyte.kernels.gpu.int8_hopper_tile import Static, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -50,26 +47,21 @@ def _linear(problem: Problem) -> Problem:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first."""
     linear = _linear(problem)
-    unroll = 4 if gemm_int8_hopper.chains(linear) else 1
     sizes = (128, 64)
     if activations.plan(linear).whole:
         sizes = (256, 128) if problem.m > _MANY_ROWS * problem.experts else (128, 256)
     found = []
     for block_m in sizes:
-        one = Config(block_m, 1, gpu.sms, 2, unroll)
-        stages = min(8, (gpu.shared - (32 << 10)) // _static(linear, one).stage_bytes)
+        one = Config(block_m, 1, gpu.sms)
+        stages = min(8, (gpu.shared - (32 << 10)) // compiled_for(linear, one, clamp=False).stage_bytes)
         found.append(replace(one, stages=stages))
     return tuple(found)
-
-
-def _static(linear: Problem, config: Config) -> Static:
-    return replace(gemm_int8_hopper.compiled_for(linear, config, clamp=False), split=1)
 
 
 def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
     """As `grouped.launch`."""
     experts, n, k, linear = problem.experts, problem.n, problem.k, _linear(problem)
-    geo, static = gpu_tiles.geometry(problem.format, (n, k)), _static(linear, config)
+    geo, static = gpu_tiles.geometry(problem.format, (n, k)), compiled_for(linear, config, clamp=False)
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST, _ALIGNED)
     plan = activations.plan(replace(linear, m=len(table[0])))
     memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=out.device)
@@ -123,19 +115,9 @@ def _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, st
         if count <= S.block_m // 2:
             stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, HALVED)
         else:
-            stage, phase = _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S)
+            stage, phase = load_tile(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, 0, sizes[3], stage, phase, sizes, S)
     else:
-        stage, phase = _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S)
-    return stage, phase
-
-
-@gluon.jit
-def _load_all(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, stage, phase, sizes, S: gl.constexpr):
-    for r in range(sizes[3]):
-        mbarrier.wait(empty.index(stage), phase)
-        load_weight(wd, buffers[1], full, before[0], pn, r, stage, sizes, S)
-        load_rest(xd, ad, md, sd, buffers, full, before[1], first, pn, r, stage, sizes, S)
-        stage, phase = next_stage(stage, phase, S.stages)
+        stage, phase = load_tile(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, 0, sizes[3], stage, phase, sizes, S)
     return stage, phase
 
 
@@ -151,45 +133,21 @@ def _consume(buffers, full, empty, of_x, of_w, steps, table, out, bias, experts,
         if bias is not None:
             added = (bias + at * sizes[1], None)
         to = (None, None, out, (table[0], first + count, e < experts), added, sizes, (0.0, 0.0))
-        stage, phase = _multiply(buffers, full, empty, of_x, mine, to, first, count, pn, stage, phase, W, S)
+        n = (pn * S.panels + W) * 64
+        stage, phase = _multiply(buffers, full, empty, of_x, mine, to, first, count, n, stage, phase, W, S)
 
 
 @gluon.jit
-def _multiply(buffers, full, empty, of_x, of_w, to, first, count, pn, stage, phase, W: gl.constexpr, S: gl.constexpr):
-    """A tile as `_load` has it: warpgroup W's panel."""
+def _multiply(buffers, full, empty, of_x, of_w, to, first, count, n, stage, phase, W: gl.constexpr, S: gl.constexpr):
+    """A tile as `_load` has it: warpgroup W's panel, from row n of the weight on."""
     HALVED: gl.constexpr = S.halved
     if S.block_m > 64:
         if count <= S.block_m // 2:
-            stage, phase = _multiply(buffers, full, empty, of_x, of_w, to, first, count, pn, stage, phase, W, HALVED)
+            stage, phase = _multiply(buffers, full, empty, of_x, of_w, to, first, count, n, stage, phase, W, HALVED)
         else:
-            stage, phase = _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W, S)
+            stage, phase = multiply_tile(buffers, full, empty, of_x, of_w, to, None, 0, first, n, 0, to[5][3], stage, phase, W, S)
     else:
-        stage, phase = _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W, S)
-    return stage, phase
-
-
-@gluon.jit
-def _multiply_all(buffers, full, empty, of_x, of_w, to, first, pn, stage, phase, W: gl.constexpr, S: gl.constexpr):
-    PART: gl.constexpr = S.part
-    MMA: gl.constexpr = S.sums
-    sizes = to[5]
-    n = (pn * S.panels + W) * 64
-    rn = gl.minimum(n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
-    by_x = row_scale(of_x, first, S)
-    by_w = of_w[0]
-    if S.whole:
-        by_w = gl.expand_dims(gl.load(of_w[0] + rn).to(gl.float32), 1)
-        acc, stage, phase = sum_whole(buffers, full, empty, stage, phase, sizes[3], W, S)
-    else:
-        left, right, stage, phase = sum_blocks(buffers, full, empty, stage, phase, 0, sizes[3], (of_w[1], rn, sizes[2]), W, S)
-    if PART == S.block_m:
-        finish_tile(acc, by_x, by_w, of_x, of_w, rn, to, n, first, S)
-    else:
-        if S.whole:
-            left, right = gl.split(acc.reshape([64, 2, PART]).permute([0, 2, 1]))
-        by_right = row_scale(of_x, first + PART, S)
-        finish_tile(left, by_x, by_w, of_x, of_w, rn, to, n, first, S)
-        finish_tile(right, by_right, by_w, of_x, of_w, rn, to, n, first + PART, S)
+        stage, phase = multiply_tile(buffers, full, empty, of_x, of_w, to, None, 0, first, n, 0, to[5][3], stage, phase, W, S)
     return stage, phase
 
 

@@ -43,11 +43,12 @@ class Static:
     block_m: int
     panels: int
     stages: int
-    unroll: int
-    split: int  # programs that share a tile
+    chained: bool  # blocks of four records are a chain
     early: bool
     biased: bool  # sums of blocks start with a product of constants
     clamp: bool
+    split: int = 1  # programs that share a tile
+    halves: bool = False  # of the tiles left over
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
     @property
@@ -219,27 +220,19 @@ def sum_blocks(buffers, full, empty, stage, phase, first, count, zeros, W: gl.co
     left = gl.zeros([64, PART], gl.float32, layout=MMA)
     right = left
     end = first + count
-    whole = first + count // S.unroll * S.unroll
-    for r in range(first, whole, S.unroll):
-        left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, S.unroll, S)
-    if S.unroll > 1:
+    if S.chained:
+        whole = first + count // 4 * 4
+        for r in range(first, whole, 4):
+            left, right, stage, phase = _add_chain(buffers, full, empty, stage, phase, r, left, right, zeros, W, 4, S)
         for r in range(whole, end):
-            left, right, stage, phase = _add(buffers, full, empty, stage, phase, r, left, right, zeros, W, 1, S)
-    if S.unroll == 4 or S.biased:
+            left, right, stage, phase = _add_chain(buffers, full, empty, stage, phase, r, left, right, zeros, W, 1, S)
+    else:
+        for r in range(first, end):
+            left, right, stage, phase = _add_record(buffers, full, empty, stage, phase, r, left, right, zeros, W, S)
+    if S.chained or S.biased:
         left *= _UP
         right *= _UP
     return left, right, stage, phase
-
-
-@gluon.jit
-def _add(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr):
-    """Adds COUNT records from r on."""
-    if S.granule < 128:
-        return _add_short(buffers, full, empty, stage, phase, r, left, right, zeros, W, S)
-    elif S.unroll == 4:
-        return _add_chain(buffers, full, empty, stage, phase, r, left, right, zeros, W, COUNT, S)
-    else:
-        return _add_records(buffers, full, empty, stage, phase, r, left, right, zeros, W, COUNT, S)
 
 
 @gluon.jit
@@ -252,12 +245,13 @@ def _release(bar, READ: gl.constexpr):
 
 
 @gluon.jit
-def _add_short(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, S: gl.constexpr):
-    """Adds a record of blocks of 32 or 64."""
+def _add_record(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, S: gl.constexpr):
+    """Adds a record: before the integers of one half become floats, the wgmma of the other have started."""
     xs, ws, a, m, s, constant = buffers
     HALF: gl.constexpr = S.part
     PIECES: gl.constexpr = S.pieces
     GROUPS: gl.constexpr = 2 if S.biased or (S.bits == 4 and S.granule > 32) else 1  # of wgmma, a half and a granule
+    LATE: gl.constexpr = PIECES > 1 or S.zero != 0 or not S.row
     OPERAND: gl.constexpr = S.operand
     bias = (gl.full([64, 32], -128, gl.int8, layout=OPERAND), constant.slice(0, HALF, dim=0).slice(0, 32, dim=1).permute([1, 0]))
     mbarrier.wait(full.index(stage), phase)
@@ -279,48 +273,9 @@ def _add_short(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.
             pr = _start(xr, w, pr if S.biased else _fresh(left, S), bias, j + 1, S)
         else:
             pr = warpgroup_mma_wait(0, deps=[pr])
-            _release(empty.index(stage), True)
+            _release(empty.index(stage), LATE)
             right = _fold(right, pr, of_w, of_r, S)
     stage, phase = next_stage(stage, phase, S.stages)
-    return left, right, stage, phase
-
-
-@gluon.jit
-def _add_records(
-    buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
-    """Adds COUNT records, blocks of their own: before the integers of one half become floats, the wgmma of the other have started, the next
-    record's too. (Around a loop ptxas would have them wait for each other.)"""
-    xs, ws, a, m, s, _ = buffers
-    HALF: gl.constexpr = S.part
-    GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half and a record
-    LATE: gl.constexpr = S.zero != 0 or not S.row
-    mbarrier.wait(full.index(stage), phase)
-    w = _weight(ws.index(stage * S.panels + W), S)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), (), 0, S)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), (), 0, S)
-    for i in gl.static_range(COUNT):
-        of_w = _of_weight(s.index(stage * S.panels + W), zeros, r + i, S)
-        of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, S)
-        of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, S)
-        done = empty.index(stage)
-        stage, phase = next_stage(stage, phase, S.stages)
-        if i + 1 < COUNT:
-            mbarrier.wait(full.index(stage), phase)
-            w = _weight(ws.index(stage * S.panels + W), S)
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, S)
-            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), (), 0, S)
-            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            _release(done, LATE)
-            right = _fold(right, pr, of_w, of_r, S)
-            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), (), 0, S)
-        else:
-            pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-            left = _fold(left, pl, of_w, of_l, S)
-            pr = warpgroup_mma_wait(0, deps=[pr])
-            _release(done, LATE)
-            right = _fold(right, pr, of_w, of_r, S)
     return left, right, stage, phase
 
 
@@ -328,7 +283,8 @@ def _add_records(
 def _add_chain(
     buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """As `_add_records`, of a chain of COUNT <= 4 records, and as 2^-38 of themselves."""
+    """As `_add_record`, COUNT <= 4 of them as one chain, and as 2^-38 of themselves. The next record's wgmma start, too. (Around a loop
+    ptxas would have them wait for each other.)"""
     xs, ws, _a, m, s, _ = buffers
     HALF: gl.constexpr = S.part
     GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half and a record
