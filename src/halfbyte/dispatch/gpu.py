@@ -85,6 +85,10 @@ GPU_LINEAR = (
         "rounded", "int8", "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
         _hopper_tiles, floats="gemm_hopper",
     ),
+    GpuCandidate(
+        "skinny_rounded", "int8", "skinny_rounded", "activations quantized and made floats again in a first pass, then as skinny_hopper",
+        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="skinny_hopper",
+    ),
 )  # fmt: skip
 GPU_GROUPED = (
     GpuCandidate(

@@ -134,6 +134,7 @@ COST_MODELS = {
     "skinny_int8_hopper": CostModel(0.90, 2.00, 1.5e-6, norm=2, floats=False, hides=64),
     "gemm_int8_hopper": CostModel(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
     "rounded": CostModel(0.90, 1.08, 9e-6, norm=2),
+    "skinny_rounded": CostModel(0.90, 3.10, 2.4e-6, norm=1),
 }
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
 # Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).

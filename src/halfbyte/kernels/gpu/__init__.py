@@ -8,7 +8,8 @@ Starting kernels
 Linear layers: docs/gpu-kernels.md says which one is taken when
   skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles
   gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile
-  gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py, rounded.py    integers; int8_hopper_tile.py: the third's tile
+  gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py    integers; int8_hopper_tile.py: the third's tile
+  skinny_rounded.py, rounded.py                               integers, multiplied as floats
   grouped.py, grouped_hopper.py, grouped_int8_hopper.py, grouped_dequantized.py    experts
   qlinear.py       int8 codes in and out
   quantize.py, dequantize.py, activations.py             numbers to codes and back; decode.py: bytes to floats in registers

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch
-from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
+from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -165,6 +165,19 @@ def quantize_activation(
     early   start before the kernel before has ended, and let the next one do so: from Hopper on
     """
     out = views(plan, memory)
+    _run(x, plan, (order, share), (out.q, out.scale, out.sums, out.offset), None, early)
+    return out
+
+
+def round_activation(x: Tensor, plan: Plan, out: Tensor, *, early: bool = False) -> None:
+    """x [m, k] as `quantize_activation` has it, as floats again -> out [m, k], contiguous."""
+    _run(x, plan, (None, 1), (None, None, None, None), out, early)
+
+
+def _run(
+    x: Tensor, plan: Plan, source: tuple[Tensor | None, int], parts: tuple[Tensor | None, ...], floats: Tensor | None, early: bool
+) -> None:
+    order, share = source
     single = not plan.whole_row and plan.padded == plan.granule
     # Granules of one program: some whole groups of one granule, or all of one group's.
     group = plan.granules if plan.whole_row else 1 if single else plan.padded // plan.granule
@@ -179,10 +192,8 @@ def quantize_activation(
         (plan.m, programs),
         x,
         order,
-        out.q,
-        out.scale,
-        out.sums,
-        out.offset,
+        *parts,
+        floats,
         plan.columns,
         share,
         plan.k,
@@ -202,7 +213,6 @@ def quantize_activation(
         num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 else 1024))),
         early=early,
     )
-    return out
 
 
 def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
@@ -274,12 +284,12 @@ def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr)
 
 @triton.jit
 def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
-    """Some elements of some granules: values float32 [len(granule), len(column)], and which of them exist."""
+    """Some elements of some granules: values float32 [len(granule), len(column)], which of them exist, and where."""
     start = granule * G
     within = (start % padded)[:, None] + column[None, :]
     at = (start // padded)[:, None] * block + within
     real = (granule < end)[:, None] & (within < block) & (at < k)
-    return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real
+    return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real, at
 
 
 @triton.jit
@@ -307,8 +317,14 @@ def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def _write(out, at, real, c, step, middle):
+    """Codes as floats."""
+    tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def _quantize(
-    x, order, q, scale, sums, offset, columns, share, k, granules, stride, block, padded, group,
+    x, order, q, scale, sums, offset, floats, columns, share, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -325,16 +341,15 @@ def _quantize(
             return
         source = (pair // share).to(tl.int64)
     x += source * stride
-    q += row * (granules * G)
     g = first + tl.arange(0, HELD)
     column0 = _columns(0, G, NIBBLES)
     column1 = _columns(1, G, NIBBLES)
-    v0, real0 = _read(x, g, end, k, block, padded, column0, G)
-    v1, real1 = _read(x, g, end, k, block, padded, column1, G)
+    v0, real0, at0 = _read(x, g, end, k, block, padded, column0, G)
+    v1, real1, at1 = _read(x, g, end, k, block, padded, column1, G)
     most, lo, hi = _extremes(v0, v1, real0, real1, WITH_OFFSET)
     for chunk in tl.range(1, CHUNKS):
-        v0, real0 = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
-        v1, real1 = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
+        v0, real0, at0 = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
+        v1, real1, at1 = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
         more, lower, higher = _extremes(v0, v1, real0, real1, WITH_OFFSET)
         most = tl.maximum(most, more)
         lo = tl.minimum(lo, lower)
@@ -354,7 +369,9 @@ def _quantize(
         middle = tl.zeros_like(most).to(tl.float32)
         reach = most.to(tl.float32, bitcast=True)
     step, inverse, middle = scale_of(reach, middle, most < 0x7F800000)
-    if SINGLE:
+    if floats is not None:
+        floats += row * k
+    elif SINGLE:
         tl.store(scale + g * columns + row, step, mask=g < end)
         if WITH_OFFSET:
             tl.store(offset + g * columns + row, middle, mask=g < end)
@@ -367,17 +384,21 @@ def _quantize(
     for chunk in tl.range(0, CHUNKS):
         gc = g + chunk * HELD
         if CHUNKS > 1:
-            v0, real0 = _read(x, gc, end, k, block, padded, column0, G)
-            v1, real1 = _read(x, gc, end, k, block, padded, column1, G)
+            v0, real0, at0 = _read(x, gc, end, k, block, padded, column0, G)
+            v1, real1, at1 = _read(x, gc, end, k, block, padded, column1, G)
         c0 = _codes(v0, real0, step, middle, inverse, WITH_OFFSET)
         c1 = _codes(v1, real1, step, middle, inverse, WITH_OFFSET)
-        part = tl.sum(c0 + c1, axis=1)
-        total += part
-        if not WHOLE:
-            tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
-        at = gc[:, None] * G + tl.arange(0, G)[None, :]
-        tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
-    if WHOLE:
+        if floats is not None:
+            _write(floats, at0, real0, c0, step, middle)
+            _write(floats, at1, real1, c1, step, middle)
+        else:
+            part = tl.sum(c0 + c1, axis=1)
+            total += part
+            if not WHOLE:
+                tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
+            at = row * (granules * G) + gc[:, None] * G + tl.arange(0, G)[None, :]
+            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
+    if WHOLE and floats is None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
 
 

@@ -59,8 +59,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"{problem.m} rows do not fill its tiles: from {least} on"
     if plan.with_offset:
         return "an x with an offset takes the sums of the weight's codes, which it does not read"
-    if not plan.whole and plan.padded > gpu_tiles.RECORD:
-        return f"blocks of {plan.padded} are longer than the {gpu_tiles.RECORD} whose sums are exact as float32"
+    if not plan.whole and plan.padded != gpu_tiles.RECORD:
+        return f"blocks are {gpu_tiles.RECORD} elements, whose sums are exact as float32 and long enough to scale each, not {plan.padded}"
     return None
 
 
@@ -95,7 +95,7 @@ def _halves(tiles: int, programs: int) -> bool:
 def _chained(problem: Problem) -> bool:
     """Whether sums of blocks may lose what chains make them lose (`int8_hopper_tile.py`)."""
     plan, fmt = activations.plan(problem), problem.format
-    return plan.whole_row and plan.granule == gpu_tiles.RECORD and fmt.scale == torch.float16 and problem.dtype != torch.float32
+    return plan.whole_row and not plan.whole and fmt.scale == torch.float16 and problem.dtype != torch.float32
 
 
 def _record_us(problem: Problem, whole: bool) -> dict[tuple[int, int], float]:
@@ -120,13 +120,11 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         scale_bytes=fmt.scale.itemsize,
         whole=plan.whole,
         row=plan.whole_row,
-        granule=plan.granule,
         block_m=config.block_m,
         panels=config.panels,
         stages=config.stages,
         chained=_chained(problem),
         early=config.early,
-        biased=not plan.whole and plan.granule == 32 and fmt.zero == "none" and fmt.scale == torch.float16,
         clamp=clamp,
     )
 
@@ -207,27 +205,22 @@ def ring(xd, wd, ad, md, sd, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     PANELS: gl.constexpr = S.panels
     BM: gl.constexpr = S.block_m
-    PIECES: gl.constexpr = S.pieces
     LINES: gl.constexpr = 8 * S.bits
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], xd.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES * PANELS, LINES, 128], wd.layout)
     a = xs  # what is not there is not read
     m = xs
     s = xs
-    constant = xs.index(0)
     if ad is not None:
-        a = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], ad.layout)
+        a = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], ad.layout)
     if md is not None:
-        m = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, BM], md.layout)
+        m = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], md.layout)
     if sd is not None:
-        s = gl.allocate_shared_memory(sd.dtype, [STAGES * PANELS * PIECES, 1, 64], sd.layout)
-    if S.biased:
-        constant = gl.allocate_shared_memory(gl.int8, [BM, 32], gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2))
-        constant.store(gl.full([BM, 32], -128, gl.int8, layout=gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])))
+        s = gl.allocate_shared_memory(sd.dtype, [STAGES * PANELS, 1, 64], sd.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, PANELS)
     fence_async_shared()
-    return (xs, ws, a, m, s, constant), full, empty
+    return (xs, ws, a, m, s), full, empty
 
 
 @gluon.jit
@@ -259,23 +252,20 @@ def _load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
 @gluon.jit
 def _load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, sizes, S: gl.constexpr):
     """Record r of x, and what scales both; 64 of the weight's scales are a row of sd."""
-    xs, _, a, m, s, _ = buffers
+    xs, _, a, m, s = buffers
     PANELS: gl.constexpr = S.panels
-    PIECES: gl.constexpr = S.pieces
     BOX: gl.constexpr = xd.block_shape[0]
     bar = full.index(stage)
     for i in gl.static_range(S.block_m // BOX):
         tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * 128], bar, xs.index(stage).slice(i * BOX, BOX, dim=0))
-    for j in gl.static_range(PIECES):
-        row = r * PIECES + j
-        if ad is not None:
-            tma.async_copy_global_to_shared(ad, [row, first_m], bar, a.index(stage * PIECES + j))
-        if md is not None:
-            tma.async_copy_global_to_shared(md, [row, first_m], bar, m.index(stage * PIECES + j))
-        for p in gl.static_range(PANELS):
-            if sd is not None:
-                at = (stage * PANELS + p) * PIECES + j
-                tma.async_copy_global_to_shared(sd, [before + row * (sizes[2] // 64) + pn * PANELS + p, 0], bar, s.index(at))
+    if ad is not None:
+        tma.async_copy_global_to_shared(ad, [r, first_m], bar, a.index(stage))
+    if md is not None:
+        tma.async_copy_global_to_shared(md, [r, first_m], bar, m.index(stage))
+    for p in gl.static_range(PANELS):
+        if sd is not None:
+            row = before + r * (sizes[2] // 64) + pn * PANELS + p
+            tma.async_copy_global_to_shared(sd, [row, 0], bar, s.index(stage * PANELS + p))
 
 
 @gluon.jit

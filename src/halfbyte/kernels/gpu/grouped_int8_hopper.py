@@ -34,9 +34,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"it reads 4 bits, not {problem.format.bits}"
     if problem.m < LEAST_ROWS * problem.experts:
         return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
-    plan = activations.plan(_linear(problem))
-    if plan.granule < gpu_tiles.RECORD:
-        return f"blocks of {plan.granule} are scaled more often than is fast: from {gpu_tiles.RECORD} on"
     return gemm_int8_hopper.supports(_linear(problem), gpu)
 
 

@@ -5,13 +5,10 @@ Where blocks are scaled, the integers of one half of the rows of x become floats
 other warpgroups), as `gemm_int8.py` has it: without I2F. With a scale of 11 bits s, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 * s) is
 s * C, rounded once: the product in front is exact.
 
-In blocks of 32 there is one such step for each wgmma, so what bounds them is instructions. There one wgmma more, of constants, starts
-the sum at 32 * -128 * -128 = 2^19 >= |C|, which no instruction has to write into 32 registers: the bits of a nonnegative integer p
-are the float p * 2^-149. So sums are kept as 2^-38 of themselves, and those under 2^-88 lose bits.
-
-Blocks of 128 are bound by instructions, too. Where a row of x has one scale, four of them are a chain: their integers C_i, |C_i| < 2^21,
-are added up without a new start, A_i = 2^23 + C_1 + ... + C_i, and sum(s_i * C_i) = sum(A_i * (s_i - s_(i+1))) - 2^23 * s_1 with
-s_5 = 0: one instruction for each, and no start but the first. float32 sums beside 2^24 * s_i lose what `reference.error_bound` says.
+What bounds them is instructions. Where a row of x has one scale, four blocks are a chain: their integers C_i, |C_i| < 2^21, are added up
+without a new start, A_i = 2^23 + C_1 + ... + C_i, and sum(s_i * C_i) = sum(A_i * (s_i - s_(i+1))) - 2^23 * s_1 with s_5 = 0: one
+instruction for each, and no start but the first. The bits of a nonnegative integer p < 2^24 are the float p * 2^-149, so sums are kept
+as 2^-38 of themselves, and those under 2^-88 lose bits. float32 sums beside 2^24 * s_i lose what `reference.error_bound` says.
 """
 
 from __future__ import annotations
@@ -23,10 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
-from halfbyte.kernels.gpu.gemm_int8 import HALVES, PLANES
+from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper import next_stage
 
-_FROM_BITS, _START, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-19), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(19 - 38) …
+_FROM_BITS, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(23 - 38)
 _DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
 
 
@@ -39,13 +36,11 @@ class Static:
     scale_bytes: int
     whole: bool  # a product is one sum of integers
     row: bool  # a row of x has one scale
-    granule: int
     block_m: int
     panels: int
     stages: int
     chained: bool  # blocks of four records are a chain
     early: bool
-    biased: bool  # sums of blocks start with a product of constants
     clamp: bool
     split: int = 1  # programs that share a tile
     halves: bool = False  # of the tiles left over
@@ -72,17 +67,12 @@ class Static:
         return self.block_m * self.panels <= (256 if self.bits == 4 else 128)
 
     @property
-    def pieces(self) -> int:
-        """Blocks of a record."""
-        return 128 // self.granule
-
-    @property
     def stage_bytes(self) -> int:
-        """Bytes of a record of both operands, and of the scales and sums of its blocks."""
+        """Bytes of a record of both operands, and of what scales it."""
         total = 128 * self.block_m + 1024 * self.bits * self.panels
         if not self.whole:
             of_row = 4 * ((not self.row) + (self.zero != 0))
-            total += self.pieces * (of_row * (self.room or self.block_m) + self.scale_bytes * 64 * self.panels)
+            total += of_row * (self.room or self.block_m) + self.scale_bytes * 64 * self.panels
         return total
 
     @property
@@ -97,39 +87,16 @@ class Static:
 
 @gluon.jit
 def _weight(ws, S: gl.constexpr):
-    """A panel's record in registers, as wgmma takes it: of 8 bits its granules, of 4 bits 16 * (u - 8), of the low and of the high
-    nibbles [64, 64] each, or for short blocks of its four planes of 32 k [64, 32]."""
-    OPERAND: gl.constexpr = S.operand
-    if S.bits == 4 and S.granule == 128:
+    """A panel's record as wgmma takes it: bytes where they are, and of 4 bits in registers 16 * (u - 8), of the low and of the high nibbles
+    [64, 64] each."""
+    if S.bits == 4:
+        OPERAND: gl.constexpr = S.operand
         LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         b = ws.load(LANES).reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
         b = gl.convert_layout(b, OPERAND, assert_trivial=True)
         return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-    elif S.bits == 4:
-        WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [ws._reinterpret(gl.int16, [32, 64], WORDS).load(PAIRS)],
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=8,
-        )  # fmt: skip
-        return _plane(p0, OPERAND), _plane(p1, OPERAND), _plane(p2, OPERAND), _plane(p3, OPERAND)
-    elif S.granule == 128:
-        return (ws.load(OPERAND),)
-    elif S.granule == 64:
-        return _columns(ws, 0, 64, OPERAND), _columns(ws, 64, 64, OPERAND)
     else:
-        return _columns(ws, 0, 32, OPERAND), _columns(ws, 32, 32, OPERAND), _columns(ws, 64, 32, OPERAND), _columns(ws, 96, 32, OPERAND)
-
-
-@gluon.jit
-def _columns(ws, FIRST: gl.constexpr, COUNT: gl.constexpr, OPERAND: gl.constexpr):
-    return ws.slice(FIRST, COUNT, dim=1).load(OPERAND)
-
-
-@gluon.jit
-def _plane(plane, OPERAND: gl.constexpr):
-    p = plane.reshape([2, 4, 8, 4, 2, 4]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 32])
-    return gl.convert_layout(p, OPERAND, assert_trivial=True)
+        return ws
 
 
 @gluon.jit
@@ -139,26 +106,20 @@ def _above(like):
 
 
 @gluon.jit
-def _fresh(like, S: gl.constexpr):
+def _fresh(like):
     """Where a block's integers start. Each time of its own: what two wgmma have in common the compiler computes once and copies, and
     lets the second wait for the first."""
-    if S.biased:
-        return gl.inline_asm_elementwise("// any", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _start(xt, w, acc, bias, J: gl.constexpr, S: gl.constexpr):
-    """Starts acc, or 2^19 where it is biased, + the integers of granule J of a record of some rows of x; w is what `_weight` gave."""
-    G: gl.constexpr = S.granule
-    if S.biased:
-        acc = warpgroup_mma(bias[0], bias[1], acc, use_acc=False, is_async=True)
-    if S.bits == 8 or G == 32:
-        return warpgroup_mma(w[J], xt.slice(J * G, G, dim=1).permute([1, 0]), acc, is_async=True)
+def _start(xt, w, acc, S: gl.constexpr):
+    """Starts acc + the integers of a record of some rows of x; w is what `_weight` gave."""
+    if S.bits == 8:
+        return warpgroup_mma(w, xt.permute([1, 0]), acc, is_async=True)
     else:
-        acc = warpgroup_mma(w[2 * J], xt.slice(G * J, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
-        return warpgroup_mma(w[2 * J + 1], xt.slice(G * J + G // 2, G // 2, dim=1).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(w[0], xt.slice(0, 64, dim=1).permute([1, 0]), acc, is_async=True)
+        return warpgroup_mma(w[1], xt.slice(64, 64, dim=1).permute([1, 0]), acc, is_async=True)
 
 
 @gluon.jit
@@ -205,10 +166,7 @@ def _add_whole(buffers, full, stage, phase, acc, W: gl.constexpr, S: gl.constexp
     if S.room > 0:
         xt = xt.slice(0, S.block_m, dim=0)
     mbarrier.wait(full.index(stage), phase)
-    if S.bits == 4:
-        return _start(xt, _weight(buffers[1].index(stage * S.panels + W), S), acc, (), 0, S)
-    else:  # from shared memory, as one reads it
-        return warpgroup_mma(buffers[1].index(stage * S.panels + W), xt.permute([1, 0]), acc, is_async=True)
+    return _start(xt, _weight(buffers[1].index(stage * S.panels + W), S), acc, S)
 
 
 @gluon.jit
@@ -229,7 +187,7 @@ def sum_blocks(buffers, full, empty, stage, phase, first, count, zeros, W: gl.co
     else:
         for r in range(first, end):
             left, right, stage, phase = _add_record(buffers, full, empty, stage, phase, r, left, right, zeros, W, S)
-    if S.chained or S.biased:
+    if S.chained:
         left *= _UP
         right *= _UP
     return left, right, stage, phase
@@ -247,34 +205,22 @@ def _release(bar, READ: gl.constexpr):
 @gluon.jit
 def _add_record(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl.constexpr, S: gl.constexpr):
     """Adds a record: before the integers of one half become floats, the wgmma of the other have started."""
-    xs, ws, a, m, s, constant = buffers
+    xs, ws, a, m, s = buffers
     HALF: gl.constexpr = S.part
-    PIECES: gl.constexpr = S.pieces
-    GROUPS: gl.constexpr = 2 if S.biased or (S.bits == 4 and S.granule > 32) else 1  # of wgmma, a half and a granule
-    LATE: gl.constexpr = PIECES > 1 or S.zero != 0 or not S.row
-    OPERAND: gl.constexpr = S.operand
-    bias = (gl.full([64, 32], -128, gl.int8, layout=OPERAND), constant.slice(0, HALF, dim=0).slice(0, 32, dim=1).permute([1, 0]))
+    GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half
+    LATE: gl.constexpr = S.zero != 0 or not S.row
     mbarrier.wait(full.index(stage), phase)
-    xl = xs.index(stage).slice(0, HALF, dim=0)
-    xr = xs.index(stage).slice(HALF, HALF, dim=0)
     w = _weight(ws.index(stage * S.panels + W), S)
-    pl = _start(xl, w, _fresh(left, S), bias, 0, S)
-    pr = _start(xr, w, _fresh(left, S), bias, 0, S)
-    for j in gl.static_range(PIECES):
-        of_w = _of_weight(s.index((stage * S.panels + W) * PIECES + j), zeros, r * PIECES + j, S)
-        of_l = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], 0, S)
-        of_r = _of_x(a.index(stage * PIECES + j), m.index(stage * PIECES + j), of_w[0], HALF, S)
-        pl = warpgroup_mma_wait(GROUPS, deps=[pl])
-        left = _fold(left, pl, of_w, of_l, S)
-        if j + 1 < PIECES:
-            pl = _start(xl, w, pl if S.biased else _fresh(left, S), bias, j + 1, S)
-            pr = warpgroup_mma_wait(GROUPS, deps=[pr])
-            right = _fold(right, pr, of_w, of_r, S)
-            pr = _start(xr, w, pr if S.biased else _fresh(left, S), bias, j + 1, S)
-        else:
-            pr = warpgroup_mma_wait(0, deps=[pr])
-            _release(empty.index(stage), LATE)
-            right = _fold(right, pr, of_w, of_r, S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left), S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left), S)
+    of_w = _of_weight(s.index(stage * S.panels + W), zeros, r, S)
+    of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, S)
+    of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, S)
+    pl = warpgroup_mma_wait(GROUPS, deps=[pl])
+    left = _fold(left, pl, of_w, of_l, S)
+    pr = warpgroup_mma_wait(0, deps=[pr])
+    _release(empty.index(stage), LATE)
+    right = _fold(right, pr, of_w, of_r, S)
     stage, phase = next_stage(stage, phase, S.stages)
     return left, right, stage, phase
 
@@ -285,15 +231,15 @@ def _add_chain(
 ):  # fmt: skip
     """As `_add_record`, COUNT <= 4 of them as one chain, and as 2^-38 of themselves. The next record's wgmma start, too. (Around a loop
     ptxas would have them wait for each other.)"""
-    xs, ws, _a, m, s, _ = buffers
+    xs, ws, _, m, s = buffers
     HALF: gl.constexpr = S.part
     GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma, a half and a record
     LATE: gl.constexpr = S.zero != 0
     MMA: gl.constexpr = S.sums
     mbarrier.wait(full.index(stage), phase)
     w = _weight(ws.index(stage * S.panels + W), S)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), (), 0, S)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), (), 0, S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), S)
     scale, shift = _scale_and_shift(s.index(stage * S.panels + W), zeros, r, S)
     left -= scale * _ABOVE
     right -= scale * _ABOVE
@@ -310,11 +256,11 @@ def _add_chain(
             step = (scale - scale_after) * _FROM_BITS
             pl = warpgroup_mma_wait(GROUPS, deps=[pl])
             left = _step(left, pl, step)
-            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, (), 0, S)
+            pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, pl, S)
             pr = warpgroup_mma_wait(GROUPS, deps=[pr])
             _release(done, LATE)
             right = _step(right, pr, step)
-            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, (), 0, S)
+            pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, pr, S)
             scale = scale_after
             shift = shift_after
         else:
@@ -354,7 +300,7 @@ def _ordered(total):
 
 @gluon.jit
 def _of_weight(s, zeros, row, S: gl.constexpr):
-    """Scale and zero (where there is one) of a granule, which is `row` of the zeros: [64, 1]."""
+    """Scale and zero (where there is one) of a record, which is `row` of the zeros: [64, 1]."""
     MMA: gl.constexpr = S.sums
     of_scale = s.permute([1, 0]).load(MMA)
     of_zero = of_scale
@@ -365,7 +311,7 @@ def _of_weight(s, zeros, row, S: gl.constexpr):
 
 @gluon.jit
 def _of_x(a, m, other, FIRST: gl.constexpr, S: gl.constexpr):
-    """Scale and sums of a granule of half of the rows: [1, part]; `other` where they are not needed."""
+    """A record's scale and sums of half of the rows: [1, part]; `other` where they are not needed."""
     PART: gl.constexpr = S.part
     MMA: gl.constexpr = S.sums
     of_scale = other
@@ -379,13 +325,10 @@ def _of_x(a, m, other, FIRST: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _fold(total, p, w, x, S: gl.constexpr):
-    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23, or biased at 2^19, when total is 2^-38 of what it stands
-    for; w and x are what `_of_weight` and `_of_x` gave."""
+    """`gemm_int8.fold` of integers p that start at the bits of 1.5 * 2^23; w and x are what `_of_weight` and `_of_x` gave."""
     v = p.to(gl.float32, bitcast=True)
     s = w[0].to(gl.float32)
-    if S.biased:
-        v = gl.fma(v, s * _FROM_BITS, s * -_START)
-    elif S.zero == 0 and w[0].dtype == gl.float16:
+    if S.zero == 0 and w[0].dtype == gl.float16:
         v = gl.fma(v, s, s * -MAGIC)
     else:
         v = scaled(v - MAGIC, s, w[1], x[1], S)
