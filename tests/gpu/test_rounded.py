@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from float_support import UNIT
@@ -11,7 +13,6 @@ from samples import random_codes
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu import activations, gemm_hopper, rounded, skinny_hopper, skinny_rounded
-from halfbyte.kernels.gpu.skinny_hopper import Config
 from halfbyte.kernels.problem import Activation, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -27,8 +28,12 @@ def check(
     problem = Problem("linear", m, n, k, codes.format, dtype, "int8", activation)
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(codes.format, codes.shape))
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-    module, config = (rounded, rounded.Config(64, 64, 3, programs)) if m > 64 else (skinny_rounded, Config(64, 2, 1, 3, programs))
-    module.launch(problem, config, x.to(device), *views, out, Epilogue(bias.to(device), None, -1.0, 6.0))
+    last = Epilogue(bias.to(device), None, -1.0, 6.0)
+    if m > 64:
+        rounded.launch(problem, rounded.Config(64, 64, 3, programs), x.to(device), *views, out, last)
+    else:
+        config = replace(skinny_rounded.configs(problem, GPUS["sm_90"])[0], programs=programs)
+        skinny_rounded.launch(problem, config, x.to(device), *views, out, last)
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     size = x.double().abs() @ codes.dequantize(torch.float64).abs().T
     error = 2 * reference.error_bound(x, codes, bias) + 3 * UNIT[dtype] * 1.01 * size
