@@ -29,8 +29,8 @@ def packed_weight(fmt: str = "q4_0", n: int = N, k: int = K) -> hb.Packed:
 
 
 def bound(x: Tensor, codes: hb.Codes, bias: Tensor | None = None, compute: str = "float", activation: Activation = "block") -> Tensor:
-    """The reference's, and what rounding to x's type adds: of weights, eps |x| |W|, twice where scales are rounded too; of the bias. Integers
-    in short blocks or with an offset may be multiplied as floats: see `test_rounded.py`."""
+    """The reference's, and what rounding to x's type adds: of weights, eps |x| |W|, twice where scales are rounded too; of the bias.
+    Integers in short blocks or with an offset may be multiplied as floats: see `test_rounded.py`."""
     error = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
     integers = codes.format.block_size(codes.shape[-1]) > 64 and not activation.endswith("offset")
     if x.dtype == torch.float32 or (compute == "int8" and integers):

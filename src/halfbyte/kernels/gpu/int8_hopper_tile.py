@@ -100,16 +100,11 @@ def _weight(ws, S: gl.constexpr):
 
 
 @gluon.jit
-def _above(like):
-    """2^23 as an integer, see `_add_chain`."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0x00800000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fresh(like):
-    """Where a block's integers start. Each time of its own: what two wgmma have in common the compiler computes once and copies, and
-    lets the second wait for the first."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0x4B400000;", "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
+def _fresh(like, S: gl.constexpr):
+    """Where a block's integers start: at 2^23, or the bits of 1.5 * 2^23. Each time of its own: what two wgmma have in common the compiler
+    computes once and copies, and lets the second wait for the first."""
+    TEXT: gl.constexpr = "mov.b32 $0, 0x00800000;" if S.chained else "mov.b32 $0, 0x4B400000;"
+    return gl.inline_asm_elementwise(TEXT, "=r,f", [like], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -211,8 +206,8 @@ def _add_record(buffers, full, empty, stage, phase, r, left, right, zeros, W: gl
     LATE: gl.constexpr = S.zero != 0 or not S.row
     mbarrier.wait(full.index(stage), phase)
     w = _weight(ws.index(stage * S.panels + W), S)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left), S)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left), S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), S)
     of_w = _of_weight(s.index(stage * S.panels + W), zeros, r, S)
     of_l = _of_x(a.index(stage), m.index(stage), of_w[0], 0, S)
     of_r = _of_x(a.index(stage), m.index(stage), of_w[0], HALF, S)
@@ -238,8 +233,8 @@ def _add_chain(
     MMA: gl.constexpr = S.sums
     mbarrier.wait(full.index(stage), phase)
     w = _weight(ws.index(stage * S.panels + W), S)
-    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _above(left), S)
-    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _above(left), S)
+    pl = _start(xs.index(stage).slice(0, HALF, dim=0), w, _fresh(left, S), S)
+    pr = _start(xs.index(stage).slice(HALF, HALF, dim=0), w, _fresh(left, S), S)
     scale, shift = _scale_and_shift(s.index(stage * S.panels + W), zeros, r, S)
     left -= scale * _ABOVE
     right -= scale * _ABOVE
