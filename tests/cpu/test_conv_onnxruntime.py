@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, model, node, value_info
+from halfbyte.bench.onnx_model import model
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference
@@ -22,6 +22,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter, channels_first
 from halfbyte.ops import conv as ops
 
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed: pip install onnxruntime")
 
 
@@ -29,24 +30,19 @@ def qlinearconv(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, window: 
     """int8 codes through a model of one node, in unsigned codes, which are 128 more."""
     unsigned = {"in_zero": scales["in_zero"] + 128, "out_zero": scales["out_zero"] + 128}
     constants = {
-        "x_scale": (FLOAT, torch.tensor(scales["in_scale"])),
-        "x_zero": (UINT8, torch.tensor(unsigned["in_zero"], dtype=torch.uint8)),
-        "w": (INT8, weight.contiguous()),
-        "w_scale": (FLOAT, scale),
-        "w_zero": (INT8, torch.zeros(len(weight), dtype=torch.int8)),
-        "y_scale": (FLOAT, torch.tensor(scales["out_scale"])),
-        "y_zero": (UINT8, torch.tensor(unsigned["out_zero"], dtype=torch.uint8)),
-        "bias": (INT32, bias),
+        "x_scale": torch.tensor(scales["in_scale"]),
+        "x_zero": torch.tensor(unsigned["in_zero"], dtype=torch.uint8),
+        "w": weight.contiguous(),
+        "w_scale": scale,
+        "w_zero": torch.zeros(len(weight), dtype=torch.int8),
+        "y_scale": torch.tensor(scales["out_scale"]),
+        "y_zero": torch.tensor(unsigned["out_zero"], dtype=torch.uint8),
+        "bias": bias,
     }
     top, bottom, left, right = window.padding
-    attributes = [
-        ("strides", list(window.stride), INTS),
-        ("pads", [top, left, bottom, right], INTS),
-        ("dilations", list(window.dilation), INTS),
-        ("group", groups, INT),
-    ]
-    ends = [value_info("x", UINT8, x.shape)], [value_info("y", UINT8, ["b", "c", "h", "w"])]
-    written = model([node("QLinearConv", "conv", ("x", *constants), "y", attributes)], constants, *ends)
+    settings = {"strides": window.stride, "pads": (top, left, bottom, right), "dilations": window.dilation, "group": groups}
+    conv = onnx.helper.make_node("QLinearConv", ("x", *constants), ["y"], **settings)
+    written = model([conv], constants, [("x", "UINT8", x.shape)], [("y", "UINT8", ["b", "c", "h", "w"])])
     session = onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {"x": (x.int() + 128).to(torch.uint8).contiguous().numpy()})
     return torch.from_numpy(y.astype(np.int16) - 128)

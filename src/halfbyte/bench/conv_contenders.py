@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, model, node, value_info
+from halfbyte.bench.onnx_model import model
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import PackedConv, channels_first
@@ -164,20 +165,21 @@ def _onnxruntime_int8(layer: Layer) -> Ready:
 
 
 def _qlinearconv(layer: Layer) -> bytes:
-    weight = channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
-    constants: dict[str, tuple[int, Tensor]] = {
-        "x_scale": (FLOAT, torch.tensor(IN_SCALE)),
-        "x_zero": (UINT8, torch.tensor(IN_ZERO + 128, dtype=torch.uint8)),
-        "w": (INT8, weight),
-        "w_scale": (FLOAT, layer.codes.scale.float().flatten()),
-        "w_zero": (INT8, torch.zeros(layer.out, dtype=torch.int8)),
-        "y_scale": (FLOAT, torch.tensor(layer.out_scale)),
-        "y_zero": (UINT8, torch.tensor(128, dtype=torch.uint8)),
-        "bias": (INT32, torch.zeros(layer.out, dtype=torch.int32)),
+    from onnx import helper
+
+    constants = {
+        "x_scale": torch.tensor(IN_SCALE),
+        "x_zero": torch.tensor(IN_ZERO + 128, dtype=torch.uint8),
+        "w": channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous(),
+        "w_scale": layer.codes.scale.float().flatten(),
+        "w_zero": torch.zeros(layer.out, dtype=torch.int8),
+        "y_scale": torch.tensor(layer.out_scale),
+        "y_zero": torch.tensor(128, dtype=torch.uint8),
+        "bias": torch.zeros(layer.out, dtype=torch.int32),
     }
-    settings = [("strides", [layer.stride] * 2, INTS), ("pads", [layer.padding] * 4, INTS), ("group", layer.groups, INT)]
-    x, y = value_info("x", UINT8, layer.image.shape), value_info("y", UINT8, layer.wanted.shape)
-    return model([node("QLinearConv", "conv", ("x", *constants), "y", settings)], constants, [x], [y])
+    settings: dict[str, Any] = {"strides": [layer.stride] * 2, "pads": [layer.padding] * 4, "group": layer.groups}
+    conv = helper.make_node("QLinearConv", ("x", *constants), ["y"], **settings)
+    return model([conv], constants, [("x", "UINT8", layer.image.shape)], [("y", "UINT8", layer.wanted.shape)])
 
 
 CONTENDERS: dict[str, Callable[[Layer], Ready]] = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.bench.onnx_model import model
 from halfbyte.bench.onnxruntime_peer import copies_in_a_model, session
-from halfbyte.bench.protobuf import FLOAT, INT8, UINT8, model, node, value_info
 from halfbyte.bench.workload import SIGMA, Built, Workload
 
 _SPAN = 5.0  # standard deviations that codes reach to
@@ -82,18 +82,20 @@ def onnxruntime_qlinear(work: Workload, format: str) -> Built:
 
 
 def _model(work: Workload, format: str, copies: int) -> bytes:
-    slab, zero = work.codes(format), torch.tensor(128, dtype=torch.uint8)
+    from onnx import helper
+
+    slab = work.codes(format)
     constants = {
-        "x_scale": (FLOAT, torch.tensor(IN_SCALE)),
-        "zero": (UINT8, zero),
-        "w_zero": (INT8, torch.zeros(work.n, dtype=torch.int8)),
-        "y_scale": (FLOAT, torch.tensor(out_scale(work))),
+        "x_scale": torch.tensor(IN_SCALE),
+        "zero": torch.tensor(128, dtype=torch.uint8),
+        "w_zero": torch.zeros(work.n, dtype=torch.int8),
+        "y_scale": torch.tensor(out_scale(work)),
     }
     nodes, outputs = [], []
     for copy in range(copies):
         codes = work.take(slab, copy)
-        constants |= {f"w{copy}": (INT8, codes.data.T.contiguous()), f"s{copy}": (FLOAT, codes.scale.float().flatten())}
+        constants |= {f"w{copy}": codes.data.T.contiguous(), f"s{copy}": codes.scale.float().flatten()}
         inputs = ("x", "x_scale", "zero", f"w{copy}", f"s{copy}", "w_zero", "y_scale", "zero")
-        nodes.append(node("QLinearMatMul", f"product{copy}", inputs, f"y{copy}"))
-        outputs.append(value_info(f"y{copy}", UINT8, ("M", work.n)))
-    return model(nodes, constants, [value_info("x", UINT8, ("M", work.k))], outputs)
+        nodes.append(helper.make_node("QLinearMatMul", inputs, [f"y{copy}"]))
+        outputs.append((f"y{copy}", "UINT8", ("M", work.n)))
+    return model(nodes, constants, [("x", "UINT8", ("M", work.k))], outputs)

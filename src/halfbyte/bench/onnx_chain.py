@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from halfbyte.bench import protobuf
-from halfbyte.bench.protobuf import FLOAT, INT, INT8, INT32, INTS, UINT8, value_info
+from halfbyte.bench.onnx_model import model
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize, Scale
@@ -29,8 +28,8 @@ def onnx_model(made: fx.GraphModule, shape: Sequence[int]) -> bytes:
 class _Writer:
     def __init__(self, made: fx.GraphModule) -> None:
         self.made = made
-        self.nodes: list[bytes] = []
-        self.constants: dict[str, tuple[int, Tensor]] = {}
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Tensor] = {}
         self.scales: dict[str, Scale] = {}  # of each tensor of codes, by its name
 
     def model(self, shape: Sequence[int]) -> bytes:
@@ -44,20 +43,21 @@ class _Writer:
                 self._module(node, modules[str(node.target)])
             else:
                 raise UnsupportedError(f"{node.format_node()} is not written as ONNX")
-        x, y = value_info("x", FLOAT, shape), value_info("y", FLOAT, ["batch", "classes"])
-        return protobuf.model(self.nodes, self.constants, [x], [y], _MICROSOFT)
+        return model(self.nodes, self.constants, [("x", "FLOAT", shape)], [("y", "FLOAT", ["batch", "classes"])], _MICROSOFT)
 
-    def _node(self, kind: str, inputs: Sequence[str], output: str, *attributes: tuple[str, Any, int], domain: str = "") -> None:
-        self.nodes.append(protobuf.node(kind, output, inputs, output, attributes, domain))
+    def _node(self, kind: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> None:
+        from onnx import helper
 
-    def _constant(self, name: str, dtype: int, value: Tensor) -> str:
-        self.constants[name] = dtype, value.contiguous()
+        self.nodes.append(helper.make_node(kind, inputs, [output], domain=domain, **attributes))
+
+    def _constant(self, name: str, value: Tensor) -> str:
+        self.constants[name] = value.contiguous()
         return name
 
     def _scale(self, name: str, scale: Scale) -> list[str]:
         """Names of a scale and an unsigned zero point."""
         zero = torch.tensor(scale.zero + 128, dtype=torch.uint8)
-        return [self._constant(f"{name}_scale", FLOAT, torch.tensor(scale.step)), self._constant(f"{name}_zero", UINT8, zero)]
+        return [self._constant(f"{name}_scale", torch.tensor(scale.step)), self._constant(f"{name}_zero", zero)]
 
     def _module(self, node: fx.Node, module: nn.Module) -> None:
         ways: dict[type[nn.Module], Callable[[fx.Node, Any], None]] = {
@@ -87,29 +87,24 @@ class _Writer:
         zeros = torch.zeros(n, dtype=torch.int8)
         bias = torch.zeros(n) if module.bias is None else module.bias.float()
         steps = (bias.double() / (scale.double() * module.source.step)).round().to(torch.int32)
-        parts = [("w", INT8, codes), ("w_scale", FLOAT, scale), ("w_zero", INT8, zeros)]
-        return [self._constant(f"{name}_{part}", dtype, value) for part, dtype, value in parts], self._constant(f"{name}_b", INT32, steps)
+        parts = [("w", codes), ("w_scale", scale), ("w_zero", zeros)]
+        return [self._constant(f"{name}_{part}", value) for part, value in parts], self._constant(f"{name}_b", steps)
 
     def _convolution(self, node: fx.Node, module: IntegerConv2d) -> None:
         codes, sizes, window = module.codes(), module.packed.sizes, module.window
         assert window is not None
         top, bottom, left, right = window.padding
         weight, bias = self._weight(node, module, channels_first(codes.data, sizes.kernel), codes.scale.float().flatten())
-        attributes = (
-            ("strides", list(window.stride), INTS),
-            ("pads", [top, left, bottom, right], INTS),
-            ("dilations", list(window.dilation), INTS),
-            ("group", sizes.groups, INT),
-        )
+        settings: dict[str, Any] = {"strides": window.stride, "pads": (top, left, bottom, right), "dilations": window.dilation}
         inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.source), *weight, *self._scale(node.name, module.result), bias]
-        self._node("QLinearConv", inputs, node.name, *attributes)
+        self._node("QLinearConv", inputs, node.name, group=sizes.groups, **settings)
         self.scales[node.name] = module.result
 
     def _linear(self, node: fx.Node, module: IntegerLinear) -> None:
         codes = module.codes()
         weight, bias = self._weight(node, module, codes.data, codes.scale.float().flatten())
         inputs = [_name(node, 0), *self._scale(f"{node.name}_in", module.source), *weight, bias, *self._scale(node.name, module.result)]
-        self._node("QGemm", inputs, node.name, ("transB", 1, INT), domain=_MICROSOFT)
+        self._node("QGemm", inputs, node.name, domain=_MICROSOFT, transB=1)
         self.scales[node.name] = module.result
 
     def _add(self, node: fx.Node, module: Requantize) -> None:
@@ -126,13 +121,12 @@ class _Writer:
 
     def _largest(self, node: fx.Node, module: MaxPool) -> None:
         pool = module.pool
-        sizes = {"kernel_shape": pool.kernel_size, "strides": pool.stride}
-        attributes = [(name, [size, size], INTS) for name, size in sizes.items()]
-        self._node("MaxPool", [_name(node, 0)], node.name, *attributes, ("pads", [pool.padding] * 4, INTS))
+        settings: dict[str, Any] = {"kernel_shape": [pool.kernel_size] * 2, "strides": [pool.stride] * 2, "pads": [pool.padding] * 4}
+        self._node("MaxPool", [_name(node, 0)], node.name, **settings)
         self.scales[node.name] = self.scales[_name(node, 0)]
 
     def _flatten(self, node: fx.Node, module: nn.Flatten) -> None:
-        self._node("Flatten", [_name(node, 0)], node.name, ("axis", operator.index(module.start_dim), INT))
+        self._node("Flatten", [_name(node, 0)], node.name, axis=operator.index(module.start_dim))
         self.scales[node.name] = self.scales[_name(node, 0)]
 
 

@@ -6,11 +6,12 @@ One model holds a node for each copy of the weight, so that all copies share one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.bench.protobuf import FLOAT, INT, UINT8, model, node, value_info
+from halfbyte.bench.onnx_model import model
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
 
@@ -59,16 +60,18 @@ def session(
 
 
 def _model(work: Workload, format: str, copies: int) -> bytes:
+    from onnx import helper
+
     slab = work.codes(format)
     block = slab.format.block_size(work.k)
     if slab.format.bits != 4 or slab.format.zero != "none" or block not in (16, 32, 64, 128, 256) or work.k % block:
         raise UnsupportedError(f"MatMulNBits wants blocks of 16 to 256 (a power of two) that divide K, got {format} and K={work.k}")
-    settings = [("K", work.k, INT), ("N", work.n, INT), ("bits", 4, INT), ("block_size", block, INT), ("accuracy_level", 4, INT)]
-    constants, nodes, outputs = dict[str, tuple[int, Tensor]](), [], []
+    settings: dict[str, Any] = {"K": work.k, "N": work.n, "bits": 4, "block_size": block, "accuracy_level": 4}
+    constants, nodes, outputs = dict[str, Tensor](), [], []
     for copy in range(copies):
         codes, inputs = work.take(slab, copy), ("x", f"w{copy}", f"s{copy}")
-        constants[f"w{copy}"] = UINT8, codes.data.reshape(work.n, work.k // block, block // 2)
-        constants[f"s{copy}"] = FLOAT, codes.scale.float().flatten()
-        nodes.append(node("MatMulNBits", f"matmul{copy}", inputs, f"y{copy}", settings, "com.microsoft"))
-        outputs.append(value_info(f"y{copy}", FLOAT, ("M", work.n)))
-    return model(nodes, constants, [value_info("x", FLOAT, ("M", work.k))], outputs, "com.microsoft")
+        constants[f"w{copy}"] = codes.data.reshape(work.n, work.k // block, block // 2)
+        constants[f"s{copy}"] = codes.scale.float().flatten()
+        nodes.append(helper.make_node("MatMulNBits", inputs, [f"y{copy}"], domain="com.microsoft", **settings))
+        outputs.append((f"y{copy}", "FLOAT", ("M", work.n)))
+    return model(nodes, constants, [("x", "FLOAT", ("M", work.k))], outputs, "com.microsoft")
