@@ -22,6 +22,7 @@ from halfbyte.bench.networks import NETWORKS
 from halfbyte.bench.process import Worker, WorkerError
 from halfbyte.machine import machine
 
+_PART = "of_dot_peak"  # of a row: what part of the probed rate of byte products a layer reaches
 LAYERS = (
     Layer(64, 56, 64, 3),
     Layer(128, 28, 128, 3),
@@ -48,7 +49,7 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
             found = _in_turn(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
             case = {"layer": asdict(layer), "threads": threads}
             fraction = {name: layer.operations / t["seconds"] / max(peaks) if t["seconds"] else None for name, t in found.items()}
-            yield [case | {"contender": name, "of_dot_peak": fraction[name]} | taken for name, taken in found.items()]
+            yield [case | {"contender": name, _PART: fraction[name]} | taken for name, taken in found.items()]
 
 
 def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, min_time: float) -> Iterator[list[dict[str, Any]]]:
@@ -96,40 +97,24 @@ def _in_turn(
     return {name: missing.get(name) or {"seconds": median(seconds[name])} for name in workers}
 
 
-def network_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds a batch; for codes throughout also the ratio to ONNX Runtime on the same codes."""
-    by_cell = {(row["network"], row["threads"], row["contender"]): row["seconds"] for row in rows}
-    lines = ["| network | threads | " + " | ".join(NETWORK_CONTENDERS) + " |", "|" + " --- |" * (len(NETWORK_CONTENDERS) + 2)]
-    for network, threads in dict.fromkeys((row["network"], row["threads"]) for row in rows):
-        cells = []
-        for name in NETWORK_CONTENDERS:
-            seconds, peer = by_cell[network, threads, name], by_cell[network, threads, NETWORK_PEER]
-            cells.append("-" if seconds is None else f"{seconds * 1e3:.2f}")
-            if name == next(iter(NETWORK_CONTENDERS)) and seconds and peer:
-                cells[-1] += f" (×{peer / seconds:.2f})"
-        lines.append(f"| {network} | {threads} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_reasons(rows)])
+def table(rows: Sequence[dict[str, Any]], contenders: Sequence[str], peers: Sequence[str]) -> str:
+    """Milliseconds; for the first of the contenders also the best of `peers`' time over its own, and the part of the probed int8 peak."""
+    by_cell = {(_case(row), row["contender"]): row for row in rows}
+    lines = ["| | threads | " + " | ".join(contenders) + " |", "|" + " --- |" * (len(contenders) + 2)]
+    for case in dict.fromkeys(map(_case, rows)):
+        own, *_ = found = [by_cell[case, name] for name in contenders]
+        cells = ["-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.3f}" for row in found]
+        theirs = [seconds for peer in peers if (seconds := by_cell[case, peer]["seconds"]) is not None]
+        if own["seconds"]:
+            more = [f"×{min(theirs) / own['seconds']:.2f}"] if theirs else []
+            more += [f"{own[_PART]:.0%}"] if _PART in own else []
+            cells[0] += f" ({', '.join(more)})" if more else ""
+        lines.append(f"| {case[0]} | {case[1]} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *sorted({f"not measured: {row['contender']}: {row['reason']}" for row in rows if "reason" in row})])
 
 
-def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return sorted({f"not measured: {row['contender']}: {row['reason']}" for row in rows if "reason" in row})
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds; for halfbyte's int8 also the ratio to the best integer peer and the part of the probed int8 peak."""
-    layers = list(dict.fromkeys((str(Layer(**row["layer"])), row["threads"]) for row in rows))
-    by_cell = {(str(Layer(**row["layer"])), row["threads"], row["contender"]): row for row in rows}
-    lines = ["| layer | threads | " + " | ".join(CONTENDERS) + " |", "|" + " --- |" * (len(CONTENDERS) + 2)]
-    for layer, threads in layers:
-        cells = []
-        for name in CONTENDERS:
-            row = by_cell[layer, threads, name]
-            cells.append("-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.3f}")
-            if name == INTEGER[0] and row["seconds"]:
-                peers = [s for peer in INTEGER[1:] if (s := by_cell[layer, threads, peer]["seconds"]) is not None]
-                cells[-1] += f" (×{min(peers) / row['seconds']:.2f}, {row['of_dot_peak']:.0%})" if peers else f" ({row['of_dot_peak']:.0%})"
-        lines.append(f"| {layer} | {threads} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_reasons(rows)])
+def _case(row: dict[str, Any]) -> tuple[str, int]:
+    return row["network"] if "network" in row else str(Layer(**row["layer"])), row["threads"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{about['machine']} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
     if args.model:
         print(f"ms a batch of {args.batch}; in brackets ONNX Runtime's time over ours\n")
-        print(network_table(rows))
+        print(table(rows, list(NETWORK_CONTENDERS), [NETWORK_PEER]))
     else:
         print("ms; in brackets the best integer peer's time over ours, and the part of the int8 rate probed meanwhile\n")
-        print(table(rows))
+        print(table(rows, list(CONTENDERS), INTEGER[1:]))
     return 0
