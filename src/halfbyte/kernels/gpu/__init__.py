@@ -16,7 +16,8 @@ Linear layers: docs/gpu-kernels.md says which one is taken when
   epilogue.py      what happens to sums before they are written; arithmetic.py: what kernels share
 
 Convolutions: docs/convolution-kernels.md
-  conv.py, conv_few.py, conv_teams.py, conv_hopper.py    products of patches; conv_tile.py, conv_hopper_write.py: parts of them
+  conv.py, conv_few.py, conv_teams.py, conv_hopper.py    products of patches; conv_tile.py: parts of them; conv_hopper_tile.py,
+                                                         conv_hopper_write.py: the last one's kernel
   conv_dynamic.py, conv_image.py                         activations quantized on the fly
   conv_depthwise.py, conv_stem.py, conv_library.py       each channel by itself; images of few channels; cuDNN
   pool.py, elementwise.py                                what lies between them

@@ -13,6 +13,7 @@ copy of x.
 Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then fetches rows of the
 weight in an order in which 8 sums of a thread lie next to each other in y, and are written 16 bytes at a time. Where something is added,
 TMA brings it to shared memory before there are sums, and writes y from the same place. Elsewhere warps exchange sums through shared memory.
+Codes to which others are added take a while to be written; two programs then share a multiprocessor, each with half of its registers.
 
 Outside of the image lies in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of those
 pixels whose tap is outside. All of it is exact.
@@ -25,32 +26,30 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import supports as supports_any
-from halfbyte.kernels.gpu.conv_hopper_write import GROUP, half_of, others_of, pieces_of, send, turned, write, write_codes
+from halfbyte.kernels.gpu.conv_hopper_tile import Static, convolve
+from halfbyte.kernels.gpu.conv_hopper_write import GROUP
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.hopper import barriers, not_hopper
+from halfbyte.kernels.gpu.hopper import not_hopper
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
-_PLACE = 2 * 64 * 128  # bytes of 64 outputs of 128 pixels
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256; `stages` steps of K
     in flight. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of the kernel; a box has one row then,
-    and a multiple of 8 images. `adding`: stages that are left where TMA reads what is added; 0 where it does not."""
+    and a multiple of 8 images. `paired`: two programs share a multiprocessor. `places`: in shared memory, of 64 outputs by 128 pixels, for
+    what TMA brings to be added; 0: it is read from where it is. `adding`: what to take instead where something is added."""
 
     rows: int
     box: tuple[int, int, int]
@@ -58,99 +57,16 @@ class Config:
     programs: int
     resident: bool = False
     sweep: bool = False
-    adding: int = 0
+    paired: bool = False
+    places: int = 0
+    adding: Config | None = None
 
     @property
     def pixels(self) -> int:
         return math.prod(self.box)
 
-    @property
-    def places(self) -> int:
-        """In shared memory, of 64 outputs by 128 pixels, for what is added."""
-        return min(4, self.rows // 32)
-
     def tiles(self, problem: Convolution) -> int:
         return count_boxes(problem, self.box) * -(-problem.n // self.rows)
-
-
-@dataclass(frozen=True)
-class _Static:
-    """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; unit: divides the number of
-    outputs; leads: of an Addition. direct: warpgroups multiply 64 pixels by outputs, or else 64 outputs by pixels; ahead: what is added is
-    read a tile before."""
-
-    rows: int
-    images: int
-    height: int
-    width: int
-    stages: int
-    kernel_w: int
-    dilation: int
-    taps: int
-    parts: int
-    step: int
-    resident: bool
-    sweep: bool
-    direct: bool
-    ahead: bool
-    bounded: bool
-    clamp: bool
-    leads: bool
-    unit: int
-    stride: int
-    places: int
-    roomy: bool
-
-    @property
-    def together(self) -> int:
-        """Taps of a stage."""
-        return self.kernel_w if self.sweep else 1
-
-    @property
-    def halo(self) -> int:
-        """Columns of x beyond those of y that a stage has."""
-        return (self.kernel_w - 1) * self.dilation if self.sweep else 0
-
-    @property
-    def piece(self) -> int:
-        """Columns that are read at once."""
-        return math.gcd(self.width, self.halo) if self.sweep else self.width
-
-    @property
-    def buffers(self) -> int:
-        """That a stage of x has: one, or one for each column."""
-        return self.width + self.halo if self.sweep else 1
-
-    @property
-    def lines(self) -> int:
-        """Of shared memory in a buffer of x."""
-        return self.images if self.sweep else self.pixels
-
-    @property
-    def steps(self) -> int:
-        """Stages that a tile takes."""
-        return self.taps // self.together * self.parts
-
-    @property
-    def kept(self) -> int:
-        """Pieces of the weight in shared memory."""
-        return self.taps * self.parts if self.resident else self.stages * self.together
-
-    @property
-    def pixels(self) -> int:
-        return self.images * self.height * self.width
-
-    @property
-    def half(self) -> tuple[int, int, int]:
-        """Images, rows and columns of the pixels of a warpgroup, of `direct` tiles."""
-        if self.images > 1 and not self.sweep:
-            return self.images // 2, self.height, self.width
-        return (self.images, self.height // 2, self.width) if self.height > 1 else (self.images, 1, self.width // 2)
-
-    @property
-    def columns(self) -> int:
-        """Pixels, or outputs, that a warpgroup multiplies by 64 of the others."""
-        return self.rows if self.direct else self.pixels * self.rows // 128
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
@@ -187,27 +103,44 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
                 box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))
                 found.append(_config(problem, gpu, rows, box, sweep=True))
         if rows < 256 if integer else pixels == 128:
-            found.append(_config(problem, gpu, rows, min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))))
+            found.append(_config(problem, gpu, rows, _box(problem, pixels)))
     known = [config for config in found if config is not None]
     return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
 
 
+def _box(problem: Convolution, pixels: int) -> tuple[int, int, int]:
+    """Of those of so many pixels that cover y with the fewest, the widest."""
+    return min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))
+
+
 def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False) -> Config | None:
     """With what fits in shared memory, if that is enough."""
-    line, pixels = _step(problem) * problem.dtype.itemsize, math.prod(box)
-    weight = rows * problem.sizes.taps * _parts(problem) * line
-    tiles = count_boxes(problem, box) * -(-problem.n // rows)
-    resident = problem.n <= rows and weight <= _RESIDENT and tiles > gpu.sms
-    left = gpu.shared - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
-    left -= 6 << 10 if _roomy(problem, rows, pixels) else 0
+    config = _fitted(problem, gpu, Config(rows, box, 0, gpu.sms, sweep=sweep))
+    if config is None:
+        return None
+    adding = None
+    if _direct(problem, config.pixels):
+        adding = _fitted(problem, gpu, replace(config, places=min(4, rows // 32)))
+    elif problem.sizes.taps == 1:  # sums of codes take long to write: one program does while another one multiplies
+        places = 2 if problem.n % 16 == 0 else 0
+        adding = _fitted(problem, gpu, Config(64, _box(problem, 128), 0, 2 * gpu.sms, paired=True, places=places))
+    return replace(config, adding=adding)
+
+
+def _fitted(problem: Convolution, gpu: Gpu, config: Config) -> Config | None:
+    """With as many stages as fit in shared memory, if that is enough."""
+    rows, pixels, sweep = config.rows, config.pixels, config.sweep
+    line, share = _step(problem) * problem.dtype.itemsize, 2 if config.paired else 1
+    weight, tiles = rows * problem.sizes.taps * _parts(problem) * line, config.tiles(problem)
+    resident = problem.n <= rows and weight <= _RESIDENT // share and tiles > gpu.sms
+    left = (gpu.shared - (1 << 10)) // share - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
+    left -= (6 << 10 if _roomy(problem, rows, pixels) else 0) + config.places * 2 * 64 * 64 * problem.dtype.itemsize
     together = problem.sizes.kernel[1] if sweep else 1
-    stage = line * (_lines(problem, box) if sweep else pixels) + (0 if resident else together * rows * line)
-    least, stages = 3 if sweep else 2, min(8, left // stage)
-    config = Config(rows, box, stages, min(gpu.sms, tiles), resident, sweep)
-    adding = min(8, (left - config.places * _PLACE - 256) // stage)
-    if _direct(problem, pixels) and adding >= least:
-        config = replace(config, adding=adding)
-    return config if stages >= least else None
+    stage = line * (_lines(problem, config.box) if sweep else pixels) + (0 if resident else together * rows * line)
+    stages = min(8, left // stage)
+    if stages < (3 if sweep else 2):
+        return None
+    return replace(config, stages=stages, programs=min(config.programs, tiles), resident=resident)
 
 
 def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
@@ -229,6 +162,8 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
     multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
     steps = problem.sizes.taps * _parts(problem)
     own = rows * pixels / (16 if _direct(problem, pixels) else 8)
+    if _direct(problem, pixels) and step < 64 and not config.resident:
+        own += 8 * rows  # short rows of the weight are slow to come
     clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + own)
     # Of integers the largest tile takes longer than that, where several follow each other.
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
@@ -245,6 +180,9 @@ def count_boxes(problem: Convolution, box: tuple[int, int, int]) -> int:
 
 
 def _step(problem: Convolution) -> int:
+    """Channels; TMA takes its time for those that there are not, too."""
+    if problem.sizes.channels <= 32:
+        return 16 if problem.sizes.channels <= 16 and problem.dtype != torch.int8 else 32
     return 128 if problem.dtype == torch.int8 and problem.sizes.channels % 128 == 0 else 64
 
 
@@ -300,15 +238,17 @@ def _start(
     table: Tensor | None,
     addition: Addition | None = None,
 ) -> None:
-    adds = (epilogue.residual if addition is None else addition.other) is not None
-    sent = epilogue.residual is not None and config.adding > 0
+    other = epilogue.residual if addition is None else addition.other
+    if other is not None and config.adding is not None:
+        config = config.adding
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
-    static = _Static(
+    roomy = _roomy(problem, config.rows, config.pixels)
+    static = Static(
         rows=config.rows,
         images=config.box[0],
         height=config.box[1],
         width=config.box[2],
-        stages=config.adding if sent else config.stages,
+        stages=config.stages,
         kernel_w=problem.sizes.kernel[1],
         dilation=window.dilation[1],
         taps=problem.sizes.taps,
@@ -317,14 +257,13 @@ def _start(
         resident=config.resident,
         sweep=config.sweep,
         direct=_direct(problem, config.pixels),
-        ahead=adds and table is not None and not config.sweep and config.tiles(problem) > config.programs,
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
         leads=addition is not None and addition.leads,
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
-        places=config.places if sent else 0,
-        roomy=_roomy(problem, config.rows, config.pixels),
+        places=config.places,
+        registers=(104, 32) if config.paired else (208, 40) if roomy else (232, 40),
     )
     if config.sweep:
         images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
@@ -340,25 +279,25 @@ def _start(
     of_box = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
     covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     half = [*static.half, 64]
-    of_half = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    of_half = gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=4)
 
     def halves(y: Tensor | None) -> TensorDescriptor | None:
-        if not sent or y is None:
+        if not config.places or y is None:
             return None
         pixels = y.view(problem.batch, *problem.out, problem.n)
         order = (1, 2, 0, 3) if config.sweep else (0, 1, 2, 3)
         return TensorDescriptor.from_tensor(pixels.permute(order), [half[i] for i in order], of_half)
 
     launcher.run(
-        _conv,
+        convolve,
         (config.programs,),
         TensorDescriptor.from_tensor(images, box, of_box),
         TensorDescriptor.from_tensor(weights, part, of_rows),
         table,
         halves(out),
-        halves(epilogue.residual),
+        halves(other),
         out,
-        (epilogue.bias, epilogue.residual if addition is None else addition.other),
+        (epilogue.bias, other),
         problem.n // static.unit,
         (-(-problem.n // config.rows), *covers),
         (problem.batch, *problem.image, *problem.out),
@@ -368,232 +307,5 @@ def _start(
         static,
         num_warps=4,
         early=True,
-        **({"maxnreg": 152} if static.roomy else {}),
-    )
-
-
-# The kernel. `S` is a _Static; `grid` counts tiles along outputs, images, rows and columns.
-
-
-@gluon.jit
-def _tile(tile, grid, S: gl.constexpr):
-    """First output, image, row and column of a tile."""
-    pn = tile % grid[0]
-    rest = tile // grid[0]
-    px = rest % grid[3]
-    rest = rest // grid[3]
-    return pn * S.rows, rest // grid[2] * S.images, rest % grid[2] * S.height, px * S.width
-
-
-@gluon.jit
-def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
-    """Step t of x on its way to a stage."""
-    COLUMNS: gl.constexpr = S.buffers // S.piece if S.sweep else 1
-    BOX: gl.constexpr = xd.block_shape
-    tap = t // S.parts * S.together
-    part = t % S.parts * S.step
-    down = tap // S.kernel_w * window[2] - window[0]
-    right = tap % S.kernel_w * window[3] - window[1]
-    iy = y + down
-    ix = x + right
-    if S.sweep:
-        for i in gl.static_range(COLUMNS):
-            to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
-            tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
-    elif S.stride == 2:
-        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-        at = (right & 1) * (S.parts * S.step) + part
-        tma.async_copy_global_to_shared(xd, [b, y + (down >> 1), down & 1, x + (right >> 1), at], full.index(stage), to)
-    else:
-        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-        tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)
-
-
-@gluon.jit
-def _fetch_w(wd, ws, arrived, buffer, n, k, S: gl.constexpr):
-    """Of the weight, columns k … of rows n …"""
-    PART: gl.constexpr = wd.block_shape
-    to = ws.index(buffer)
-    if S.direct:
-        tma.async_copy_global_to_shared(wd, [n // GROUP, 0, 0, 0, k], arrived, to._reinterpret(wd.dtype, PART, wd.layout))
-    else:
-        tma.async_copy_global_to_shared(wd, [n, k], arrived, to)
-
-
-@gluon.jit
-def _produce(xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, window, S: gl.constexpr):
-    STAGES: gl.constexpr = S.stages
-    STEPS: gl.constexpr = S.steps
-    TOGETHER: gl.constexpr = S.together
-    KEPT: gl.constexpr = S.kept
-    WEIGHTS: gl.constexpr = 0 if S.resident else S.rows * S.together
-    BYTES: gl.constexpr = xd.dtype.primitive_bitwidth // 8 * (S.step * S.lines * S.buffers + WEIGHTS * S.step)
-    tiles = grid[0] * grid[1] * grid[2] * grid[3]
-    if S.resident:
-        mbarrier.expect(loaded, KEPT * S.rows * S.step * (xd.dtype.primitive_bitwidth // 8))
-        for t in range(KEPT):
-            _fetch_w(wd, ws, loaded, t, 0, t * S.step, S)
-    step = 0
-    adding = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first_n, b, y, x = _tile(tile, grid, S)
-        for t in range(STEPS):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            _fetch_x(xd, xs, full, stage, t, b, y, x, window, S)
-            if not S.resident:
-                for i in gl.static_range(TOGETHER):
-                    at = (t // S.parts * TOGETHER + i) * (S.parts * S.step) + t % S.parts * S.step
-                    _fetch_w(wd, ws, full.index(stage), stage * TOGETHER + i, first_n, at, S)
-            step += 1
-        if S.places:
-            for g in range(S.rows // 64):
-                place = adding % S.places
-                mbarrier.wait(taken.index(place), ((adding // S.places) & 1) ^ 1)
-                mbarrier.expect(given.index(place), 2 * 64 * 128)
-                for i in gl.static_range(2):
-                    to = ys.index(2 * place + i)._reinterpret(rd.dtype, rd.block_shape, rd.layout)
-                    tma.async_copy_global_to_shared(rd, half_of((first_n + 64 * g, b, y, x), i, S), given.index(place), to)
-                adding += 1
-
-
-@gluon.jit
-def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.constexpr):
-    """What a warpgroup multiplies of the TAPth tap of a stage: of the weight [64, k], of x [k, columns]; or of x [64, k], of the
-    weight [k, columns]."""
-    COLUMNS: gl.constexpr = S.columns
-    w = ws.index((t // S.parts * S.together + TAP) * S.parts + t % S.parts if S.resident else stage * S.together + TAP)
-    if S.sweep:
-        xt = xs.index(stage * S.buffers + TAP * S.dilation)._reinterpret(xs.dtype, [S.pixels, S.step], xs.layout)
-    else:
-        xt = xs.index(stage)
-    if S.direct:
-        return xt.slice(W * 64, 64, dim=0), w.permute([1, 0])
-    elif S.rows == 128:
-        return w.slice(W * 64, 64, dim=0), xt.permute([1, 0])
-    else:
-        return w, xt.slice(W * COLUMNS, COLUMNS, dim=0).permute([1, 0])
-
-
-@gluon.jit
-def _consume(held, W: gl.constexpr, S: gl.constexpr):
-    xs, ws, ys, full, empty, loaded, given, taken, table, yd, out, added, N, grid, image, window, bounds, row = held
-    STAGES: gl.constexpr = S.stages
-    COLUMNS: gl.constexpr = S.columns
-    TOGETHER: gl.constexpr = S.together
-    TOLD: gl.constexpr = S.taps if S.bounded else 0
-    INTEGER: gl.constexpr = table is not None
-    # Triton has no instruction of 256 columns for integers.
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128 if INTEGER and COLUMNS > 128 else COLUMNS, 32 if INTEGER else 16]
-    )
-    WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
-    AT_ONCE: gl.constexpr = GROUP if S.direct else WIDTH
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
-    tiles = grid[0] * grid[1] * grid[2] * grid[3]
-    if S.resident:
-        mbarrier.wait(loaded, 0)
-    others = ()
-    if S.ahead:
-        for i in gl.static_range(COLUMNS // AT_ONCE):
-            at = _piece(gl.program_id(0), i * AT_ONCE, W, grid, S)
-            others += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
-    step = 0
-    adding = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        told = ()
-        if INTEGER:  # on its way while there is nothing to multiply yet
-            rn = gl.minimum(_piece(tile, 0, W, grid, S)[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
-            told = (rn, gl.load(table + rn), gl.load(table + row + rn))  # type: ignore[assignment]
-            told += (gl.load(table + 2 * row + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
-            for tap in gl.static_range(TOLD):
-                told += (gl.load(table + (4 + tap) * row + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
-        acc = gl.zeros([64, COLUMNS], gl.int32 if INTEGER else gl.float32, layout=MMA)
-        for t in range(S.steps):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            for i in gl.static_range(TOGETHER):
-                left, right = _operands(xs, ws, stage, t, i, W, S)
-                acc = warpgroup_mma(left, right, acc, is_async=True)
-            acc = warpgroup_mma_wait(TOGETHER, deps=[acc])  # for the step before
-            if t > 0:
-                mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-        pieces = pieces_of(acc, AT_ONCE)
-        following = ()
-        if S.places:
-            adding = send(pieces, yd, ys, added[0], given, taken, adding, N, _piece(tile, 0, W, grid, S), bounds, W, S)
-        for i in gl.static_range(0 if S.places else COLUMNS // AT_ONCE):
-            at = _piece(tile, i * AT_ONCE, W, grid, S)
-            if S.ahead:
-                other = others[i]  # type: ignore[var-annotated]
-            elif added[1] is not None:
-                other = others_of(added[1], N, at, image, WIDTH, S)
-            else:
-                other = None
-            sums = pieces[i]
-            if S.direct:
-                sums = turned(sums)
-            if INTEGER:
-                write_codes(sums, table, told, out, other, N, at, image, window, bounds, row, S)
-            else:
-                write(sums, out, added[0], other, N, at, image, bounds, S)
-            if S.ahead:
-                at = _piece(tile + gl.num_programs(0), i * AT_ONCE, W, grid, S)
-                following += (others_of(added[1], N, at, image, WIDTH, S),)  # type: ignore[assignment]
-        others = following
-    if S.places:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _piece(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
-    """Where a piece of a warpgroup's sums, from a column on, belongs: first output, first pixel, and the tile's image, row and column."""
-    first_n, b, y, x = _tile(tile, grid, S)
-    if S.direct:
-        return first_n + column, W * 64, b, y, x
-    elif S.rows == 128:
-        return first_n + W * 64, column, b, y, x
-    else:
-        return first_n, W * S.columns + column, b, y, x
-
-
-@gluon.jit
-def _conv(xd, wd, table, yd, rd, out, added, units, grid, image, window, bounds, row, S: gl.constexpr):
-    N = units * S.unit  # what divides it decides how many numbers are written at once
-    STAGES: gl.constexpr = S.stages
-    if table is not None:
-        gdc_launch_dependents()
-    LINES: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=xd.layout.swizzle_byte_width, element_bitwidth=xd.layout.element_bitwidth, rank=2
-    )
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.buffers, S.lines, S.step], LINES)
-    ws = gl.allocate_shared_memory(xd.dtype, [S.kept, S.rows, S.step], LINES)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, 2)
-    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(loaded, count=1)
-    ys = xs
-    given = loaded
-    taken = loaded
-    if S.places:
-        ys = gl.allocate_shared_memory(xd.dtype, [2 * S.places, 64, 64], LINES)
-        given = barriers(S.places, 1)
-        taken = barriers(S.places, 2)
-    fence_async_shared()
-    gdc_wait()
-    if table is None:  # the next one may write a weight from here on, as `launch.turns` has it
-        gdc_launch_dependents()
-    held = (xs, ws, ys, full, empty, loaded, given, taken, table, yd, out, added, N, grid, image, window, bounds, row)
-    gl.warp_specialize(
-        [
-            (_consume, (held, 0, S)),
-            (_consume, (held, 1, S)),
-            (_produce, (xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, window, S)),
-        ],
-        [4, 1],
-        [208 if S.roomy else 232, 40],
+        **({"maxnreg": 80} if config.paired else {"maxnreg": 152} if roomy else {}),
     )

@@ -28,6 +28,16 @@ SUMS = gl.constexpr(
     )
 )
 
+# Four codes -> the bits of 2^23 + 128 + each in float32.
+_APART = gl.constexpr("""{
+    .reg .b32 t;
+    xor.b32 t, $4, 0x80808080;
+    prmt.b32 $0, t, 0x4B000000, 0x7540;
+    prmt.b32 $1, t, 0x4B000000, 0x7541;
+    prmt.b32 $2, t, 0x4B000000, 0x7542;
+    prmt.b32 $3, t, 0x4B000000, 0x7543;
+}""")
+
 
 @gluon.jit
 def pieces_of(acc, WIDTH: gl.constexpr):
@@ -73,8 +83,34 @@ def others_of(added, N, at, image, WIDTH: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def write_codes(acc, table, told, out, others, N, at, image, window, bounds, row, S: gl.constexpr):
-    """Sums of codes -> codes. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is outside."""
-    OUT: gl.constexpr = CODES
+    codes = _codes(acc, table, told, at, image, window, bounds, row, S)
+    rn, m, mask = _places(at, N, image, codes.shape[1], S, CODES)
+    if others is not None:
+        codes = _added(codes, others, bounds, S)
+    gl.store(out + (gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)), codes, mask=mask)
+
+
+@gluon.jit
+def send_codes(acc, table, told, yd, ys, given, taken, step, at, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
+    """The same by TMA, of 64 outputs of 64 pixels, from where TMA has put what is added to them: place `step`."""
+    BOX: gl.constexpr = yd.block_shape
+    tma.store_wait(0)  # the place before has been read, while there was something to multiply
+    mbarrier.arrive(taken.index((step + S.places - 1) % S.places), count=1, pred=step > 0)
+    codes = _codes(acc, table, told, at, image, window, bounds, row, S)
+    place = step % S.places
+    mbarrier.wait(given.index(place), (step // S.places) & 1)
+    to = ys.index(2 * place + W)
+    turned_to = to.permute([1, 0])
+    turned_to.store(_added(codes, turned_to.load(CODES), bounds, S))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(yd, half_of((at[0], at[2], at[3], at[4]), W, S), to._reinterpret(yd.dtype, BOX, yd.layout))
+    return step + 1
+
+
+@gluon.jit
+def _codes(acc, table, told, at, image, window, bounds, row, S: gl.constexpr):
+    """Of sums, as they are written. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is
+    outside."""
     acc += gl.expand_dims(told[3], 1)
     if S.bounded:
         acc = _outside(acc, table, told, at, image, window, row, S)
@@ -82,12 +118,7 @@ def write_codes(acc, table, told, out, others, N, at, image, window, bounds, row
     constant = gl.expand_dims(told[1], 1)
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
     total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
-    codes = gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), OUT)  # the low byte is the integer
-    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
-    to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
-    if others is not None:
-        codes = _added(codes, others, bounds, S)
-    gl.store(out + to, codes, mask=mask)
+    return gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), CODES)  # the low byte is the integer
 
 
 @gluon.jit
@@ -98,10 +129,17 @@ def _added(codes, others, bounds, S: gl.constexpr):
     LAYOUT: gl.constexpr = codes.type.layout
     scale = gl.full(codes.shape, bounds[2], gl.float32, layout=LAYOUT)
     offset = gl.full(codes.shape, bounds[4], gl.float32, layout=LAYOUT)
-    total = gl.fma(first.to(gl.float32), scale, offset)
-    total = gl.fma(second.to(gl.float32), gl.full(codes.shape, bounds[3], gl.float32, layout=LAYOUT), total)
+    total = gl.fma(_floats(first), scale, offset)
+    total = gl.fma(_floats(second), gl.full(codes.shape, bounds[3], gl.float32, layout=LAYOUT), total)
     total = gl.minimum(gl.maximum(total, bounds[5]), bounds[6]) + MAGIC
     return total.to(gl.int32, bitcast=True).to(gl.int8)
+
+
+@gluon.jit
+def _floats(codes):
+    """As float32, exactly: what converts bytes takes an eighth as many at a time."""
+    bits = gl.inline_asm_elementwise(_APART, "=r,=r,=r,=r,r", [codes], dtype=gl.int32, is_pure=True, pack=4)
+    return bits.to(gl.float32, bitcast=True) - 8388736.0
 
 
 @gluon.jit
@@ -205,7 +243,7 @@ def send(pieces, yd, ys, bias, given, taken, step, N, at, bounds, W: gl.constexp
 
 @gluon.jit
 def half_of(at, W: gl.constexpr, S: gl.constexpr):
-    """Where the pixels of a warpgroup are in y, for TMA. `at`: first output, image, row and column of a tile."""
+    """Where the pixels of a warpgroup are in y, for TMA. `at`: first output; image, row and column of the tile."""
     HALF: gl.constexpr = S.half
     b = at[1] + W * (S.images - HALF[0])
     y = at[2] + W * (S.height - HALF[1])
