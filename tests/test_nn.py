@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.candidates import NOT_A_KIND
+from halfbyte.nn.candidates import ATTENTION, NOT_A_KIND
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.kinds import relative_error
@@ -332,7 +332,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "wide": "its weight is torch.float64: kernels take torch.float32, torch.bfloat16, torch.float16",
         "meta": "its weight has no data (meta device)",
         "empty": "its weight is empty",
-        "attention": NOT_A_KIND,
+        "attention": ATTENTION,
         "attention.out_proj": "MultiheadAttention reads its weight without calling it",
         "elsewhere": "its weight is also holder.0, which is not a module that can be quantized",
         "holder": NOT_A_KIND,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
+ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
@@ -75,6 +76,8 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
                 reason = "the biases of experts"
             elif isinstance(module, parametrize.ParametrizationList):
                 reason = "what a parametrized weight is made of"
+            elif isinstance(module, nn.MultiheadAttention):
+                reason = ATTENTION
             found.append(Candidate(name, type(module).__name__, id(module), reason))
     return found
 
