@@ -42,13 +42,15 @@ def check_linear(
     interpreted: bool,
     epilogue: bool = False,
     weight_rounded: bool = False,
+    point_rounded: bool = False,
     x_offset: int = 0,
 ) -> None:
     """What is `launched` is near the reference.
 
     How near: `reference.error_bound` is that of float32 sums, twice because matrix units align products before they add and cut what is
     below (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); where the kernel rounds the weight to x's type, two
-    roundings (the scale, the product) of each weight besides. The interpreter cuts float32 to bfloat16, where a GPU rounds.
+    roundings (the scale, the product) of each weight besides, and where it rounds the zero point's product with the scale, that one. The
+    interpreter cuts float32 to bfloat16, where a GPU rounds.
     """
     fmt, dtype = as_format(problem.format), problem.dtype
     codes = random_codes(fmt, (problem.n, problem.k))
@@ -60,15 +62,16 @@ def check_linear(
     ends = Epilogue(None if bias is None else bias.to(device), None if residual is None else residual.to(device), low, high)
     padded = torch.full((problem.m, problem.k + x_offset), torch.nan, dtype=dtype, device=device)
     padded[:, x_offset:] = x.to(device)
-    y = launched(
-        lambda out: module.launch(problem, config, padded[:, x_offset:], *views, out, ends), (problem.m, problem.n), dtype, device
-    )
+    y = launched(lambda out: module.launch(problem, config, padded[:, x_offset:], *views, out, ends), (problem.m, problem.n), dtype, device)
     expected, error = reference.linear(x, codes, bias), 2 * reference.error_bound(x, codes, bias)
     if residual is not None:
         expected = expected + residual.double()
         error = error + 2.0**-22 * (expected.abs() + residual.double().abs())
     if weight_rounded:
         error = error + 2 * UNIT[dtype] * (x.double().abs() @ codes.dequantize(torch.float64).abs().T)
+    if point_rounded and codes.zero is not None:
+        points = codes.spread(codes.zero.double() * codes.scale.double()).abs()
+        error = error + UNIT[dtype] * (x.double().abs() @ points.T)
     if interpreted and dtype == torch.bfloat16:
         error = error + UNIT[dtype] * (expected.abs() + error)
         if weight_rounded:

@@ -254,8 +254,9 @@ class Mbarrier:
             bar.step(count, 0)
 
     @staticmethod
-    def wait(bar: Barrier, phase: Any) -> None:
-        bar.wait(int(phase))
+    def wait(bar: Barrier, phase: Any, pred: Any = True) -> None:
+        if _raw(pred):
+            bar.wait(int(phase))
 
 
 class Tma:

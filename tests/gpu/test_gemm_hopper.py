@@ -10,6 +10,7 @@ from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import gemm_hopper
 from halfbyte.kernels.gpu.hopper_tile import parts_of
 from halfbyte.kernels.problem import Problem
+from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
 H, B = torch.float16, torch.bfloat16
@@ -42,13 +43,16 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
     bits = as_format(name).bits
     turn = FORMATS[bits].index(name) + CONFIGS[bits].index(tile) + (dtype == H)
     m, n, k, programs = ((300, 333, 1024, 1), (130, 512, 2048, 7), (77, 640, 2048, 29))[turn % 3]
-    config = gemm_hopper.Config(rows, block_m, stages, programs)
-    check_linear(gemm_hopper, config, problem(name, m, n, k, dtype), hopper, interpreted=False, weight_rounded=True, epilogue=m == 77)
+    asked = problem(name, m, n, k, dtype)
+    most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])
+    config = gemm_hopper.Config(rows, block_m, min(stages, most), programs)
+    rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(asked) and asked.format.zero == "point"}
+    check_linear(gemm_hopper, config, asked, hopper, interpreted=False, epilogue=m == 77, **rounded)
 
 
 def test_k_need_not_be_whole_records(hopper: torch.device) -> None:
     for name in ("q4_0", "q8_0"):
-        for config in gemm_hopper.configs(problem(name, 200, 200, 1000), GPUS["sm_90"]):
+        for config in (gemm_hopper.Config(64, 256, 4, 3), gemm_hopper.Config(64, 64, 5, 16)):  # a record in halves, and as a whole
             check_linear(gemm_hopper, config, problem(name, 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
 
 
@@ -87,5 +91,5 @@ def test_configs_fit(name: str, m: int) -> None:
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
-            parts = parts_of(config.block_m)
-            assert config.stages * (256 * config.block_m + 32 * asked.format.bits * config.rows) // parts + (8 << 10) <= gpu.shared
+            operands = config.stages * (256 * config.block_m + 32 * asked.format.bits * config.rows) // parts_of(config.block_m)
+            assert operands + gemm_hopper.BESIDE <= gpu.shared

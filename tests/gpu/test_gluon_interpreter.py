@@ -61,7 +61,8 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
     config = gemm_hopper.Config(*tile, programs)
     problem = Problem("linear", 70, n, 640, as_format(name), dtype)
     with interpreted(gemm_hopper):
-        check_linear(gemm_hopper, config, problem, CPU, interpreted=False, weight_rounded=True, epilogue=n == 140 and programs > 1)
+        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(problem) and problem.format.zero == "point"}
+        check_linear(gemm_hopper, config, problem, CPU, interpreted=False, epilogue=n == 140 and programs > 1, **rounded)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def run(
         expected, error = reference.linear(inputs, matrix, one, *how), 2 * reference.error_bound(inputs, matrix, one, *how)
         size = inputs.double().abs() @ matrix.dequantize(torch.float64).abs().T
         error = error + (2 * UNIT[dtype] * size if rounded else 0)
+        if file is grouped_hopper and fmt.zero == "point" and matrix.zero is not None and gemm_hopper.lifted(problem):
+            points = matrix.spread(matrix.zero.double() * matrix.scale.double()).abs()
+            error = error + UNIT[dtype] * (inputs.double().abs() @ points.T)
         if interpreted and dtype == B:  # cuts float32 to bfloat16, where a GPU rounds
             error = error + UNIT[dtype] * (expected.abs() + error) + (4 * UNIT[dtype] * size if rounded else 0)
         agree = reference.agrees(y[rows], expected, error).all(1)
@@ -201,12 +204,12 @@ def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gp
         pytest.skip("the interpreter takes the smallest tile, and the one whose stages are half records")
     if not interpreted and gpu.capability != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    block_m, stages = tile[0], min(tile[1], gemm_hopper.most_stages(as_format(name).bits, 64, tile[0], GPUS["sm_90"]))
     pairs, sizes = (120, (3, 140, 320)) if interpreted else (1500, (5, 200, 1000))
+    block_m, geo = tile[0], gpu_tiles.geometry(as_format(name), sizes[1:])
+    config = grouped_hopper.Config(block_m, min(tile[1], gemm_hopper.most_stages(geo, 64, block_m, GPUS["sm_90"])), 7)
     for dtype, share in ((H, 1), (B, 2)):
         ids = random_ids(pairs, sizes[0] + 1)
         ids[ids == 1] = 0
-        config = grouped_hopper.Config(block_m, stages, 7)
         with gluon_interpreter.interpreted(grouped_hopper) if interpreted else nullcontext():
             run(name, ids, sizes, dtype, gpu, device, share=share, bias=share == 1, interpreted=interpreted, given=(grouped_hopper, config))
 
@@ -215,9 +218,7 @@ def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gp
     ("name", "activation"), [("int4_g128", "block"), ("int4_g128_zp", "row"), ("int4_channel", "row"), ("int4_g128_f32", "row")]
 )
 @pytest.mark.parametrize("block_m", [128, 64])
-def test_integers_of_experts(
-    name: str, activation: Activation, block_m: int, gpu: Gpu, device: torch.device, interpreted: bool
-) -> None:
+def test_integers_of_experts(name: str, activation: Activation, block_m: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """As above, by `grouped_int8_hopper`."""
     if interpreted and (block_m == 128) != (name == "int4_g128"):
         pytest.skip("the interpreter takes one tile of each")

@@ -33,7 +33,7 @@ from halfbyte.kernels.gpu.conv_hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.gemm_hopper import whole
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, tails_of, two_planes
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, two_planes
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -232,6 +232,19 @@ def _produce(xd, wd, xs, ws, full, loaded, empty, at, window, S: gl.constexpr):
 
 
 @gluon.jit
+def _tails_of(tails, r, rn, sizes, S: gl.constexpr):
+    """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
+    GROUPS: gl.constexpr = S.groups
+    found = ()
+    for i in gl.static_range(2):
+        row = tails[i if S.zero != "none" else 0] + (r // S.wide * GROUPS).to(gl.int64) * sizes[2]
+        for _ in gl.static_range(GROUPS):
+            found += (gl.load(row + rn),)  # type: ignore[assignment]
+            row += sizes[2]
+    return found
+
+
+@gluon.jit
 def _weights(ws, loaded, r, high, tails, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """The planes of a record in DTYPE."""
     LAST: gl.constexpr = S.bits // 4 - 1
@@ -281,10 +294,10 @@ def _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes,
     if added[0] is not None:
         term = gl.load(added[0] + row).to(gl.float32)
     first = gl.to_tensor(TEAM)
-    w = _weights(ws, loaded, first, high, tails_of(tails, first, rn, sizes, S), OPERAND, DTYPE, S)
+    w = _weights(ws, loaded, first, high, _tails_of(tails, first, rn, sizes, S), OPERAND, DTYPE, S)
     acc = gl.zeros([64, PIXELS], gl.float32, layout=MMA)
     for r in range(first, LAST, TEAMS):
-        now = tails_of(tails, r + TEAMS, rn, sizes, S)
+        now = _tails_of(tails, r + TEAMS, rn, sizes, S)
         a = _product(w, xs, full, r, acc, S)
         following = _weights(ws, loaded, r + TEAMS, high, now, OPERAND, DTYPE, S)
         acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])

@@ -41,7 +41,7 @@ from halfbyte.kernels.gpu.hopper_tile import (
     ring,
     send_tile,
     sums,
-    tails_of,
+    tails_read,
     write_tile,
 )
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -53,6 +53,7 @@ RECORD_US = {
     4: {(64, 256): 1.35, (64, 128): 0.82, (64, 64): 0.63, (128, 128): 1.47, (128, 64): 1.04},
     8: {(64, 256): 1.40, (64, 128): 0.93, (64, 64): 0.80, (64, 32): 0.70, (128, 128): 1.80, (128, 64): 1.40},
 }
+BESIDE = 4352  # bytes of shared memory beside the stages
 _START_US = 3.0
 _MEETINGS_US = 12.0
 _MOST = gl.constexpr(2**31 - 1)
@@ -92,16 +93,18 @@ def whole(geo: gpu_tiles.Geometry) -> bool:
 
 
 def lifted(problem: Problem) -> bool:
-    """`Static.lifted`: where no scale can be too large for it."""
+    """`Static.lifted`: where no scale can be too large for it, nor a point's product with one, which is rounded."""
     fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    return problem.dtype == torch.bfloat16 and fmt.zero == "none" and (whole(geo) or fmt.scale == torch.float16)
+    small = fmt.scale == torch.float16 and (fmt.zero != "point" or fmt.bits == 4)
+    return problem.dtype == torch.bfloat16 and (whole(geo) or small)
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of the longest share."""
-    records, bits = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records, problem.format.bits
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    records = geo.records
     found = []
-    for (rows, block_m), record_us in RECORD_US[bits].items():
+    for (rows, block_m), record_us in RECORD_US[problem.format.bits].items():
         tiles = -(-problem.n // (2 * rows)) * -(-problem.m // block_m)
         waves = -(-tiles // gpu.sms)
         whole = -(-tiles // waves)
@@ -113,13 +116,16 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
                 unequal = _MEETINGS_US * max(1.0, records / 32) ** 1.5
                 meeting = 3.0 * (programs // tiles) - 1.0 if programs % tiles == 0 else unequal
                 us += meeting * (0.3 + 0.7 * rows * block_m / (64 * 256))
-            found.append((us, Config(rows, block_m, most_stages(bits, rows, block_m, gpu), programs)))
+            found.append((us, Config(rows, block_m, most_stages(geo, rows, block_m, gpu), programs)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0])[:6])
 
 
-def most_stages(bits: int, rows: int, block_m: int, gpu: Gpu) -> int:
+def most_stages(geo: gpu_tiles.Geometry, rows: int, block_m: int, gpu: Gpu) -> int:
     """That fit beside barriers and what is written by lanes."""
-    return min(2 * bits, (gpu.shared - (8 << 10)) * parts_of(block_m) // (256 * block_m + 32 * bits * rows))
+    parts, zero_bytes = parts_of(block_m), 0 if geo.zero_dtype is None else geo.zero_dtype.itemsize
+    tails = 2 * rows * geo.blocks_a_record * (geo.format.scale.itemsize + zero_bytes)
+    record = 256 * block_m + 32 * geo.format.bits * rows + tails
+    return min(2 * geo.format.bits, (gpu.shared - BESIDE - (parts - 1) * tails) * parts // record)
 
 
 def launch(
@@ -177,7 +183,8 @@ def multiply(
         (config.programs,),
         TensorDescriptor.from_tensor(x, [config.block_m, static.width], layout),
         weight,
-        (scale, scale if zero is None else zero),
+        *tails_read(scale[None], None if zero is None else zero[None], static),
+        scale,
         yd,
         out,
         (epilogue.bias, epilogue.residual),
@@ -262,7 +269,7 @@ def _segment(at, end, whole, start, order, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
+def _produce(read, buffers, full, empty, sizes, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     end, whole, start, _rest = _share(sizes, S)
     order = _order(sizes, S)
@@ -270,15 +277,15 @@ def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
     _tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
     step = gl.minimum(count * S.parts, STAGES)
     for i in range(step):  # the weight, before the kernel before has ended
-        load_weight(wd, ws, full, 0, pn, first * S.parts + i, i, sizes, S)
+        load_weight(read, buffers, full, (0, 0), pn, first * S.parts + i, i, sizes, S)
     gdc_wait()
     for i in range(step):
-        load_x(xd, tails, xs, full, pm * S.block_m, pn, first * S.parts + i, i, sizes, S)
+        load_x(read[0], buffers[0], full, pm * S.block_m, first * S.parts + i, i, S)
     done = step
     while at < end:
         _tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
         for r in range(first * S.parts + done, (first + count) * S.parts):
-            load_stage(xd, wd, tails, xs, ws, full, empty, pm * S.block_m, 0, pn, r, step, sizes, S)
+            load_stage(read, buffers, full, empty, pm * S.block_m, (0, 0), pn, r, step, sizes, S)
             step += 1
         done = done - done
         at += count
@@ -288,20 +295,7 @@ def _produce(xd, wd, tails, xs, ws, full, empty, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _rows(pn, sizes, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """Rows of the weight that this warpgroup reads of tile pn."""
-    ROWS: gl.constexpr = S.rows
-    first_n = (pn * 2 + HALF) * ROWS
-    rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND))
-    if ROWS == 64:  # a panel is there as a whole, or not at all
-        rn += gl.minimum(first_n, sizes[2] - ROWS)
-    else:
-        rn = gl.minimum(first_n + rn, sizes[2] - 1)
-    return rn
-
-
-@gluon.jit
-def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -314,32 +308,27 @@ def _consume(xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds,
     end, whole, start, rest = _share(sizes, S)
     order = _order(sizes, S)
     at = start - start
-    tile, pm, pn, first, count = _segment(at, end, whole, start, order, sizes, S)
-    rn = _rows(pn, sizes, HALF, OPERAND, S)
-    now = tails_of(tails, first, rn, sizes, S)
+    tile, pm, pn, _first, count = _segment(at, end, whole, start, order, sizes, S)
     gdc_wait()
     while at < end:
         if scratch is not None:  # divisions take long: before the first records are there
             sharing = _sharing(tile - whole * gl.num_programs(0), gl.maximum(rest, 1), sizes)
-        acc, step = sums(xs, ws, full, empty, tails, now, owed, rn, first, count, step, high, sizes, HALF, OPERAND, DTYPE, S)
+        acc, step = sums(buffers, full, empty, owed, count, step, high, HALF, OPERAND, DTYPE, S)
         before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
         at += count
-        # Scales of the next tile are on their way while this one is written.
-        tile, pm, pn, first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
-        rn = _rows(pn, sizes, HALF, OPERAND, S)
-        now = tails_of(tails, first, rn, sizes, S)
+        tile, pm, pn, _first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
         if scratch is not None:
             if done < sizes[3]:
-                _meet(acc, tails[0], out, added, first_n, first_m, before, sharing, at < end, scratch, sizes, bounds, HALF, S)
+                _meet(acc, scale, out, added, first_n, first_m, before, sharing, at < end, scratch, sizes, bounds, HALF, S)
         if S.sent:
             place = step + HALF // S.beside
             mbarrier.wait(full.index(place % S.stages), (place // S.stages) & 1)
             if done == sizes[3]:
-                send_tile(acc, tails[0], yd, added[0], xs.index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
+                send_tile(acc, scale, yd, added[0], buffers[0].index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
             step += S.places
             owed = 1
         elif done == sizes[3]:
-            _write(acc, tails[0], out, added, first_n, first_m, sizes, bounds, S)
+            _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S)
     if S.sent:
         tma.store_wait(0)
 
@@ -443,15 +432,16 @@ def _plus(total, held, place, away, j, me, others, wanted):
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _gemm(xd, wd, tails, yd, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+def _gemm(xd, wd, sd, zd, scale, yd, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
-    xs, ws, full, empty = ring(xd, wd, S)
+    read = (xd, wd, sd, zd)
+    buffers, full, empty = ring(read, S)
     sizes = (M, N, n_padded, records)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, 0, S)),
-            (_consume, (xs, ws, full, empty, tails, yd, out, added, scratch, sizes, bounds, 1, S)),
-            (_produce, (xd, wd, tails, xs, ws, full, empty, sizes, S)),
+            (_consume, (buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds, 0, S)),
+            (_consume, (buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds, 1, S)),
+            (_produce, (read, buffers, full, empty, sizes, S)),
         ],
         [4, 1],
         [232, 40],

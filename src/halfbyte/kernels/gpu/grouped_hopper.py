@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, tails_of, write_tile
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -57,11 +57,12 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all tiles, experts having some more and fewer rows than the mean."""
-    mean, bits, found = problem.m / problem.experts, problem.format.bits, []
+    mean, bits, geo = problem.m / problem.experts, problem.format.bits, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    found = []
     for rows, block_m in gemm_hopper.RECORD_US[bits]:
         if rows == _ROWS and block_m >= NARROWEST:
             us = sum(_record_us(bits, block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
-            found.append((us, Config(block_m, gemm_hopper.most_stages(bits, _ROWS, block_m, gpu), gpu.sms)))
+            found.append((us, Config(block_m, gemm_hopper.most_stages(geo, _ROWS, block_m, gpu), gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -79,9 +80,8 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     """As `grouped.launch`."""
     experts, n, k = problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))
-    scale = weight[geo.scale_offset :].view(geo.format.scale)  # of the first expert, and so on
-    tails = (scale, scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype))
-    steps = (geo.nbytes // 128, *(geo.nbytes // part.element_size() for part in tails))
+    first = gpu_tiles.views(weight[: geo.nbytes], geo)
+    scale, zero = _of_all(first.scale, experts, geo.nbytes), None if first.zero is None else _of_all(first.zero, experts, geo.nbytes)
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST)
     rows = x.index_select(0, table[0] // (problem.m // len(x)))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -108,8 +108,9 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         (config.programs,),
         TensorDescriptor.from_tensor(rows, [NARROWEST, static.width], layout),
         codes,
-        tails,
-        steps,
+        *tails_read(scale, zero, static),
+        weight[geo.scale_offset :].view(geo.format.scale),  # of the first expert, and so on
+        geo.nbytes // 128,
         table,
         out,
         bias,
@@ -119,6 +120,11 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         num_warps=4,
         early=True,
     )
+
+
+def _of_all(part: Tensor, experts: int, nbytes: int) -> Tensor:
+    """A section of the first of matrices of so many bytes -> [experts, block rows, N padded], that section of each."""
+    return part.as_strided((experts, *part.shape), (nbytes // part.element_size(), *part.stride()))
 
 
 @gluon.jit
@@ -134,47 +140,41 @@ def tile_of(number, table, sizes, WIDTH: gl.constexpr):
     return gl.load(table[1] + at), gl.load(table[2] + at), gl.load(table[3] + at), pn
 
 
-# `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile).
+# `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile); matrices are `away` rows of words from each other.
 
 
 @gluon.jit
-def _tails_of(e, tails, steps):
-    """Scales and zeros of expert e."""
-    return tails[0] + e.to(gl.int64) * steps[1], tails[1] + e.to(gl.int64) * steps[2]
-
-
-@gluon.jit
-def _produce(xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S: gl.constexpr):
+def _produce(read, away, table, buffers, full, empty, experts, sizes, S: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
         e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
         e = gl.minimum(e, experts - 1)
-        step = _load(xd, wd, _tails_of(e, tails, steps), xs, ws, full, empty, first, count, e * steps[0], pn, step, sizes, S)
+        step = _load(read, buffers, full, empty, first, count, (e * away, e), pn, step, sizes, S)
 
 
 @gluon.jit
-def _load(xd, wd, tails, xs, ws, full, empty, first, count, before, pn, step, sizes, S: gl.constexpr):
+def _load(read, buffers, full, empty, first, count, matrix, pn, step, sizes, S: gl.constexpr):
     """A tile on its way to shared memory, as narrow a one as holds `count` rows of x; the step after it."""
     HALVED: gl.constexpr = S.halved
-    if S.block_m > xd.block_shape[0]:
+    if S.block_m > read[0].block_shape[0]:
         if count <= S.block_m // 2:
-            step = _load(xd, wd, tails, xs, ws, full, empty, first, count, before, pn, step, sizes, HALVED)
+            step = _load(read, buffers, full, empty, first, count, matrix, pn, step, sizes, HALVED)
         else:
-            step = _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S)
+            step = _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S)
     else:
-        step = _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S)
+        step = _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S)
     return step
 
 
 @gluon.jit
-def _load_all(xd, wd, tails, xs, ws, full, empty, first, before, pn, step, sizes, S: gl.constexpr):
+def _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S: gl.constexpr):
     for r in range(sizes[3] * S.parts):
-        load_stage(xd, wd, tails, xs, ws, full, empty, first, before, pn, r, step + r, sizes, S)
+        load_stage(read, buffers, full, empty, first, matrix, pn, r, step + r, sizes, S)
     return step + sizes[3] * S.parts
 
 
 @gluon.jit
-def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(buffers, full, empty, scale, away, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
         e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
@@ -183,55 +183,55 @@ def _consume(xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes
         if bias is not None:
             added = (bias + at.to(gl.int64) * sizes[1], None)
         to = (table[0] + first, count)
-        step = _multiply(xs, ws, full, empty, _tails_of(at, tails, steps), out, added, to, e < experts, pn, step, sizes, HALF, S)
+        of_expert = scale + at.to(gl.int64) * away * (1024 // scale.dtype.element_ty.primitive_bitwidth)
+        step = _multiply(buffers, full, empty, of_expert, out, added, to, e < experts, pn, step, sizes, HALF, S)
 
 
 @gluon.jit
-def _multiply(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
+def _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
     """A tile as `_load` has it; the step after it."""
     HALVED: gl.constexpr = S.halved
     if S.block_m > 64:
         if to[1] <= S.block_m // 2:
-            step = _multiply(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, HALVED)
+            step = _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, HALVED)
         else:
-            step = _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, S)
+            step = _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, S)
     else:
-        step = _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF, S)
+        step = _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, S)
     return step
 
 
 @gluon.jit
-def _multiply_all(xs, ws, full, empty, tails, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
+def _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     first_n = (pn * 2 + HALF) * ROWS
-    rn = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND)) + gl.minimum(first_n, sizes[2] - ROWS)
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
     high = HIGH
     if S.bits == 8:
         high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-    now = tails_of(tails, gl.to_tensor(0), rn, sizes, S)
-    acc, step = sums(xs, ws, full, empty, tails, now, 0, rn, gl.to_tensor(0), sizes[3], step, high, sizes, HALF, OPERAND, DTYPE, S)
+    acc, step = sums(buffers, full, empty, 0, sizes[3], step, high, HALF, OPERAND, DTYPE, S)
     pieces = pieces_of(acc, S)
     for i in gl.static_range(PIECES):
         y = gl.where(known, pieces[i], float("nan"))
-        write_tile(y, tails[0], out, added, first_n, i * (BM // PIECES), to, sizes, (0.0, 0.0), S)
+        write_tile(y, scale, out, added, first_n, i * (BM // PIECES), to, sizes, (0.0, 0.0), S)
     return step
 
 
 @gluon.jit(do_not_specialize=["experts"])
-def _grouped(xd, wd, tails, steps, table, out, bias, experts, sizes, S: gl.constexpr):
+def _grouped(xd, wd, sd, zd, scale, away, table, out, bias, experts, sizes, S: gl.constexpr):
     gdc_launch_dependents()
-    xs, ws, full, empty = ring(xd, wd, S)
+    read = (xd, wd, sd, zd)
+    buffers, full, empty = ring(read, S)
     gdc_wait()
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, 0, S)),
-            (_consume, (xs, ws, full, empty, tails, steps, table, out, bias, experts, sizes, 1, S)),
-            (_produce, (xd, wd, tails, steps, table, xs, ws, full, empty, experts, sizes, S)),
+            (_consume, (buffers, full, empty, scale, away, table, out, bias, experts, sizes, 0, S)),
+            (_consume, (buffers, full, empty, scale, away, table, out, bias, experts, sizes, 1, S)),
+            (_produce, (read, away, table, buffers, full, empty, experts, sizes, S)),
         ],
         [4, 1],
         [232, 40],

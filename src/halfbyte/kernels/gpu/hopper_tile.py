@@ -11,19 +11,22 @@ while the other ends its tile: it puts the sums into a stage of the ring that th
     8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
              to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
     lifted   in bfloat16 codes alone are 2**-133 times as much: LOP3, or PRMT and LOP3, then one fused multiply-add by a scale as much
-             larger, which takes off the point. Each instruction is in the way of the tensor cores
+             larger, which takes off the point or adds the offset. Each instruction is in the way of the tensor cores
 
 Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32. One scale a row of the weight is
 multiplied with the sums. Lifted weights and sums are 2**-24 times as much (products below 2**-102 may be lost), which the end makes good.
+Of lifted weights of 4 bits with zero points, the point's product with the scale is rounded, too: by 2**-8 of it at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper import barriers, next_stage
@@ -71,8 +74,13 @@ class Static:
     zero: str
     clamp: bool
     sent: bool = False  # tiles are written by TMA, from stages of x
-    lifted: bool = False  # one instruction scales two codes and takes their point off, in bfloat16
+    lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
+
+    @property
+    def lifts_once(self) -> bool:
+        """What planes are lifted by is the same for a whole record, and kept for it."""
+        return self.lifted and self.groups == 1 and not self.whole
 
     @property
     def halved(self) -> Static:
@@ -88,6 +96,11 @@ class Static:
     def weights(self) -> int:
         """Stages of the weight: of 4 bits, whole records."""
         return -(-self.stages // self.each)
+
+    @property
+    def tails(self) -> int:
+        """Places of a record's scales and zeros. They come with its first stage of x: where that is half of it, one more is needed."""
+        return self.stages // self.parts + self.parts - 1
 
     @property
     def each(self) -> int:
@@ -130,59 +143,96 @@ class Static:
 # Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
 
 
+def tails_read(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """How TMA reads scales and zeros [matrices, block rows, N padded]: those of a record of a tile at once."""
+
+    def read(of_blocks: Tensor) -> TensorDescriptor:
+        flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=3)
+        return TensorDescriptor.from_tensor(of_blocks, [1, static.groups, 2 * static.rows], flat)
+
+    return None if static.whole else read(scale), None if zero is None else read(zero)
+
+
+# Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile); `read` is what TMA reads (x, weight, scales, zeros),
+# `buffers` where to.
+
+
 @gluon.jit
-def ring(xd, wd, S: gl.constexpr):
+def ring(read, S: gl.constexpr):
     """Shared memory for `stages` stages of x and of the weight, and the barriers that say which are full and which are free."""
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES, BM, S.width], xd.layout)
-    ws = gl.allocate_shared_memory(wd.dtype, [S.weights, ROWS * S.bits // 4, 64 if S.bits == 4 else S.width], wd.layout)
+    GROUPS: gl.constexpr = S.groups
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    xs = gl.allocate_shared_memory(read[0].dtype, [STAGES, BM, S.width], read[0].layout)
+    ws = gl.allocate_shared_memory(read[1].dtype, [S.weights, ROWS * S.bits // 4, 64 if S.bits == 4 else S.width], read[1].layout)
+    buffers = (xs, ws)
+    for i in gl.static_range(2, 4):
+        of_blocks = xs  # what is not there is not read
+        if read[i] is not None:
+            of_blocks = gl.allocate_shared_memory(read[i].dtype, [S.tails * GROUPS * 2, ROWS], FLAT)
+        buffers += (of_blocks,)  # type: ignore[assignment]
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
     fence_async_shared()
-    return xs, ws, full, empty
+    return buffers, full, empty
 
 
 @gluon.jit
-def load_stage(xd, wd, tails, xs, ws, full, empty, first_m, before, pn, r, step, sizes, S: gl.constexpr):
-    """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `before` times 128 bytes are in front of
-    the weight."""
+def load_stage(read, buffers, full, empty, first_m, matrix, pn, r, step, sizes, S: gl.constexpr):
+    """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `matrix` is how many times 128 bytes
+    are in front of the weight, and how many matrices of scales."""
     mbarrier.wait(empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
-    load_weight(wd, ws, full, before, pn, r, step, sizes, S)
-    load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S)
+    load_weight(read, buffers, full, matrix, pn, r, step, sizes, S)
+    load_x(read[0], buffers[0], full, first_m, r, step, S)
 
 
 @gluon.jit
-def load_weight(wd, ws, full, before, pn, r, step, sizes, S: gl.constexpr):
+def load_weight(read, buffers, full, matrix, pn, r, step, sizes, S: gl.constexpr):
     """The weight's half of it, and how many bytes are to come in all."""
-    PANELS: gl.constexpr = S.rows // 32
-    X_BYTES: gl.constexpr = S.block_m * S.width * 2
-    bar = full.index(step % S.stages)
-    to = weight_stage(ws, step, S)
-    if S.bits == 8:
-        mbarrier.expect(bar, X_BYTES + S.block_n * S.width)
-        row, column = before // sizes[3] + pn * S.block_n, before % sizes[3] * 128 + r * S.width
-        tma.async_copy_global_to_shared(wd, [row, column], bar, to)
-    elif r % S.each == S.each - 1:  # with the last of its stages of x: with the first, another record would still be read where it goes
-        mbarrier.expect(bar, X_BYTES + S.rows * 128)
-        for p in gl.static_range(PANELS):
-            row = before + ((pn * PANELS + p) * sizes[3] + r // S.each) * 32
-            tma.async_copy_global_to_shared(wd, [row, 0], bar, to.slice(p * 32, 32, dim=0))
-    else:
-        mbarrier.expect(bar, X_BYTES)
+    if S.parts == 1:
+        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, True, True, S)
+    elif r % 2 == 0:
+        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, S.bits == 8, True, S)
+    else:  # words come with the last of their stages of x: with the first, another record would still be read where they go
+        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, True, False, S)
 
 
 @gluon.jit
-def load_x(xd, tails, xs, full, first_m, pn, r, step, sizes, S: gl.constexpr):
-    """The other half, and what scales it."""
+def _load_weight(read, buffers, full, matrix, pn, r, step, sizes, CODES: gl.constexpr, TAILS: gl.constexpr, S: gl.constexpr):
+    PANELS: gl.constexpr = S.rows // 32
+    GROUPS: gl.constexpr = S.groups
+    X_BYTES: gl.constexpr = 2 * S.block_m * S.width
+    CODE_BYTES: gl.constexpr = S.block_n * (S.width if S.bits == 8 else 64) if CODES else 0
+    SCALE: gl.constexpr = 0 if read[2] is None else read[2].dtype.primitive_bitwidth // 8
+    ZERO: gl.constexpr = 0 if read[3] is None else read[3].dtype.primitive_bitwidth // 8
+    TAIL_BYTES: gl.constexpr = GROUPS * S.block_n * (SCALE + ZERO) if TAILS else 0
+    bar = full.index(step % S.stages)
+    mbarrier.expect(bar, X_BYTES + CODE_BYTES + TAIL_BYTES)
+    if CODES:
+        to = weight_stage(buffers[1], step, S)
+        if S.bits == 8:
+            row, column = matrix[0] // sizes[3] + pn * S.block_n, matrix[0] % sizes[3] * 128 + r * S.width
+            tma.async_copy_global_to_shared(read[1], [row, column], bar, to)
+        else:
+            for p in gl.static_range(PANELS):
+                row = matrix[0] + ((pn * PANELS + p) * sizes[3] + r // S.each) * 32
+                tma.async_copy_global_to_shared(read[1], [row, 0], bar, to.slice(p * 32, 32, dim=0))
+    for i in gl.static_range(2, 4 if TAILS else 2):
+        if read[i] is not None:
+            to = buffers[i].index(step // S.parts % S.tails * (2 * GROUPS))._reinterpret(read[i].dtype, read[i].block_shape, read[i].layout)
+            tma.async_copy_global_to_shared(read[i], [matrix[1], r // S.parts // S.wide * GROUPS, pn * S.block_n], bar, to)
+
+
+@gluon.jit
+def load_x(xd, xs, full, first_m, r, step, S: gl.constexpr):
+    """The other half."""
     BOX: gl.constexpr = xd.block_shape[0]
     stage = step % S.stages
     for i in gl.static_range(S.block_m // BOX):
         to = xs.index(stage).slice(i * BOX, BOX, dim=0)
         tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * S.width], full.index(stage), to)
-    if not S.whole:
-        _fetch(tails, pn, r // S.parts, sizes, S)
 
 
 @gluon.jit
@@ -199,26 +249,6 @@ def keep_free(full, empty, step, S: gl.constexpr):
         stage = (step + i) % S.stages
         mbarrier.wait(empty.index(stage), (((step + i) // S.stages) & 1) ^ 1)
         mbarrier.arrive(full.index(stage), count=1)
-
-
-@gluon.jit
-def _fetch(tails, pn, r, sizes, S: gl.constexpr):
-    """Scales and zeros of a record on their way to the L2 cache: consumers read them one record ahead, which is less than memory takes."""
-    GROUPS: gl.constexpr = S.groups
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    EACH: gl.constexpr = 256 // tails[0].dtype.element_ty.primitive_bitwidth  # in the 32 bytes that come at least
-    row = pn * (2 * S.rows) + gl.minimum(gl.arange(0, 32, layout=LANES) * EACH, 2 * S.rows - 1)
-    row = gl.minimum(row, sizes[2] - 1)
-    for g in gl.static_range(GROUPS):
-        at = (r // S.wide * GROUPS + g).to(gl.int64) * sizes[2] + row
-        _prefetch(tails[0] + at)
-        if S.zero != "none":
-            _prefetch(tails[1] + at)
-
-
-@gluon.jit
-def _prefetch(pointers):
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -270,19 +300,37 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
 
 
 @gluon.jit
-def _lifted(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """A plane of codes alone -> the weight / LIFT: the same bits but for that, as each instruction but the last is exact."""
-    LAYOUT: gl.constexpr = plane.type.layout
-    FACTOR: gl.constexpr = 2.0 ** (129 if S.bits == 4 and PLANE % 2 == 1 else 133) / LIFT
-    POINT: gl.constexpr = (-8.0 if S.bits == 4 else -128.0) / LIFT
+def _lifting(tails, G: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """What codes alone of block G are multiplied by, the same of codes four bits further up, and what is added: gives the weight / LIFT,
+    rounded once, but for the points of 4 bits: their products with scales are, too."""
+    FACTOR: gl.constexpr = 2.0**133 / LIFT
     if S.whole:
-        factor = gl.full([S.rows, 1], FACTOR, gl.float32, layout=LAYOUT).to(DTYPE)
-        point = gl.full([S.rows, 1], POINT, gl.float32, layout=LAYOUT).to(DTYPE)  # Triton 3.6 rounds small constants in 16 bits to 1e-6
+        scale = gl.full([S.rows], 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND))
     else:
-        scale = tails[PLANE // (4 // S.groups)].to(DTYPE).to(gl.float32)
-        factor = gl.expand_dims((scale * FACTOR).to(DTYPE), 1)
-        point = gl.expand_dims((scale * POINT).to(DTYPE), 1)
-    return fma(plane, factor, point)
+        scale = tails[G].to(DTYPE).to(gl.float32)
+    # Triton 3.6 rounds small constants in 16 bits to 1e-6, so that they are multiplied in float32.
+    factor, further = (scale * FACTOR).to(DTYPE), (scale * (FACTOR / 16.0)).to(DTYPE)
+    if S.zero == "none":
+        addend = (scale * ((-8.0 if S.bits == 4 else -128.0) / LIFT)).to(DTYPE)
+    elif S.zero == "offset":
+        addend = (tails[S.groups + G].to(DTYPE).to(gl.float32) * (1.0 / LIFT)).to(DTYPE)
+    else:
+        nothing = gl.full([S.rows], -0.0, DTYPE, layout=gl.SliceLayout(1, OPERAND))
+        addend = fma(tails[S.groups + G].to(gl.int16).to(DTYPE, bitcast=True), (scale * -FACTOR).to(DTYPE), nothing)
+    return factor, further, addend
+
+
+@gluon.jit
+def _lifted(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """A plane of codes alone -> the weight / LIFT."""
+    LAYOUT: gl.constexpr = plane.type.layout
+    FURTHER: gl.constexpr = 1 if S.bits == 4 and PLANE % 2 == 1 else 0
+    G: gl.constexpr = PLANE // (4 // S.groups)
+    if S.lifts_once:
+        return fma(plane, gl.expand_dims(tails[FURTHER], 1), gl.expand_dims(tails[2], 1))
+    else:
+        lifting = _lifting(tails, G, LAYOUT, DTYPE, S)
+        return fma(plane, gl.expand_dims(lifting[FURTHER], 1), gl.expand_dims(lifting[2], 1))
 
 
 @gluon.jit
@@ -330,16 +378,22 @@ def two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND
 
 
 @gluon.jit
-def tails_of(tails, r, rn, sizes, S: gl.constexpr):
-    """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
+def _tails_at(buffers, place, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Scales of the groups of the record in place `place` of shared memory, then their zeros; `_lifting` where that is for all of it."""
     GROUPS: gl.constexpr = S.groups
     found = ()
-    for i in gl.static_range(2):
-        row = tails[i if S.zero != "none" else 0] + (r // S.wide * GROUPS).to(gl.int64) * sizes[2]
-        for _ in gl.static_range(GROUPS):
-            found += (gl.load(row + rn),)  # type: ignore[assignment]
-            row += sizes[2]
-    return found
+    for i in gl.static_range(2, 4):
+        if (i == 2 and S.whole) or (i == 3 and S.zero == "none"):
+            for _ in gl.static_range(GROUPS):
+                found += (gl.to_tensor(0),)  # type: ignore[assignment]
+        else:
+            for g in gl.static_range(GROUPS):
+                of_rows = buffers[i].index((place * GROUPS + g) * 2 + HALF)
+                found += (of_rows.load(gl.SliceLayout(1, OPERAND)),)  # type: ignore[assignment]
+    if S.lifts_once:
+        return _lifting(found, 0, OPERAND, DTYPE, S)
+    else:
+        return found
 
 
 @gluon.jit
@@ -352,30 +406,12 @@ def _columns(xs, stage, PLANE: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def sums(
-    xs,
-    ws,
-    full,
-    empty,
-    tails,
-    now,
-    owed,
-    rn,
-    first,
-    count,
-    step,
-    high,
-    sizes,
-    HALF: gl.constexpr,
-    OPERAND: gl.constexpr,
-    DTYPE: gl.constexpr,
-    S: gl.constexpr,
-):
-    """float32 [rows, block_m] of `count` records from `first` on, whose stages begin with `step`; and the step after them.
+def sums(buffers, full, empty, owed, count, step, high, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """float32 [rows, block_m] of `count` records, whose stages begin with `step`; and the step after them.
 
-    now   `tails_of` the first record
     owed  if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
     """
+    xs, ws, _ss, _zs = buffers
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
@@ -386,9 +422,11 @@ def sums(
     stage, phase = step % STAGES, (step // STAGES) & 1
     mbarrier.wait(full.index(stage), phase)
     if ONE:
+        now = _tails_at(buffers, stage, HALF, OPERAND, DTYPE, S)
         w0 = _plane(_codes(ws.index(stage), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
     else:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+        now = _tails_at(buffers, step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
         w0, w1 = two_planes(weight_stage(ws, step, S), high, now, 0, HALF, OPERAND, DTYPE, S)
     if S.sent:  # TMA has read the tile before
         tma.store_wait(0)
@@ -398,7 +436,6 @@ def sums(
         if ONE:
             second = stage
             following, its_phase = next_stage(stage, phase, STAGES)
-            following, its_phase = gl.where(more, following, stage), gl.where(more, its_phase, phase)
             ahead, phase_ahead = following, its_phase
         else:
             last = step + 1  # of the stages of this record
@@ -407,7 +444,6 @@ def sums(
             stage, second = step % STAGES, last % STAGES
             following, its_phase = next_step % STAGES, (next_step // STAGES) & 1
             ahead, phase_ahead = far_step % STAGES, (far_step // STAGES) & 1
-        after = tails_of(tails, first + gl.minimum(r + 1, count - 1), rn, sizes, S)
         # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
         # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
         if ONE:
@@ -431,15 +467,18 @@ def sums(
         a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
         if not ONE:
             mbarrier.arrive(empty.index(stage), count=1)
-        mbarrier.wait(full.index(following), its_phase)
+        # After the last record of a tile something is made of what is there, and not used.
+        mbarrier.wait(full.index(following), its_phase, pred=more | (not ONE))
         if S.each == 2:  # the words come with the second half
             mbarrier.wait(full.index(ahead), phase_ahead)
         if ONE:
+            after = _tails_at(buffers, following, HALF, OPERAND, DTYPE, S)
             w0 = _plane(_codes(ws.index(following), 0, HALF, OPERAND, S), high, after, 0, OPERAND, DTYPE, S)
         else:
+            after = _tails_at(buffers, next_step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
             w0, w1 = two_planes(weight_stage(ws, next_step, S), high, after, 0, HALF, OPERAND, DTYPE, S)
         # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-        mbarrier.wait(full.index(ahead), phase_ahead)
+        mbarrier.wait(full.index(ahead), phase_ahead, pred=more | (not ONE))
         acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
         mbarrier.arrive(empty.index(second), count=1)
         now = after
