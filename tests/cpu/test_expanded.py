@@ -54,7 +54,7 @@ def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
     isa = ISAS[0]
     for fmt, m, takes in (
         (Format(4, 32), 48, True),
-        (Format(4, 32), 31, False),
+        (Format(4, 32), 24, False),
         (Format(4, "channel"), 100, False),
         (Format(4, 32, "offset"), 100, isa.mixed_dot),
         (Format(8, 32), 100, isa.mixed_dot),

@@ -83,14 +83,16 @@ LINEAR = Block(
         "lesser_tiles",
         "tile_function",
         "lesser_tile_function",
-        # what passes all row tiles over a panel whose codes it expands, so many blocks at a time; 0 where tiles read packed codes
+        # what passes all row tiles over a panel, the first of which expands its codes, so many blocks at a time; 0 where all are packed
         "panel_function",
+        "expanding_tile_function",
+        "expanding_lesser_tile_function",
         "expanded_blocks",
         "chunks",  # of row tiles
         # panels and outputs; `zeros` stands for a bias where there is none
         "n",
         "panel_bytes",
-        "group",
+        "panel_groups",
         "at_once",  # panels that a tile takes
         "together",  # panels that all row tiles pass over before the next ones
         "in_turn",  # 1: row tiles ask for the next ones in turn

@@ -40,12 +40,13 @@ def _rows(f: Function) -> None:
 def _panels(f: Function) -> None:
     """Draws items: a group of panels times a chunk of the row tiles, chunk by chunk."""
     args = f.parameters[0]
-    group, chunks, counter = LINEAR.load(args, "group"), LINEAR.load(args, "chunks"), args + LINEAR.offset("counter")
+    groups, chunks, counter = LINEAR.load(args, "panel_groups"), LINEAR.load(args, "chunks"), args + LINEAR.offset("counter")
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     tiles = count + LINEAR.load(args, "lesser_tiles")
     a, out, weights, bias = (LINEAR.load(args, name, "ptr") for name in ("scratch", "out", "weights", "bias"))
     panels = (LINEAR.load(args, "n") + (PANEL - 1)) // PANEL
-    groups = (panels + (group - 1)) // group
+    at_once = LINEAR.load(args, "at_once")
+    sets = (panels + (at_once - 1)) // at_once
     upcoming = f.variable(f.fetch_add(counter))  # drawn before it is due: row tiles ask for its weights while they compute
 
     def draw() -> Value:
@@ -53,13 +54,16 @@ def _panels(f: Function) -> None:
         upcoming.value = f.fetch_add(counter)
         return item
 
+    def begin(group: Value) -> Value:
+        return f.umin(group * sets // groups * at_once, panels)  # sizes differ by one at most, so that none makes threads wait
+
     for item in f.draw(draw, groups * chunks):
-        chunk, start = item // groups, item % groups * group
+        chunk, group = item // groups, item % groups
         first, stop = chunk * tiles // chunks, (chunk + 1) * tiles // chunks
         row = big * f.umin(first, count) + (big - 1) * (first - f.umin(first, count))
         at = a + row * LINEAR.load(args, "row_bytes"), out + row * LINEAR.load(args, "out_stride")
-        following = (upcoming.value < groups * chunks).select(upcoming.value % groups * group, panels)
-        multiply(f, args, (first, stop), (start, f.umin(start + group, panels)), *at, weights, bias, following)
+        following = (upcoming.value < groups * chunks).select(begin(upcoming.value % groups), panels)
+        multiply(f, args, (first, stop), (begin(group), begin(group + 1)), *at, weights, bias, following)
 
 
 def multiply(

@@ -1,9 +1,9 @@
-"""Tiles of many rows whose codes were expanded before, 4 bits to bytes: unpacking takes instructions that products could have.
+"""Tiles of many rows whose codes are expanded once, 4 bits to bytes: unpacking takes instructions that products could have.
 
-Some blocks of some outputs of a panel at a time, as many as stay in the first-level cache: their codes are expanded once, all row
-tiles pass over them, and sums that are not finished wait in memory. On Zen 3, medians of whole products in turn, with 48 to 512 rows: 3 to
-13 % faster in twelve of fourteen cases, 3 % slower in one, 32 % faster in one. The best of each, where no other thread of the core takes
-its share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
+Some blocks of some outputs of a panel at a time, as many as stay in the first-level cache: the first row tile expands their codes between
+its products, the others read what it wrote, and sums that are not finished wait in memory. On Zen 3, with codes expanded before the first
+tile, medians of whole products in turn, with 48 to 512 rows: 3 to 13 % faster in twelve of fourteen cases, 3 % slower in one, 32 % faster
+in one. The best of each, where no other thread of the core takes its share of the decoder: 3 % slower to 8 % faster, and 19 % in one.
 
     record = for each 4 k: 4 bytes of each output, k = 0 … 3 | numbers, float32
 
@@ -14,6 +14,7 @@ The arithmetic is that of `tile.py`, number by number: an output does not depend
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halfbyte.kernels.cpu.arguments import LINEAR
@@ -65,29 +66,31 @@ def packed_tail(scale: str, zero: str) -> int:
     return tail_bytes(size, {"none": 0, "point": 1, "offset": size}[zero], pairs=False)
 
 
-@function(*["ptr"] * 7, *["i64"] * 5)
+@function(*["ptr"] * 8, *["i64"] * 6)
 def build(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """A function of (arguments, weights, activations, out, bias, sums, asked, columns, blocks, units of the last, _FIRST and _LAST, lines).
+    """A function of (arguments, records, activations, out, bias, sums, asked, packed, column of the panel, columns, blocks, units of the
+    last, _FIRST and _LAST, lines).
 
     With each unit so many lines of memory are asked for, the first of them as far behind `asked` as its packed codes are behind those
-    of the first unit."""
-    ExpandedTile(spec, isa, f).emit(f.value("i64", 0))
+    of the first unit. A tile that `expands` writes the records from the packed codes."""
+    (ExpandingTile if spec.expands else ExpandedTile)(spec, isa, f).emit(f.value("i64", 0))
 
 
 class ExpandedTile(Tile):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
-        args, weights, activations, out, bias, sums, asked, columns, self.count_blocks, self.last_units, self.stage, lines = f.parameters
+        args, weights, activations, out, bias, sums, asked, packed, column, columns, *counts = f.parameters
+        self.count_blocks, self.last_units, self.stage, self.lines = counts
         self.panel = PanelSpec.of(spec)
         floats = replace(spec, scale="f32", zero=self.panel.zeros)
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
-        self.asked, self.lines, self.packed_tail = f.variable(asked), lines, packed_tail(spec.scale, spec.zero)
-        self.sums = sums
+        self.asked, self.packed_tail = f.variable(asked), packed_tail(spec.scale, spec.zero)
+        self.sums, self.packed, self.column = sums, packed, column
         if not self.in_registers:
             self.scratch = sums
         self.width = isa.lanes * spec.vectors
-        self.unit_bytes = self.width * spec.unit
+        self.unit_bytes, self.packed_unit = self.width * spec.unit, PANEL * spec.unit * spec.bits // 8
         self.tail_bytes = self.panel.record_bytes(isa, 0)
-        self.int8 = replace(self.int8, expanded=True)
+        self.int8 = replace(self.int8, steps=self._steps)
 
     def emit(self, first: Value) -> None:
         f, size = self.f, 4 * self.isa.lanes
@@ -119,10 +122,13 @@ class ExpandedTile(Tile):
         asked = self.asked.value
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
-        self.asked.value = asked + PANEL * self.spec.unit * self.spec.bits // 8
+        self.asked.value = asked + self.packed_unit
         if not self.spec.single and self.isa.asks_in_turn:
             self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
         return super()._unit(w, a, first, sums)
+
+    def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
+        return (tuple(self.isa.stored(records + k * self.width, self.spec.vectors)) for k in range(0, self.spec.unit, 4))
 
     def _ask_for_next_activations(self, a: Value, size: int) -> None:
         """For those that the next tile reads where this one reads so many bytes from `a` on."""
@@ -134,6 +140,54 @@ class ExpandedTile(Tile):
 
     def _lift(self, tail: Value, first: Value, v: int, scale: Value) -> Value:
         return self._lanes(tail, first, v, 4 * self.width) if self.panel.lifts else super()._lift(tail, first, v, scale)
+
+
+class ExpandingTile(ExpandedTile):
+    """The first row tile that passes: between its products it writes the records that the others read."""
+
+    def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        self.at, self.scale, self.scale_size = f.variable(self.packed), spec.scale, 4 if spec.scale == "f32" else 2
+
+    def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
+        packed = self.at.value + units * self.packed_unit
+        self._expand_tail(packed, tail)
+        self.left = self._left_of_points(packed) if self.panel.points_off else None
+        super()._block(w, a, tail, fields, units, first)
+        self.at.value = self.at.value + self.packed_tail
+
+    def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
+        spec, isa, at, size = self.spec, self.isa, self.at.value, 4 * self.isa.lanes
+        self.at.value = at + self.packed_unit
+        for t in range(spec.unit * spec.bits // 32):
+            stored = isa.stored(at + t * (4 * PANEL) + self.column * 4, spec.vectors)
+            for step in zip(*(isa.unit_weights(s, spec.bits) for s in stored), strict=True):
+                codes = step if self.left is None else tuple(code + left for code, left in zip(step, self.left, strict=True))
+                for v, code in enumerate(codes):
+                    records.store(code, v * size, size)
+                records = records + size * spec.vectors
+                yield codes
+
+    def _left_of_points(self, tail: Value) -> list[Value]:
+        """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
+        isa, at = self.isa, tail + self.column + PANEL * self.scale_size
+        points = [at.load(vector("i8", isa.lanes), v * isa.lanes) for v in range(self.spec.vectors)]
+        return [((p.to("i32", unsigned=True) * -1 + HIGHEST_CODE) * 0x01010101).bits(isa.quads) for p in points]
+
+    def _expand_tail(self, tail: Value, to: Value) -> None:
+        isa, at, behind = self.isa, tail + self.column * self.scale_size, PANEL * self.scale_size
+        raw = vector("float" if self.scale == "f32" else "i16", self.width)
+        scales = isa.to_float(at.load(raw, 0, self.scale_size), self.scale)
+        numbers = [scales]
+        if self.panel.lifts:
+            numbers.append(scales * -ROUND)
+        if self.panel.zeros == "offset":
+            numbers.append(isa.to_float(at.load(raw, behind, self.scale_size), self.scale))
+        elif self.panel.zeros == "point":
+            points = (tail + self.column).load(vector("i8", self.width), behind)
+            numbers.append(points.to("i32", unsigned=True).to("float"))
+        for n, number in enumerate(numbers):
+            to.store(number, n * 4 * self.width, 64)
 
 
 @function(*["ptr"] * 5, *["i64"] * 3, "ptr")
@@ -152,7 +206,6 @@ class _Panel(Emitter):
         super().__init__(spec, isa, f)
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
-        self.scale_bytes = 4 if spec.scale == "f32" else 2
         self.units, self.blocks = self.get("units"), self.get("blocks")
         self.unit_bytes, self.tail_bytes = PANEL * spec.unit * spec.bits // 8, packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
@@ -177,10 +230,9 @@ class _Panel(Emitter):
         spec, f = self.spec, self.f
         ends = stop.equals(self.blocks)
         last_units = ends.select(self.get("last_units"), self.units)
-        self._expand(column, start, stop - start, last_units)
         stage = ends.select(f.value("i64", _LAST), 0) + start.equals(0).select(f.value("i64", _FIRST), 0)
         big, count, row_bytes, out_stride = map(self.get, ("tile_rows", "tiles", "row_bytes", "out_stride"))
-        full, lesser = map(self.pointer, ("tile_function", "lesser_tile_function"))
+        functions = [[self.pointer(f"{kind}{size}tile_function") for size in ("", "lesser_")] for kind in ("", "expanding_")]
         block_bytes = self.units * spec.unit + 4 * FIELDS  # of a row's activations
         out, bias = self.out + column * self.get("out_bytes"), self.bias + column * 4
 
@@ -197,49 +249,9 @@ class _Panel(Emitter):
             to = out + row.value * out_stride
             share = t - tiles[0]
             before = share * lines // shares  # each tile asks for its share of each unit: at once they would keep it waiting
-            numbers = self.columns - column, stop - start, last_units, stage, (share + 1) * lines // shares - before
-            pointers = self.records, a, to, bias, sums.value, asked + before * _LINE
-            f.call_pointer(larger.select(full, lesser), self.args, *pointers, *numbers)
+            numbers = column, self.columns - column, stop - start, last_units, stage, (share + 1) * lines // shares - before
+            pointers = self.records, a, to, bias, sums.value, asked + before * _LINE, self.weights + start * self.packed_bytes
+            reading, expanding = (larger.select(*sizes) for sizes in functions)
+            f.call_pointer(share.equals(0).select(expanding, reading), self.args, *pointers, *numbers)
             row.value = row.value + rows
             sums.value = sums.value + rows * (4 * self.width)
-
-    def _expand(self, column: Value, start: Value, blocks: Value, last_units: Value) -> None:
-        spec, isa, f = self.spec, self.isa, self.f
-        w, to = f.variable(self.weights + start * self.packed_bytes), f.variable(self.records)
-        for b in f.loop(blocks):
-            units = (b + 1).equals(blocks).select(last_units, self.units)
-            tail, floats = w.value + units * self.unit_bytes, to.value + units * (self.width * spec.unit)
-            left = self._left_of_points(tail, column) if spec.points_off else None
-            step = 32 // spec.bits  # k in each 32 bits as they are stored
-            for t in f.loop(units * (spec.unit // step)):
-                at = w.value + t * (4 * PANEL) + column * 4
-                stored = isa.stored(at, spec.vectors)
-                for v, steps in enumerate(zip(*(isa.unit_weights(s, spec.bits) for s in stored), strict=True)):
-                    for n, code in enumerate(steps):
-                        codes = code if left is None else code + left[n]
-                        (to.value + t * (step * self.width)).store(codes, (v * spec.vectors + n) * 4 * isa.lanes, 64 if n == 0 else 32)
-            self._expand_tail(tail, floats, column)
-            w.value, to.value = tail + self.tail_bytes, floats + spec.record_bytes(isa, 0)
-
-    def _left_of_points(self, tail: Value, column: Value) -> list[Value]:
-        """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
-        spec, isa = self.spec, self.isa
-        at, parts = tail + column, range(spec.vectors)
-        points = [at.load(vector("i8", isa.lanes), PANEL * self.scale_bytes + v * isa.lanes) for v in parts]
-        return [((p.to("i32", unsigned=True) * -1 + HIGHEST_CODE) * 0x01010101).bits(isa.quads) for p in points]
-
-    def _expand_tail(self, tail: Value, to: Value, column: Value) -> None:
-        spec, isa = self.spec, self.isa
-        raw = vector("float" if spec.scale == "f32" else "i16", self.width)
-        scales = isa.to_float((tail + column * self.scale_bytes).load(raw, 0, self.scale_bytes), spec.scale)
-        numbers = [scales]
-        if spec.lifts:
-            numbers.append(scales * -ROUND)
-        if spec.zeros == "offset":
-            zeros = (tail + column * self.scale_bytes).load(raw, PANEL * self.scale_bytes, self.scale_bytes)
-            numbers.append(isa.to_float(zeros, spec.scale))
-        elif spec.zeros == "point":
-            points = (tail + column).load(vector("i8", self.width), PANEL * self.scale_bytes)
-            numbers.append(points.to("i32", unsigned=True).to("float"))
-        for n, number in enumerate(numbers):
-            to.store(number, n * 4 * self.width, 64)

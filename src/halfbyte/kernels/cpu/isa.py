@@ -10,7 +10,7 @@ Bytes are little-endian throughout: a layout's four bytes are read as one intege
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -24,7 +24,7 @@ class Int8Unit:
     """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
 
     paired   products of sums (`ISA.multiplies_sums`) are made
-    expanded   the codes are bytes already, in the order of `expanded.py`
+    steps    from the unit's address the unit weights of each step, where the layout's data are not unpacked for them
     """
 
     rows: int
@@ -32,7 +32,7 @@ class Int8Unit:
     bits: int
     k: int
     paired: bool = False
-    expanded: bool = False
+    steps: Callable[[Value], Iterator[tuple[Value, ...]]] | None = None
 
 
 class Tiling(NamedTuple):
@@ -165,9 +165,8 @@ class ISA:
 
     def unit_steps(self, weights: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
         """The unit weights of a unit, step by step: a vector each."""
-        if unit.expanded:
-            width = 4 * self.lanes * unit.vectors
-            return (tuple(self.stored(weights + s * width, unit.vectors)) for s in range(unit.k // 4))
+        if unit.steps is not None:
+            return unit.steps(weights)
         rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.bits // 32))
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 

@@ -251,7 +251,7 @@ class AVX512VNNI(AVXVNNI):
         self.affine = self.intel and (intel is not None or "gfni" in machine().features)
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
-            self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 16 << 10, 3 << 18
+            self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 18 << 10, 3 << 18
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, True
 
@@ -260,7 +260,7 @@ class AVX512VNNI(AVXVNNI):
         panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
         if inner != "int8":
             return Tiling(min(m, 6), 2, panels)
-        if expandable(self, geo) and m >= (32 if block < _LONG_BLOCK else 64) and not codes:
+        if expandable(self, geo) and m >= (25 if block < _LONG_BLOCK else 40) and not codes:
             return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
         if block >= _LONG_BLOCK:
             return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)

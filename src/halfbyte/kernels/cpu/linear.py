@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from halfbyte.memory import in_huge_pages
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
-_READ_ONCE_BYTES = 1 << 20  # of a group where there is one row tile: where a group begins reading falters
+_READ_ONCE_BYTES = 1 << 20  # of a group whose panels all row tiles pass over one by one: where a group begins reading falters
 _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 ROWS_A_PASS = 4096
@@ -210,14 +211,16 @@ class LinearKernel:
         geo, taken = self.geometry, self.taking(m)
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
         fields = taken.fields(m, share)
-        group_bytes = _GROUP_BYTES if fields["tiles"] + fields["lesser_tiles"] > 1 else _READ_ONCE_BYTES
+        passes = 1 if taken.isa.asks_in_turn or "panel_function" in fields else fields["tiles"] + fields["lesser_tiles"]
+        group_bytes = _GROUP_BYTES if passes > 1 else _READ_ONCE_BYTES
         group = round_up(max(1, min(group_bytes // geo.panel_bytes, share)), fields["at_once"])
+        groups = round_up(-(-geo.panels // group), threads)  # as many for each
         if taken.isa.asks_in_turn:
             fields |= {"in_turn": int(fields["at_once"] == 1), "together": fields["at_once"]}
         phases = jit.load("driver", driver.build, self.isa)
         near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
         chunks = max(1, min(m * taken.row_bytes // near, fields["tiles"] + fields["lesser_tiles"]))
-        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "group": group, "chunks": chunks}
+        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
         return LINEAR.buffer(fields), m * taken.row_bytes
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
@@ -232,10 +235,10 @@ class LinearKernel:
         at_once = min(panels, most_at_once) if count == 1 else 1
         spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
-        lesser = compiled(build, replace(spec, rows=rows), self.isa)
-        function = compiled(build, replace(spec, rows=rows + 1), self.isa) if more else lesser
+        tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
         return {
-            **(self._expansion(vectors) if expands else {}),
+            **{name: compiled(build, one, self.isa) for name, one in tiles.items()},
+            **(self._expansion(tiles) if expands else {}),
             "openmp": runtime.openmp_address(),
             "k": geo.k,
             "blocks": geo.blocks,
@@ -249,8 +252,6 @@ class LinearKernel:
             "tile_rows": rows + (more > 0),
             "tiles": more or count,
             "lesser_tiles": count - more if more else 0,
-            "tile_function": function,
-            "lesser_tile_function": lesser,
             "n": geo.n,
             "at_once": at_once,
             "together": geo.panels,
@@ -261,9 +262,10 @@ class LinearKernel:
             "table_stride": 4 * PANEL * geo.panels,
         }
 
-    def _expansion(self, vectors: int) -> dict[str, int]:
-        panel = PanelSpec.of(replace(self.tile_spec, vectors=vectors))
+    def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
+        panel = PanelSpec.of(tiles["tile_function"])
         return {
+            **{f"expanding_{name}": compiled(expanded.build, replace(one, expands=True), self.isa) for name, one in tiles.items()},
             "panel_function": compiled(expanded.build_panel, panel, self.isa),
             "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
         }

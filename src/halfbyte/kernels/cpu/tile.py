@@ -72,6 +72,7 @@ class TileSpec:
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
+    expands  as in `expanded.py`
     """
 
     inner: Inner
@@ -90,6 +91,7 @@ class TileSpec:
     folded: bool = False
     panels: int = 1
     biased: bool = False
+    expands: bool = False
 
     @property
     def signed(self) -> bool:
@@ -146,8 +148,7 @@ class Tile:
         self.in_registers = self.count <= isa.register_totals
         self.apart = spec.inner == "int8" and isa.apart(spec.bits)
         self.accumulators: Value | None = None
-        size = isa.lanes * 4
-        self.scratch = f.alloca(isa.floats, self.count, size)
+        self.scratch = f.alloca(isa.floats, self.count, 4 * isa.lanes)
         self.totals: list[Variable] = []
         self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
 
@@ -206,12 +207,10 @@ class Tile:
         units = LINEAR.load(self.args, "units")
         w, a = f.variable(self.weights), f.variable(self.activations)
         done = f.variable(f.value("i64", 0))
-        unit_activations = spec.rows * self.row_unit_bytes
         for b in f.loop(blocks):
             n = f.value("i64", 1) if spec.single else (b + 1).equals(blocks).select(last, units)
             weights, activations = w.value, a.value
-            tail = weights + (self.unit_bytes if spec.single else n * self.unit_bytes)
-            fields = activations + (unit_activations if spec.single else n * unit_activations)
+            tail, fields = weights + n * self.unit_bytes, activations + n * (spec.rows * self.row_unit_bytes)
             if self.prefetcher is not None:
                 self.prefetcher.begin_block(b, blocks, done.value)
                 if spec.single:
@@ -288,7 +287,7 @@ class Tile:
         start = self._block_start(tail, fields, first)
         if spec.single:
             sums = self._unit(w, a, first, start)
-            if self.int8.expanded:
+            if self.int8.steps is not None:
                 sums = [self.isa.settled(f, total) for total in sums]
         else:
             kept = [f.variable(v) for v in start]

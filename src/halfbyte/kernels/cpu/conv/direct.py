@@ -31,8 +31,8 @@ from halfbyte.layouts.cpu_tiles import PANEL
 DIRECT = Block(
     (
         *LINEAR.fields,
-        # items: strips of lines x groups of channels x parts of the panels
-        *("items", "parts", "groups", "strips", "strip_lines", "rows"),
+        # items: strips of lines x groups of channels x parts of `group` panels
+        *("items", "parts", "group", "groups", "strips", "strip_lines", "rows"),
         "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
         *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
         # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row

@@ -22,8 +22,8 @@ CONV = Block(
         *LINEAR.fields,
         # a thread's memory: its patches in the order of tiles, and so many as rows
         *("thread_bytes", "rows_at", "row_stride", "row_count"),
-        # items: groups of channels x chunks of row tiles x parts of the panels
-        *("items", "parts", "chunks", "chunk_tiles"),
+        # items: groups of channels x chunks of row tiles x parts of `group` panels
+        *("items", "parts", "group", "chunks", "chunk_tiles"),
         *("group_bytes", "group_weights", "group_bias", "group_out"),
         # the image and the way of the kernel over it, in elements and bytes
         *("height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w"),
