@@ -51,10 +51,12 @@ _DEEPSEEK_LLM = (
     DIGIT,
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, DIGIT)
+_LLAMAS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+# With these, a word that is a token is not merged from pieces, and texts begin with a token by default.
+WHOLE = (*_LLAMAS, "tekken")
 # What splits text by llama.cpp's name: patterns, of which each splits what the last one left.
 CUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), (LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
+    **dict.fromkeys((*_LLAMAS, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"), (QWEN2,)),
     **dict.fromkeys(("gpt-2", "phi-2", "default", "mpt", "olmo", "exaone4", "jais", "trillion", "a.x-4.0", "mellum", "gigachat"), (GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), (DIGIT, GPT2)),
@@ -67,8 +69,7 @@ CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), (_GPT4O,)),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
 }
-# With these, a word that is a token is not merged from pieces, and texts begin with a token by default.
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+# The texts of tokens that end an answer, as llama.cpp knows them.
 _ENDS = {"<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
 _ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["}
 _NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
