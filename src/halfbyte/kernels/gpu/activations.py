@@ -210,7 +210,7 @@ def _run(
         WHOLE=plan.whole,
         NIBBLES=plan.nibbles,
         PDL=early,
-        num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 else 1024))),
+        num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 or floats is not None else 1024))),
         early=early,
     )
 
@@ -262,11 +262,11 @@ def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
-    """The elements of a granule in two halves, so that what `_ordered` brings together is in one thread's registers: [G / 2]."""
+def _columns(HALF: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
+    """The elements of a granule in two halves, PLAIN or so that what `_ordered` brings together is in one thread's registers: [G / 2]."""
     e = tl.arange(0, G // 2)
-    if NIBBLES and G == 128:
-        return 64 * HALF + e
+    if PLAIN:
+        return G // 2 * HALF + e
     else:
         return e // 8 * 16 + 8 * HALF + e % 8
 
@@ -342,8 +342,8 @@ def _quantize(
         source = (pair // share).to(tl.int64)
     x += source * stride
     g = first + tl.arange(0, HELD)
-    column0 = _columns(0, G, NIBBLES)
-    column1 = _columns(1, G, NIBBLES)
+    column0 = _columns(0, G, (NIBBLES and G == 128) or floats is not None)
+    column1 = _columns(1, G, (NIBBLES and G == 128) or floats is not None)
     v0, real0, at0 = _read(x, g, end, k, block, padded, column0, G)
     v1, real1, at1 = _read(x, g, end, k, block, padded, column1, G)
     most, lo, hi = _extremes(v0, v1, real0, real1, WITH_OFFSET)
@@ -407,8 +407,8 @@ def _arrange(x, q, k, granules, stride, G: tl.constexpr, HELD: tl.constexpr, NIB
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * HELD + tl.arange(0, HELD)
     start = g[:, None] * G
-    at0 = start + _columns(0, G, NIBBLES)[None, :]
-    at1 = start + _columns(1, G, NIBBLES)[None, :]
+    at0 = start + _columns(0, G, NIBBLES and G == 128)[None, :]
+    at1 = start + _columns(1, G, NIBBLES and G == 128)[None, :]
     c0 = tl.load(x + row * stride + at0, mask=at0 < k, other=0)
     c1 = tl.load(x + row * stride + at1, mask=at1 < k, other=0)
     at = start + tl.arange(0, G)[None, :]
