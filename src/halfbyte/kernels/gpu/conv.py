@@ -285,7 +285,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.fill:
         fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))
     first, end = 0, steps
-    if S.split:
+    if S.split > 1:
         share = tl.cdiv(steps, tl.num_programs(1))
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, steps)
@@ -333,7 +333,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                 acc = dot(_weights(w, s, z, xs.dtype, S), xs, acc)
             s = s_next
             z = z_next
-    if S.split:
+    if S.split > 1:
         tile = group * tl.num_programs(0) + tl.program_id(0)
         place = scratch[0] + tile.to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         apart = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * (BN * BM)

@@ -73,10 +73,11 @@ class Config:
     pdl: bool = False
 
 
-@dataclass(frozen=True)
-class Static:
+@dataclass(frozen=True, kw_only=True)
+class Static(Config):
     """What the kernel is compiled for.
 
+    step      of x: 4 bits of the integer way are multiplied plane by plane
     whole     one scale per channel
     channels, block, padded   of a tap: with all padding; elements of a block without and with its padding (channels: no blocks)
     real      channels that x has are fewer, or blocks are padded: their number is looked at
@@ -89,7 +90,6 @@ class Static:
               "exact": in float32, where x or the scale has its range. Of `conv_dynamic.py`: "dynamic"
     """
 
-    config: Config
     bits: int
     zero: str
     mode: str
@@ -108,52 +108,19 @@ class Static:
     leads: bool
 
     @property
-    def block_n(self) -> int:
-        return self.config.block_n
-
-    @property
-    def block_m(self) -> int:
-        return self.config.block_m
-
-    @property
     def integer(self) -> bool:
         """x is int8."""
         return self.mode in ("int8", "image")
 
     @property
-    def step(self) -> int:
-        """Of x: 4 bits of the integer way are multiplied plane by plane."""
-        return 32 if (self.integer or self.mode == "dynamic") and self.bits == 4 else self.config.step
-
-    @property
     def record(self) -> int:
         """Of the weight."""
-        return 128 if self.bits == 4 else self.config.step
+        return 128 if self.bits == 4 else self.step
 
     @property
     def apart(self) -> int:
         """Distance of records: words, bytes, or elements."""
         return 2048 if self.bits == 4 else self.record
-
-    @property
-    def stages(self) -> int:
-        return self.config.stages
-
-    @property
-    def split(self) -> bool:
-        return self.config.split > 1
-
-    @property
-    def ptx(self) -> bool:
-        return self.config.ptx
-
-    @property
-    def chosen(self) -> bool:
-        return self.config.chosen
-
-    @property
-    def pdl(self) -> bool:
-        return self.config.pdl
 
     @property
     def bitwise(self) -> bool:
@@ -190,8 +157,9 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fil
     bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
     block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
     record = 128 if bits == 4 else config.step
+    step = 32 if mode in ("int8", "image", "dynamic") and bits == 4 else config.step
     return Static(
-        config=replace(config, split=min(2, config.split)),
+        **vars(replace(config, step=step, split=min(2, config.split))),
         bits=bits,
         zero=zero,
         mode=mode,
