@@ -194,7 +194,7 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     from halfbyte.nn.report import report
 
     _, short = pair("llama")
-    assert "model.layers.0 and 1 more: a few tokens take one call" in str(report(short))
+    assert "model.layers.0 and 1 more: tokens take one call" in str(report(short))
     short.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "model.layers.0: one token takes the steps of transformers: its mlp has a hook" in str(report(short))
     model = KINDS["qwen2"]()
@@ -203,7 +203,7 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     shorten_(model)
     text = str(report(model))
     assert "model.layers.1: one token takes the steps of transformers: its down_proj is a Linear, which is not quantized" in text
-    assert "model.layers.0: a few tokens take one call" in text
+    assert "model.layers.0: tokens take one call" in text
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.reason is None
     products = "bf16" if current().bf16_dot and current().bf16_pays else "float"
     assert [step.kernel for step in here.steps[:2]] == [f"{products}, with the norm", "attend, with positions and the cache's new entry"]
-    assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 tokens at most"
+    assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 sequences at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)
 

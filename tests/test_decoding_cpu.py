@@ -57,7 +57,7 @@ def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any,
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what layers did not leave to transformers."""
     found: list[tuple[int, ...]] = []
-    plain = decoding_cpu.token
+    plain = decoding_cpu.tokens
 
     def counting(layer: Any, x: Tensor, *args: Any) -> Tensor | None:
         y = plain(layer, x, *args)
@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             found.append(tuple(x.shape[:2]))
         return y
 
-    monkeypatch.setattr(decoding_cpu, "token", counting)
+    monkeypatch.setattr(decoding_cpu, "tokens", counting)
     return found
 
 
@@ -107,26 +107,30 @@ def steps(model: Any, kept: Any, ids: Tensor, mask: Tensor | None = None, widths
 @pytest.mark.parametrize("cache", ["grows", "static"])
 def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]]) -> None:
     plain, short = pair(kind)
-    kept = [DynamicCache() if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
-    ids = torch.randint(99, (1, 7))
+    kept = [DynamicCache(config=plain.config) if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
+    ids = torch.randint(99, (1, 13))
     widths = (1, 1, 4, 1)  # a few at a time, as one that guesses ahead has it
     assert close(steps(short, kept[0], ids, widths=widths), steps(plain, kept[1], ids, widths=widths))
-    assert calls == [(1, width) for width in widths for _ in range(2)]
+    assert calls == [(1, width) for width in (13, *widths) for _ in range(2)]
     for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-        assert mine.get_seq_length() == theirs.get_seq_length() == 14
+        assert mine.get_seq_length() == theirs.get_seq_length() == 20
         assert close(mine.keys, theirs.keys)
         assert close(mine.values, theirs.values)
+    with torch.no_grad():
+        found = [model(input_ids=ids.view(13, 1).expand(-1, 11), use_cache=False).logits for model in (short, plain)]
+    assert close(*found)
+    assert calls[-2:] == [(13, 11)] * 2
 
 
 @pytest.mark.parametrize("cache", ["grows", "static"])
 def test_padding_on_the_left(cache: str, calls: list[tuple[int, ...]]) -> None:
     plain, short = pair()
-    kept = [DynamicCache() if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
-    mask = torch.ones(3, 7, dtype=torch.long)
+    kept = [DynamicCache(config=plain.config) if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
+    mask = torch.ones(3, 12, dtype=torch.long)
     mask[0, :3] = mask[2, :5] = 0
-    ids = torch.randint(99, (3, 7))
+    ids = torch.randint(99, (3, 12))
     assert close(steps(short, kept[0], ids, mask, (1, 2, 1)), steps(plain, kept[1], ids, mask, (1, 2, 1)))
-    assert len(calls) == 3 * 2
+    assert len(calls) == 4 * 2
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
@@ -171,10 +175,10 @@ def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
     exact, _ = pair()
     plain, short = pair()
     ids = torch.randint(99, (1, 30))
-    wanted = steps(exact, DynamicCache(), ids)
-    mine, theirs = (steps(m.to(dtype), DynamicCache(), ids).float() for m in (short, plain))
-    assert len(calls) == 6
-    # The prompt was read in `dtype` by both, so that the caches' errors are in both.
+    wanted = steps(exact, DynamicCache(config=exact.config), ids)
+    mine, theirs = (steps(m.to(dtype), DynamicCache(config=m.config), ids).float() for m in (short, plain))
+    assert len(calls) == 8
+    # The caches are of `dtype` in both.
     assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
 
 
@@ -193,7 +197,7 @@ def test_products_on_the_way_are_those_of_linear(name: str) -> None:
     def norm(x: Tensor, i: int) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + (1e-5, 1e-6)[i]).rsqrt() * norms[i]
 
-    for b, t in ((1, 1), (1, 3), (5, 1), (2, 20)):
+    for b, t in ((1, 1), (1, 3), (5, 1), (2, 20), (9, 40), (1, 300)):  # the last two piece by piece
         x, turn = torch.randn(b, t, k), torch.randn(1, t, 16).repeat(1, 1, 2)
         keys, values = torch.randn(b, 2, t + 9, 32), torch.randn(b, 2, t + 9, 32)
         y = layer(x, (turn.cos(), turn.sin()), keys, values, 9)
@@ -216,7 +220,6 @@ def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
     with torch.no_grad():
         short(input_ids=one, past_key_values=kept)
         assert calls.pop() == calls.pop() == (1, 1)
-        short(input_ids=one.expand(1, 65), past_key_values=kept)  # too many
         short.train()(input_ids=one, past_key_values=kept)
         short.eval()
         seen: list[Any] = []
@@ -355,4 +358,3 @@ def test_arguments() -> None:
     odd = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (66, 32), (32, 33))]
     with pytest.raises(ArgumentError, match="33 gates are not whole panels of 32"):
         DecoderLayer(tuple(Weight(p, None, "auto", "block") for p in odd), norms, (0.0, 0.0, 0.0), heads)  # type: ignore[arg-type]
-    assert decoding_cpu.MOST_ROWS == 64

@@ -1,9 +1,11 @@
 """Attention of whole sequences against float64, its op, and encoders that take it."""
 
+import ctypes
 import math
 
 import pytest
 import torch
+from attention import KINDS
 from encoder_parts import attention as reference
 from encoder_parts import heads
 from support import RUNNABLE, poisoned
@@ -11,6 +13,7 @@ from torch.nn import functional
 
 from halfbyte.kernels.cpu import attend_whole, linear, runtime
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.ops import attention
 
 isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
@@ -36,6 +39,56 @@ def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA
         wanted, error = reference(q, k, v, mask, dim**-0.5, bias=added)
         assert bool(((y.double() - wanted).abs() <= error).all())
         assert untouched()
+
+
+@isas
+@pytest.mark.parametrize(
+    ("dim", "group", "kind", "before", "tokens"),
+    [(64, 3, "f32", 0, 41), (8, 1, "bf16", 37, 1), (20, 4, "f32", 5, 30), (16, 2, "f16", 64, 33)],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_prompts_see_what_is_before_them(
+    dim: int, group: int, kind: str, before: int, tokens: int, masked: bool, isa: ISA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys come 32 at a time, on two threads, from a cache with other things behind them."""
+    if kind == "f16" and not isa.half_conversions:
+        pytest.skip("no conversions")
+    monkeypatch.setattr(attend_whole, "MOST_AT_ONCE", 32)
+    batch, kv_heads, length = 2, 2, before + tokens
+    q = torch.randn(batch, tokens, kv_heads * group, dim)
+    cache = torch.full((2, batch, kv_heads, length + 2, dim + 4), torch.nan, dtype=KINDS[kind])
+    cache[..., :length, :dim] = torch.randn(2, batch, kv_heads, length, dim).to(KINDS[kind])
+    mask = torch.rand(batch, 1, tokens, length) < 0.7
+    padded, nbytes = attend_whole.sizes(length, tokens * group, dim, isa)
+    scratch, seen = torch.full((2 * nbytes,), 255, dtype=torch.uint8), attend_whole.readable(mask)
+    y, untouched = poisoned(batch, tokens, kv_heads * group, dim, dtype=torch.float32)
+    fields: dict[str, int | tuple[float, float]] = {
+        **dict(zip(("mask", "mask_batch", "mask_token"), attend_whole.mask_fields(seen), strict=True)),
+        "before": before,
+        "length": length,
+        "out": y.data_ptr(),
+        "batch": batch,
+        "heads": kv_heads,
+        "tokens": tokens,
+        "padded": padded,
+        "parts": 3 if tokens > 20 else 1,
+        "scratch": scratch.data_ptr(),
+        "thread_bytes": nbytes,
+        "scale": (0.3, 0.0),
+    }
+    for x, part in zip("qkv", (q.transpose(1, 2), *cache), strict=True):
+        fields[x] = part.data_ptr()
+        fields |= {f"{x}_{name}": part.element_size() * part.stride(i) for i, name in enumerate(("batch", "head", "token"))}
+    spec = attend_whole.WholeSpec(dim, masked, group=group, kind=kind, causal=True)
+    block = arguments(attend_whole.WHOLE, compiled(attend_whole.build, spec, isa), fields)
+    runtime.runner()(ctypes.addressof(block), 2)
+    k, v = (part[:, :, :length, :dim].float().repeat_interleave(group, 1) for part in cache)
+    before_them = torch.ones(tokens, length, dtype=torch.bool).tril(before)
+    wanted, error = reference(q.transpose(1, 2), k, v, before_them & mask if masked else before_them[None, None], 0.3)
+    # Outputs are rounded, and their weights' exponentials anew, for each of the times that keys come.
+    more = (2 + length // 32) * 2.0**-21 * float(v.abs().max())
+    assert bool(((y.double() - wanted).abs() <= error + more).all())
+    assert untouched()
 
 
 def test_nan_stays_in_its_query_and_what_is_masked_counts_nothing() -> None:

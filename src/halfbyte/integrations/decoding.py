@@ -1,5 +1,5 @@
-"""Decoder layers of Llama-like models, for one new token of each sequence: one call per layer on a CPU (`decoding_cpu.py`), and six
-kernels on an NVIDIA GPU:
+"""Decoder layers of Llama-like models: one call per layer on a CPU (`decoding_cpu.py`), and for one new token of each sequence six kernels
+on an NVIDIA GPU:
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
     a   = attend(qkv, …)                                      norms of heads, positions, the cache's new entry, attention; two kernels
@@ -9,7 +9,7 @@ kernels on an NVIDIA GPU:
 
 With several sequences the norms have separate kernels before the products, and gates may have one after theirs; on Hopper the norm before
 the gates has one, too, where the product with gates is `skinny_hopper`'s.
-Prompts, training, on a GPU caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
+Training, on a GPU prompts and caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
 says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 The model's last norm remains an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time
 and of the ops that produced them, recursively, which after a chain of custom ops alone doubles with each layer.
@@ -40,14 +40,14 @@ from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DEVICES = ("cuda",)
 LONG = "one token takes the steps of transformers"
-ONE_CALL = "a few tokens take one call"
+ONE_CALL = "tokens take one call"
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
 def shorten_(model: nn.Module) -> nn.Module:
     """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
-    Decoder layers like Llama's take one token in one call on a CPU, in six kernels or so on a GPU; encoder layers like BERT's take whole
+    Decoder layers like Llama's take tokens in one call on a CPU, one in six kernels or so on a GPU; encoder layers like BERT's take whole
     sequences in one call, on a CPU, and so do their embeddings.
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
@@ -182,7 +182,8 @@ class _OneToken(Shortened):
         attention = self.self_attn
         layers = [] if past_key_values is None else past_key_values.layers
         if hidden_states.is_cpu and "cpu" not in DEVICES and position_embeddings is not None:
-            found = decoding_cpu.token(self, hidden_states, attention_mask, layers, position_embeddings, settings)
+            caches = None if past_key_values is None else layers
+            found = decoding_cpu.tokens(self, hidden_states, attention_mask, caches, position_embeddings, settings)
             if found is not None:
                 return found
         fits = position_embeddings is not None and _fits(hidden_states, attention_mask, layers, attention.layer_idx, settings)

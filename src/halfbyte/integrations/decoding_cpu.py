@@ -1,4 +1,4 @@
-"""Decoder layers that `shorten_` has changed, on a CPU: few tokens of each sequence take one call of `ops.decoder.DecoderLayer`.
+"""Decoder layers that `shorten_` has changed, on a CPU: the tokens of a prompt, or new ones, take one call of `ops.decoder.DecoderLayer`.
 
 A growing cache is kept in a larger buffer, so that a new token is written without copying: the layer of the cache holds views of that
 buffer. If other tensors are put there (cropping, beams, a copied cache), this is detected because the views differ. Where layers are
@@ -19,11 +19,12 @@ from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_ROWS, DecoderLayer, Heads, run_layers, why_not
+from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, Heads, run_layers, why_not
 from halfbyte.ops.layers import Weight
 
 _ROOM = "_halfbyte_room"
 _LEAST_ROOM = 64  # tokens
+_FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
 _CACHES = (DynamicLayer, StaticLayer)
 
 
@@ -41,22 +42,29 @@ class _Room:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
-    """The place of new tokens in the layer of a cache: `keys` and `values` include them. The cache is not updated before `enter`."""
+    """The place of new tokens in the layer of a cache, or where there is none (None): `keys` and `values` include them. The cache is not
+    updated before `enter`."""
 
     keys: Tensor
     values: Tensor
     length: int
 
     @classmethod
-    def into(cls, cache: Any, tokens: int) -> _Entry | None:
-        """None if the cache has no space for so many tokens."""
+    def into(cls, cache: Any, x: Tensor, heads: int, dim: int) -> _Entry | None:
+        """Of the tokens x [B, t, K]. None if the cache has no space for so many."""
+        tokens = x.shape[1]
+        if cache is None or not cache.is_initialized:
+            keys, values = (x.new_empty(x.shape[0], heads, tokens, dim) for _ in range(2))
+            if cache is None:
+                return cls(keys, values, 0)
+            cache.update(keys[:, :, :0], values[:, :, :0])
         if isinstance(cache, StaticLayer):
             length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
             return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
         room, length = getattr(cache, _ROOM, None), cache.keys.shape[2]
         if room is None or not room.is_of(cache) or length + tokens > room.buffers[0].shape[2]:
             b, heads, _, dim = cache.keys.shape
-            size = length + tokens + max(_LEAST_ROOM, length // 4)
+            size = length + tokens + max(_LEAST_ROOM, (length + tokens) // 4)
             buffers = cache.keys.new_empty(b, heads, size, dim), cache.values.new_empty(b, heads, size, dim)
             for buffer, before in zip(buffers, (cache.keys, cache.values), strict=True):
                 buffer[:, :, :length] = before
@@ -67,6 +75,8 @@ class _Entry:
 
     def is_into(self, cache: Any) -> bool:
         """Whether the cache has not changed."""
+        if cache is None:
+            return True
         if isinstance(cache, StaticLayer):
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
         room: Any = getattr(cache, _ROOM, None)
@@ -77,7 +87,7 @@ class _Entry:
     def enter(self, cache: Any, tokens: int) -> None:
         if isinstance(cache, StaticLayer):
             cache.cumulative_length.add_(tokens)
-        else:
+        elif cache is not None:
             room = getattr(cache, _ROOM)
             cache.keys, cache.values = room.keys, room.values = self.keys, self.values
 
@@ -100,31 +110,38 @@ def why_not_one_call(layer: Any) -> str | None:
     return why_not(*weights_of(layer))
 
 
-def token(
-    layer: Any, x: Tensor, mask: Tensor | None, caches: list[Any], rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+def tokens(
+    layer: Any, x: Tensor, mask: Tensor | None, caches: list[Any] | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
-    """The layer's output for x [B, t, K], by one call; None if that is not supported."""
-    index = layer.self_attn.layer_idx
-    if index >= len(caches) or not _fits(layer, x, mask, caches[index], rotary, settings):
+    """The layer's output for x [B, t, K], by one call; None if that is not supported. caches: of all layers, or none."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
+    index = layer.self_attn.layer_idx
+    if caches is not None and index >= len(caches):
+        return None
+    cache = None if caches is None else caches[index]
     same: Same = (mask, *rotary)
-    found = given(layer, x, same, lambda: _ahead(layer, x, caches, same, settings), lambda entry: entry.is_into(caches[index]))
+    found = given(layer, x, same, lambda: _ahead(layer, x, caches, same, settings), lambda entry: entry.is_into(cache))
     if found is None:
         return None
-    found.entry.enter(caches[index], x.shape[1])
+    found.entry.enter(cache, x.shape[1])
     return found.y
 
 
-def _ahead(layer: Any, x: Tensor, caches: list[Any], same: Same, settings: dict[str, Any]) -> list[Ahead]:
-    """The results of this layer and of those that followed it before. Empty if the layer is not supported."""
+def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings: dict[str, Any]) -> list[Ahead]:
+    """The results of this layer and, for few tokens, of those that followed it before. Empty if the layer is not supported."""
     mask, rotary = same[0], cast(tuple[Tensor, Tensor], same[1:])
     layers, computed, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
     one: Any
-    for one in following(layer):
-        index = one.self_attn.layer_idx
-        if index >= len(caches) or not _fits(one, x, mask, caches[index], rotary, settings):
+    for one in following(layer) if x.shape[0] * x.shape[1] <= _FEW_ROWS else (layer,):
+        attention = one.self_attn
+        if caches is not None and attention.layer_idx >= len(caches):
             break
-        made, entry = _computed(one), _Entry.into(caches[index], x.shape[1])
+        cache = None if caches is None else caches[attention.layer_idx]
+        if not _fits(one, x, mask, cache, rotary, settings):
+            break
+        made = _computed(one)
+        entry = None if made is None else _Entry.into(cache, x, attention.k_proj.packed.shape[0] // attention.head_dim, attention.head_dim)
         if made is None or entry is None:
             break
         layers.append(one)
@@ -139,22 +156,28 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any], same: Same, settings: dict[
 
 def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
     return (
-        x.shape[0] * x.shape[1] <= MOST_ROWS
-        and type(cache) in _CACHES
-        and cache.is_initialized
-        and cache.keys.dim() == 4
-        and cache.keys.shape == cache.values.shape
-        and cache.keys.shape[0] == x.shape[0]
-        and cache.keys.dtype == x.dtype
-        and cache.keys.is_cpu
-        and cache.keys.stride(3) == cache.values.stride(3) == 1
+        0 < x.shape[0] <= MOST_SEQUENCES
+        and x.shape[1] > 0
+        and (cache is None or (type(cache) in _CACHES and (not cache.is_initialized or _is_of(cache, x))))
         and rotary[0].dim() == 3
         and rotary[0].shape[2] == layer.self_attn.head_dim
         and (mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1))
         and not settings.get("output_attentions")
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        and layer.self_attn.is_causal
         and not layer.training
+    )
+
+
+def _is_of(cache: Any, x: Tensor) -> bool:
+    """Whether the tokens of x may enter a layer of a cache."""
+    keys, values = cache.keys, cache.values
+    return bool(
+        keys.dim() == 4
+        and keys.shape == values.shape
+        and keys.shape[0] == x.shape[0]
+        and keys.dtype == x.dtype
+        and keys.is_cpu
+        and keys.stride(3) == values.stride(3) == 1
     )
 
 

@@ -21,7 +21,7 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
-from halfbyte.ops.decoder import MOST_ROWS
+from halfbyte.ops.decoder import MOST_SEQUENCES
 
 _CPU = "the CPU"
 _FOR_CPUS = "one call is for CPUs"
@@ -141,8 +141,8 @@ def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, .
     reason = why_not_short(layer, "cpu" if here is None else "cuda")
     if reason is None and not is_short(layer):
         reason = _NOT_CALLED
-    if reason is None and here is None and rows > MOST_ROWS:
-        reason = f"one call is for {MOST_ROWS} tokens at most"
+    if reason is None and here is None and rows > MOST_SEQUENCES:
+        reason = f"one call is for {MOST_SEQUENCES} sequences at most"
     if reason is not None:
         return _products(layer, here, rows), reason
     parts = one_call() if here is None else steps(layer, here, rows)

@@ -1,4 +1,4 @@
-"""Whole decoder layers of Llama-like models, for few tokens of each sequence, in one call on a CPU."""
+"""Whole decoder layers of Llama-like models in one call on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 
-MOST_ROWS = 64
+MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,7 +62,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
     ) -> Tensor:
-        """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B * t is at most MOST_ROWS. No gradients.
+        """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
         rotary        cosines and sines of the positions, each [B or 1, t, D]
         keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written
@@ -80,7 +80,8 @@ class DecoderLayer:
         if fits:
             b, t, k = x.shape
             size = keys.shape[2]
-            fits = k == self._k and 0 < b * t <= MOST_ROWS and keys.shape == (b, heads.key, size, heads.dim) and 0 <= length <= size - t
+            fits = k == self._k and 0 < b <= MOST_SEQUENCES and t > 0
+            fits = fits and keys.shape == (b, heads.key, size, heads.dim) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, heads.dim) for r in rotary)
             fits = fits and len(rotary[0]) == len(rotary[1]) and x.is_cpu and keys.is_cpu and values.is_cpu
@@ -90,8 +91,9 @@ class DecoderLayer:
         if not fits:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
-                f"this layer takes on the CPU x [B, t, {self._k}] with B * t in 1 … {MOST_ROWS}, cosines and sines [B, t, {heads.dim}], "
-                f"a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool [B, 1, t, T], got {got}"
+                f"this layer takes on the CPU x [B, t, {self._k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
+                f"[B, t, {heads.dim}], a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool "
+                f"[B, 1, t, T], got {got}"
             )
 
 

@@ -181,7 +181,7 @@ def attend_whole(emulator: Emulator, q: Tensor, k: Tensor, v: Tensor, mask: Tens
             name: (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * 4
             for name, x in zip("qkv", (q, k, v), strict=True)
         }
-        sizes |= {"mask": call["padded"] * batch, "out": 4 * batch * heads * tokens * dim, "scratch": call["thread_bytes"]}
+        sizes |= {"mask": -(-tokens // 16) * 16 * batch, "out": 4 * batch * heads * tokens * dim, "scratch": call["thread_bytes"]}
         _call(emulator, whole.WHOLE, block, sizes, {"out", "scratch"})
 
     with _in_place_of_the_cpu(emulator), pytest.MonkeyPatch.context() as patch:

@@ -47,13 +47,15 @@ MOST_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16" or "f16"; normed: heads have norms; masked: there is a mask."""
+    """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16" or "f16"; normed: heads have norms; masked: there is a mask; enters: all
+    that is done is that the cache gets its entries, and queries norms and positions where they are, for `attend_whole.py`."""
 
     dim: int
     group: int
     kind: str
     normed: bool
     masked: bool
+    enters: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int) -> str | None:
@@ -106,7 +108,12 @@ class _Attend(Emitter):
                 scale = ATTEND.load_floats(self.args, "scale_eps")[0].splat(self.lanes)
                 for g in range(spec.group):
                     for at, x in enumerate(self._turned(queries + g * head_bytes, "q_norm", b, j)):
-                        self.queries.store(x * scale, (g * self.vectors + at) * self.bytes, self.bytes)
+                        if spec.enters:
+                            (queries + g * head_bytes).store(x, at * self.bytes, 4)
+                        else:
+                            self.queries.store(x * scale, (g * self.vectors + at) * self.bytes, self.bytes)
+                if spec.enters:
+                    continue
                 mask = self.pointer("mask") + b * self.get("mask_batch") + j * self.get("mask_token") if spec.masked else None
                 self._attend(keys, values, length + j + 1, mask)
                 self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))

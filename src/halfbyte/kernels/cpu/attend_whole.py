@@ -1,16 +1,20 @@
-"""Attention of whole, short sequences, as encoders have it: every token sees every other, where a mask lets it.
+"""Attention of many queries: of whole, short sequences, as encoders have it, where every token sees every other, or of a decoder's prompts,
+where each sees those before it; in both where a mask lets it.
 
     y[b, i, h] = sum over j of  p[j] * v[b, h, j],   p = softmax over j of scale * q[b, h, i] · k[b, h, j] + bias[b, h, i, j]
 
-A thread takes one head of one sequence after the other. It writes the keys transposed, and the values, into memory of its own, which
-stays in its caches; then a few queries at a time meet all keys, so that their scores stay in the first-level cache too.
+A thread takes one head of keys of one sequence after the other, or a part of its queries, those of all heads that share it. It writes the
+keys transposed, and the values, up to `MOST_AT_ONCE` at a time, into memory of its own, which stays in its caches; then a few queries at a
+time meet all of these keys, so that their scores stay in the first-level cache too.
 
 Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`, and the bias added, if
 there is one, without a rounding between; exponentials (`exponential.py`)
-of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. A query
+of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. Where keys
+come several times, the outputs so far count with their sum of exponentials, scaled anew (Milakov and Gimelshein, arXiv:1805.02867). A query
 that may see nothing gets 0, as torch's attention gives it. What may not be seen has weight 0, though 0 * NaN is NaN.
 
-It wins where torch's kernel, which is made for long sequences, spends its time around small products; `MOST_TOKENS` is where that ends.
+For encoders it wins where torch's kernel, which is made for long sequences, spends its time around small products; `MOST_TOKENS` is where
+that ends.
 """
 
 from __future__ import annotations
@@ -35,11 +39,12 @@ WHOLE = Block(
     (
         *LINEAR.fields[:4],
         *("q", "q_batch", "q_head", "q_token"),  # strides are in bytes; the D elements of a token's head lie side by side
+        *("before", "length"),  # keys before that of the first query, and all that there are
         *("k", "k_batch", "k_head", "k_token"),
         *("v", "v_batch", "v_head", "v_token"),
         *("mask", "mask_batch", "mask_token"),  # a byte for each token that is seen
         *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
-        *("out", "batch", "heads", "tokens", "padded"),
+        *("out", "batch", "heads", "tokens", "padded", "parts"),  # heads of keys; keys at a time; parts of a head's queries
         *("scratch", "thread_bytes"),
         "scale",
     ),
@@ -47,6 +52,7 @@ WHOLE = Block(
 )
 _pack = WHOLE.struct().pack
 MOST_TOKENS = 512
+MOST_AT_ONCE = 512
 _ROWS, _VECTORS = 6, 2  # a tile of accumulators
 _LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
 _WORK_A_THREAD = 1 << 17  # multiplications
@@ -54,11 +60,15 @@ _WORK_A_THREAD = 1 << 17  # multiplications
 
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
-    """dim: D; masked: there is a mask; biased: something is added to scores."""
+    """dim: D; masked: there is a mask; biased: something is added to scores; group: heads of queries that share one of keys; kind: of keys
+    and values, "f32", "bf16" or "f16"; causal: no token sees those behind it."""
 
     dim: int
     masked: bool
     biased: bool = False
+    group: int = 1
+    kind: str = "f32"
+    causal: bool = False
 
 
 @phase
@@ -75,35 +85,80 @@ class _Whole(Emitter):
         _, self.thread, self.threads = f.parameters
         self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
-        self.tokens, self.padded = self.get("tokens"), self.get("padded")
+        self.rows, self.padded = self.get("tokens") * spec.group, self.get("padded")
         self.keys = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.values = self.keys + self.padded * (4 * spec.dim)
         self.scores = self.values + self.padded * (4 * spec.dim)
+        self.sums = self.scores + self.padded * (4 * _ROWS)  # of each row: the largest score so far, and the sum of exponentials
 
     def emit(self) -> None:
-        f, heads = self.f, self.get("heads")
-        items = self.get("batch") * heads
-        for item in f.loop((self.thread + 1) * items // self.threads, self.thread * items // self.threads):
-            b, h = item // heads, item % heads
-            q, k, v = (self.pointer(x) + b * self.get(f"{x}_batch") + h * self.get(f"{x}_head") for x in "qkv")
-            self._transpose(k)
-            for j in f.loop(self.tokens):
-                for at in range(0, 4 * self.spec.dim, self.bytes):
-                    self.values.store((v + j * self.get("v_token")).load(self.floats, at, 4), j * (4 * self.spec.dim) + at, self.bytes)
-            for tile in f.loop((self.tokens + (_ROWS - 1)) // _ROWS):
-                # Behind the last token it comes again: the same is computed and written more than once.
-                tokens = [f.umin(tile * _ROWS + i, self.tokens - 1) for i in range(_ROWS)]
-                self._score([q + token * self.get("q_token") for token in tokens])
-                sums = [self._exponentiate(i, b, h, token) for i, token in enumerate(tokens)]
-                self._write([((b * self.tokens + token) * heads + h) * (4 * self.spec.dim) for token in tokens], sums)
+        f, heads, parts, group = self.f, self.get("heads"), self.get("parts"), self.spec.group
+        tiles = (self.rows + (_ROWS - 1)) // _ROWS
+        for item in f.draw_items(self.args + WHOLE.offset("counter"), self.get("batch") * heads * parts):
+            head, part = item // parts, item % parts
+            b, h = head // heads, head % heads
+            k, v = (self.pointer(x) + b * self.get(f"{x}_batch") + h * self.get(f"{x}_head") for x in "kv")
+            first, stop = part * tiles // parts, (part + 1) * tiles // parts
+            seen = self._seen(f.umin(stop * _ROWS, self.rows) - 1)
+            for start in f.loop((seen + (self.padded - 1)) // self.padded):
+                start = start * self.padded
+                count = f.umin(seen - start, self.padded)
+                self._transpose(k + start * self.get("k_token"), count)
+                for j in f.loop(count):
+                    for at in range(0, self.spec.dim, self.lanes):
+                        value = self._loaded(v + (start + j) * self.get("v_token"), at)
+                        self.values.store(value, j * (4 * self.spec.dim) + 4 * at, self.bytes)
+                begin = first
+                if self.spec.causal:  # rows that see none of these keys
+                    behind = start - self.get("before")
+                    begin = (behind > 0).select(behind, 0) * group // _ROWS
+                    begin = (begin < first).select(first, begin)
+                for tile in f.loop(stop, begin):
+                    # Behind the last row it comes again: the same is computed and written more than once.
+                    self._tile(b, h, [f.umin(tile * _ROWS + i, self.rows - 1) for i in range(_ROWS)], start, count)
 
-    def _transpose(self, k: Value) -> None:
-        """The keys, `lanes` of them and of their elements at a time; behind the last token it comes again."""
+    def _seen(self, row: Value) -> Value:
+        """How many keys this row may see, and those before it."""
+        return self.get("before") + row // self.spec.group + 1 if self.spec.causal else self.get("length")
+
+    def _tile(self, b: Value, h: Value, rows: list[Value], start: Value, count: Value) -> None:
+        """Rows that meet `count` keys from `start` on."""
+        group, dim = self.spec.group, self.spec.dim
+        places = [(row // group, h * group + row % group) for row in rows]
+        columns = self.f.umin(self._seen(rows[-1]) - start, count)
+        self._score([self._of("q", b, head) + token * self.get("q_token") for token, head in places], columns)
+        new = start.equals(0)
+        before = [(new.select(self.f.value("float", _LEAST), at.load("float", 0, 4)), at) for at in (self.sums + row * 8 for row in rows)]
+        before_sums = [new.select(self.f.value("float", 0.0), at.load("float", 4, 4)) for _, at in before]
+        limits = [self._seen(row) - start for row in rows]
+        weighed = [
+            self._exponentiate(i, (b, head, token), start, limit, columns, largest, total)
+            for i, ((token, head), limit, (largest, _), total) in enumerate(zip(places, limits, before, before_sums, strict=True))
+        ]
+        for (_, at), (largest, total, _) in zip(before, weighed, strict=True):
+            at.store(largest, 0, 4)
+            at.store(total, 4, 4)
+        heads = self.get("heads") * group
+        outputs = [((b * self.get("tokens") + token) * heads + head) * (4 * dim) for token, head in places]
+        self._write(outputs, [(total, kept) for _, total, kept in weighed], columns, new)
+
+    def _of(self, name: str, b: Value, head: Value) -> Value:
+        return self.pointer(name) + b * self.get(f"{name}_batch") + head * self.get(f"{name}_head")
+
+    def _loaded(self, row: Value, at: int) -> Value:
+        element, size = ("float", 4) if self.spec.kind == "f32" else ("i16", 2)
+        return self.isa.to_float(row.load(vector(element, self.lanes), at * size, size), self.spec.kind)
+
+    def _transpose(self, k: Value, count: Value) -> None:
+        """So many keys, `lanes` of them and of their elements at a time; behind the last token it comes again. Those that are multiplied
+        together lie together, element by element."""
         f, n = self.f, self.lanes
-        for block in f.loop(self.padded // n):
-            rows = [k + f.umin(block * n + i, self.tokens - 1) * self.get("k_token") for i in range(n)]
+        step = _VECTORS * n
+        for block in f.loop((count + (step - 1)) // step * _VECTORS):
+            rows = [k + f.umin(block * n + i, count - 1) * self.get("k_token") for i in range(n)]
+            place = self.keys + block // _VECTORS * (4 * step * self.spec.dim) + block % _VECTORS * self.bytes
             for d in range(0, self.spec.dim, n):
-                square = [row.load(self.floats, 4 * d, 4) for row in rows]
+                square = [self._loaded(row, d) for row in rows]
                 half = n // 2
                 while half:  # swap the halves of squares of 2 * half that lie off their diagonals
                     for i in range(n):
@@ -113,15 +168,15 @@ class _Whole(Emitter):
                             square[i + half] = a.shuffle([j + half if not j & half else n + j for j in range(n)], b)
                     half //= 2
                 for i, column in enumerate(square):
-                    self.keys.store(column, (self.padded * (d + i) + block * n) * 4, self.bytes)
+                    place.store(column, (d + i) * (4 * step), self.bytes)
 
-    def _score(self, queries: list[Value]) -> None:
-        """scores[i] = q[i] · keys, `padded` of them."""
+    def _score(self, queries: list[Value], columns: Value) -> None:
+        """scores[i] = q[i] · keys, so many of them or a few more."""
         f, step = self.f, _VECTORS * self.lanes
-        for j in f.loop(self.padded // step):
-            totals, column = self._totals(_VECTORS), self.keys + j * (4 * step)
+        for j in f.loop((columns + (step - 1)) // step):
+            totals, column = self._totals(_VECTORS), self.keys + j * (4 * step * self.spec.dim)
             for d in f.loop(self.spec.dim):
-                self._multiply_add(totals, [q + d * 4 for q in queries], column + d * (self.padded * 4))
+                self._multiply_add(totals, [q + d * 4 for q in queries], column + d * (4 * step))
             for i in range(_ROWS):
                 for v in range(_VECTORS):
                     self.scores.store(totals[i * _VECTORS + v].value, (self.padded * i + j * step + v * self.lanes) * 4, self.bytes)
@@ -138,19 +193,25 @@ class _Whole(Emitter):
             for total, w in zip(totals[i * count :], loaded, strict=False):
                 total.value = self.f.fma(w, x, total.value)
 
-    def _exponentiate(self, i: int, b: Value, h: Value, token: Value) -> Value:
-        """Scores to exponentials; their sum."""
-        f, n = self.f, self.lanes
+    def _exponentiate(
+        self, i: int, place: tuple[Value, Value, Value], start: Value, limit: Value, columns: Value, before: Value, sum_before: Value
+    ) -> tuple[Value, Value, Value]:
+        """Scores to exponentials. The largest score so far, the sum of exponentials so far, and what of it was there before.
+
+        place   sequence, head and token of the query, which may see keys below `limit`
+        before  the largest score before, and the sum of exponentials less that
+        """
+        f, n, (b, head, token) = self.f, self.lanes, place
         scale = WHOLE.load_floats(self.args, "scale")[0].splat(n)
         row, ints = self.scores + self.padded * (4 * i), vector("i32", n)
-        largest = f.variable(f.value(self.floats, _LEAST))
-        mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token")
-        bias = self.pointer("bias") + b * self.get("bias_batch") + h * self.get("bias_head")
-        bias = bias + token * self.get("bias_token")
-        for j in f.loop(self.padded // n):
+        largest = f.variable(before.splat(n))
+        mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token") + start
+        bias = self._of("bias", b, head) + token * self.get("bias_token") + start * 4
+        limit, vectors = limit.to("i32").splat(n), (columns + (n - 1)) // n
+        for j in f.loop(vectors):
             at = row + j * self.bytes
             here = (j * n).to("i32").splat(n) + f.constant(ints, range(n))
-            seen = here < self.tokens.to("i32").splat(n)
+            seen = here < limit
             if self.spec.masked:
                 seen = seen & ((mask + j * n).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
             score = at.load(self.floats, 0, self.bytes)
@@ -158,27 +219,35 @@ class _Whole(Emitter):
             score = seen.select(score, float("-inf"))
             at.store(score, 0, self.bytes)
             largest.value = score.max_or(largest.value)
-        top = largest.value.fold(lambda x, y: x.max_or(y)).splat(n)
+        now = largest.value.fold(lambda x, y: x.max_or(y))
+        top = now.splat(n)
         total = f.variable(f.value(self.floats, 0.0))
-        for j in f.loop(self.padded // n):
+        for j in f.loop(vectors):
             at = row + j * self.bytes
             weight = exp(f, at.load(self.floats, 0, self.bytes) - top)
             at.store(weight, 0, self.bytes)
             total.value = total.value + weight
-        return total.value.fold(lambda x, y: x + y)
+        kept = exp(f, before.splat(n) - top).shuffle((0, 1)).fold(lambda x, _: x) * sum_before
+        return now, total.value.fold(lambda x, y: x + y) + kept, kept
 
-    def _write(self, places: list[Value], sums: list[Value]) -> None:
+    def _write(self, places: list[Value], sums: list[tuple[Value, Value]], columns: Value, new: Value) -> None:
+        """sums: of exponentials, and what of it is that of outputs that are there already, where these are not `new`."""
         f, out, vectors = self.f, self.pointer("out"), self.spec.dim // self.lanes
-        inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s in sums]
+        inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s, _ in sums]
+        kept = [part.splat(self.lanes) for _, part in sums]
         for first in range(0, vectors, _VECTORS):
-            some = min(_VECTORS, vectors - first)
-            totals = self._totals(some)
-            for j in f.loop(self.tokens):
+            some = range(first, min(first + _VECTORS, vectors))
+            totals = []
+            for place, part in zip(places, kept, strict=True):
+                for v in some:
+                    there = (out + place).load(self.floats, v * self.bytes, 4) * part
+                    totals.append(f.variable(new.select(f.value(self.floats, 0.0), there)))
+            for j in f.loop(columns):
                 weights = [self.scores + (self.padded * i + j) * 4 for i in range(_ROWS)]
                 self._multiply_add(totals, weights, self.values + j * (4 * self.spec.dim) + first * self.bytes)
             for i, place in enumerate(places):
-                for v in range(some):
-                    (out + place).store(totals[i * some + v].value * inverse[i], (first + v) * self.bytes, 4)
+                for v in some:
+                    (out + place).store(totals[i * len(some) + v - first].value * inverse[i], v * self.bytes, 4)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -193,16 +262,21 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
 
 
-def sizes(tokens: int, dim: int, isa: ISA) -> tuple[int, int]:
-    """Up to how many tokens keys and scores have places, and the bytes of memory that each thread takes."""
+def sizes(length: int, rows: int, dim: int, isa: ISA) -> tuple[int, int]:
+    """For how many of `length` keys there are places at a time, and the bytes that each thread takes; rows: queries of a head of keys."""
     step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
-    padded = round_up(tokens, step)
-    return padded, 4 * padded * (2 * dim + _ROWS)
+    padded = round_up(min(length, MOST_AT_ONCE), step)
+    return padded, 4 * padded * (2 * dim + _ROWS) + 8 * round_up(rows, 8)
 
 
-def readable(scores: Tensor, padded: int) -> Tensor:
-    """A mask or bias with whole vectors to read: `padded` elements for each query."""
-    more = padded - scores.shape[3]
+def parts(heads: int, rows: int, threads: int) -> int:
+    """Into how many parts the queries of each of so many heads of keys are cut, so that all threads have some."""
+    return max(1, min(4 * threads // heads, rows // 64)) if heads else 1
+
+
+def readable(scores: Tensor) -> Tensor:
+    """A mask or bias with whole vectors to read for each query."""
+    more = -scores.shape[3] % 16
     return torch.nn.functional.pad(scores, (0, more)) if more else scores
 
 
@@ -229,16 +303,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     batch, heads, tokens, dim = query.shape
     isa = current()
     out = torch.empty(batch, tokens, heads, dim, dtype=torch.float32, device="cpu")
-    padded, thread_bytes = sizes(tokens, dim, isa)
+    padded, thread_bytes = sizes(tokens, tokens, dim, isa)
     work = 2 * batch * heads * tokens * tokens * dim
-    threads = max(1, min(runtime.threads(), batch * heads, work // _WORK_A_THREAD))
-    mask, bias = (None if scores is None else readable(scores, padded) for scores in (mask, bias))
-    strides = [n for x in (query, key, value) for n in (x.data_ptr(), *(4 * s for s in x.stride()[:3]))]
+    threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
+    mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
+    q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
     _memory, scratch = thread_memory.memory(threads * thread_bytes)
-    numbers = batch, heads, tokens, padded, scratch, thread_bytes
+    numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
-    block = _pack(function, 0, runtime.openmp_address(), 0, *strides, *scores, out.data_ptr(), *numbers, scale, 0.0)
+    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, tokens, *k, *v, *scores, out.data_ptr(), *numbers, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out

@@ -1,13 +1,14 @@
 """Decoder layers of Llama and its like for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
 
     qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once
-    a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`)
+    a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`; of many tokens `attend_whole.py`)
     h   = a · Woᵀ + bias + x
     g   = norm(h) · Wgate_upᵀ                silu(gate) * up where the gates were
     y   = g · Wdownᵀ + bias + h
 
 Everything between the steps is float32 and stays in memory of a few KB a row. Layers that follow each other are one chain: what a
-program does between two of them would run with caches that are full of weights, some ten times as long as otherwise.
+program does between two of them would run with caches that are full of weights, some ten times as long as otherwise. Prompts are read
+some tokens at a time, or some sequences, so that what lies between the steps stays in memory of some MB.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import attend, runtime
-from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu import attend, attend_whole, runtime
+from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
+from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, phase, shares
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
@@ -38,6 +40,10 @@ _X, _OUT, _RESIDUAL = (LINEAR.offset(field) for field in ("x", "out", "residual"
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 _pack_cache = ATTEND.struct("cos", "length").pack_into
 _CACHE = ATTEND.offset("cos")
+_pack_seen = WHOLE.struct("before", "mask_token").pack_into
+_SEEN = WHOLE.offset("before")
+_ROWS, _STEP = 256, 64  # at a time; memory is for multiples of so many
+_FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
 
 
 class _Size(NamedTuple):
@@ -85,6 +91,7 @@ class _Memory:
     attended: int
     hidden: int
     gates: int
+    scratch: int  # of attention
 
 
 class _Plan:
@@ -92,14 +99,18 @@ class _Plan:
 
     def __init__(self, layer: Layer, size: _Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
+        self._tokens = size.tokens
         products = layer.qkv, layer.o, layer.gate_up, layer.down
         alone, most_k = m == 1, max(p.k for p in products)
         linears = [p.kernel.arguments(m, threads) for p in products]
         private = max(laid_out for _, laid_out in linears) + 63 & ~63
+        room = m if m <= _STEP else -(-m // _STEP) * _STEP  # rows, so that prompts of all lengths share memory
         widths = layer.qkv.n, layer.o.k, layer.o.n, layer.gate_up.n
-        self._memory = memory = _shared((threads * most_k * 4, threads * private, *(m * n * 4 for n in widths)))
+        laid_out = threads * private if alone else -(-private // m) * room
+        scratch = _attention_sizes(layer, room)[1] if size.tokens > _FEW else 0
+        self._memory = memory = _shared((threads * most_k * 4, laid_out, *(room * n * 4 for n in widths), threads * scratch))
         self._linears = [buffer for buffer, _ in linears]
-        self._attend = _attention(layer, memory, size)
+        self._attention = _attention(layer, memory, size)
         self._tables: list[ctypes.Array[ctypes.c_int64]] = []
         common = {"normed": memory.normed, "normed_thread": 4 * most_k, "private": private if alone else 0}
         blocks: list[ctypes.Array[ctypes.c_char]] = []
@@ -123,7 +134,7 @@ class _Plan:
             steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
             blocks.extend(arguments(PRODUCT, phase(step), fields) for step in steps)
             if product is layer.qkv:
-                blocks.append(self._attend)
+                blocks += self._attention
         self.blocks = tuple(blocks)
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
@@ -133,24 +144,52 @@ class _Plan:
         _pack_one(qkv, _X, x)
         _pack_one(o, _RESIDUAL, x - hidden)
         _pack_two(down, _OUT, out, hidden - out)
-        _pack_cache(self._attend, _CACHE, *cache)
+        _pack_cache(self._attention[0], _CACHE, *cache)
+        if len(self._attention) > 1:
+            *seen, length = cache[4:]
+            _pack_seen(self._attention[1], _SEEN, length, length + self._tokens, *seen)
 
 
-def _attention(layer: Layer, memory: _Memory, size: _Size) -> ctypes.Array[ctypes.c_char]:
-    spec = AttendSpec(layer.dim, layer.heads // layer.kv_heads, size.kind, layer.head_norms != (0, 0), size.masked)
+def _attention(layer: Layer, memory: _Memory, size: _Size) -> tuple[Buffer, ...]:
+    """One step, or for many tokens two: they enter the cache, and attend to it."""
+    group, many = layer.heads // layer.kv_heads, size.tokens > _FEW
+    spec = AttendSpec(layer.dim, group, size.kind, layer.head_norms != (0, 0), size.masked and not many, many)
+    sizes = {"batch": size.batch, "tokens": size.tokens}
     fields: dict[str, int | tuple[float, float]] = {
+        **sizes,
         "qkv": memory.qkv,
         "qkv_stride": 4 * layer.qkv.n,
         "out": memory.attended,
         "out_stride": 4 * layer.o.k,
-        "batch": size.batch,
-        "tokens": size.tokens,
         "kv_heads": layer.kv_heads,
         "q_norm": layer.head_norms[0],
         "k_norm": layer.head_norms[1],
         "scale_eps": (layer.scale, layer.eps[2]),
     }
-    return arguments(ATTEND, compiled(attend.build, spec, current()), fields)
+    first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
+    if not many:
+        return (first,)
+    padded, thread_bytes = _attention_sizes(layer, size.tokens)
+    fields = {
+        **sizes,
+        "q": memory.qkv,
+        "q_batch": 4 * layer.qkv.n * size.tokens,
+        "q_head": 4 * layer.dim,
+        "q_token": 4 * layer.qkv.n,
+        "out": memory.attended,
+        "heads": layer.kv_heads,
+        "padded": padded,
+        "parts": attend_whole.parts(size.batch * layer.kv_heads, size.tokens * group, size.threads),
+        "scratch": memory.scratch,
+        "thread_bytes": thread_bytes,
+        "scale": (layer.scale, 0.0),
+    }
+    whole = WholeSpec(layer.dim, size.masked, group=group, kind=size.kind, causal=True)
+    return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
+
+
+def _attention_sizes(layer: Layer, tokens: int) -> tuple[int, int]:
+    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * layer.heads // layer.kv_heads, layer.dim, current())
 
 
 _memories: PlanCache[_Memory] = PlanCache()
@@ -190,16 +229,43 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
     """
     batch, tokens, _ = x.shape
+    out = x.new_empty((len(layers), *x.shape))
+    if mask is not None and tokens > _FEW:
+        mask = attend_whole.readable(mask)
+    if batch * tokens <= _ROWS:
+        _run(layers, x, rotary, entries, mask, out.data_ptr())
+        return out
+    sequences, most = max(1, _ROWS // tokens), min(tokens, _ROWS)
+    pieces = -(-tokens // most)
+    for layer, entry, y in zip(layers, entries, out, strict=True):
+        for b in range(0, batch, sequences):
+            some = slice(b, b + sequences)
+            of_some = [part[some] if len(part) > 1 else part for part in (*rotary, mask) if part is not None]
+            for i in range(pieces):
+                begin, end = (j * tokens // pieces for j in (i, i + 1))
+                turns = of_some[0][:, begin:end], of_some[1][:, begin:end]
+                seen = None if mask is None else of_some[2]
+                if seen is not None and seen.shape[2] > 1:
+                    seen = seen[:, :, begin:end]
+                place = Entry(entry.keys[some], entry.values[some], entry.length + begin)
+                _run((layer,), x[some, begin:end], turns, (place,), seen, y[some, begin:end].data_ptr())
+        x = y
+    return out
+
+
+def _run(
+    layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None, target: int
+) -> None:
+    """`run` for up to _ROWS rows; target: where what the first layer gives goes, and that of the others behind it."""
+    batch, tokens, _ = x.shape
     first = layers[0]
     threads = max(1, min(runtime.threads(), batch * tokens * first.gate_up.n * first.gate_up.k // WORK_A_THREAD))
     cos, sin = rotary
-    turn = 4 * first.dim
-    before = cos.data_ptr(), sin.data_ptr(), turn * tokens if len(cos) > 1 else 0, turn
+    before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * first.dim
     after = (0, 0, 0)
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
-    out = x.new_empty((len(layers), *x.shape))
-    source, target, step = x.data_ptr(), out.data_ptr(), 4 * x.numel()
+    source, step = x.data_ptr(), 4 * x.numel()
     plans = []
     for layer, (keys, values, length) in zip(layers, entries, strict=True):
         size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
@@ -212,7 +278,6 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
         source, target = target, target + step
         plans.append(plan)
     _chain(first, tuple(plans), threads).run()
-    return out
 
 
 def _chain(first: Layer, plans: tuple[_Plan, ...], threads: int) -> Chain:

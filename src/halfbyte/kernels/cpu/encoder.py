@@ -127,7 +127,7 @@ class _Plan:
         first = layers[0]
         self.layers, self._m, self._threads = layers, size.batch * size.tokens, size.threads
         products = first.qkv, first.o, first.up, first.down
-        padded, thread_bytes = attend_whole.sizes(size.tokens, first.dim, current())
+        padded, thread_bytes = attend_whole.sizes(size.tokens, size.tokens, first.dim, current())
         laid_out = self._m * max(product.kernel.taking(self._m).row_bytes for product in products)
         widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
@@ -229,7 +229,9 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
         "batch": size.batch,
         "heads": layer.heads,
         "tokens": size.tokens,
+        "length": size.tokens,
         "padded": padded,
+        "parts": attend_whole.parts(size.batch * layer.heads, size.tokens, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
         "scale": (layer.scale, 0.0),
@@ -251,8 +253,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     batch, tokens, width = x.shape
     key, first = tuple(layers), layers[0]
     outputs = [torch.empty_like(x) for _ in layers]
-    padded = attend_whole.sizes(tokens, first.dim, current())[0]
-    mask, bias = (None if scores is None else attend_whole.readable(scores, padded) for scores in (mask, bias))
+    mask, bias = (None if scores is None else attend_whole.readable(scores) for scores in (mask, bias))
     seen, added = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
     threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
