@@ -185,6 +185,7 @@ def test_what_answers_end_with(tmp_path: Path) -> None:
     assert ends(["<|end|>", "<|endoftext|>"], eos_token_id=1) == [1, 0]  # Phi-4-mini
     assert ends(["<|endoftext|>", "a", "<|user|>"], eos_token_id=0, eot_token_id=2) == [0, 2]  # GLM-4
     assert ends(["<|end|>", "<|return|>", "<|call|>"], eos_token_id=1) == [1, 2]  # gpt-oss, where <|end|> ends a part of an answer
+    assert ends(["a", "<|im_end|>"]) == 1
     assert ends(["</s>", "a"]) is None
 
 

@@ -79,8 +79,8 @@ def to_config(metadata: Metadata, names: Sequence[str], read: Callable[[str], Te
     config["vocab_size"] = vocabulary or (len(tokens) if isinstance(tokens, Sequence) else 0)
     for key, mine in _TOKENS.items():
         config[mine] = _number(metadata, key, int, needed=False)
-    if len(last := end_tokens(metadata)) > 1:
-        config["eos_token_id"] = last
+    if last := end_tokens(metadata):
+        config["eos_token_id"] = last if len(last) > 1 else last[0]
     config["tie_word_embeddings"] = "output.weight" not in names
     present = {mine: tensor if "." in tensor else f"{tensor}.bias" for mine, tensor in architecture.biases.items()}
     config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()} | dict(architecture.settings)

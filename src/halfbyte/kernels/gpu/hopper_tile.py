@@ -140,9 +140,6 @@ class Static:
         return self.width // self.rows
 
 
-# Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile).
-
-
 def tails_read(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """How TMA reads scales and zeros [matrices, block rows, N padded]: those of a record of a tile at once."""
 
