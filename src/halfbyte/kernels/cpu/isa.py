@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
     """How outputs are cut into tiles, of at most so many rows of activations and so many vectors of outputs side by side.
 
     panels     that a tile of all rows takes at once, so that weights are read from as many places
-    expanded   tiles read codes that were expanded before: see `expanded.py`
+    expanded   codes are expanded once for all tiles: see `expanded.py`
     """
 
     rows: int
