@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
 
 _KEPT = 4096
+_LARGEST = 1 << 31  # elements of an image from which on the GPU's kernel, which counts them in 32 bits, is none for it
 
 
 class Pooling(NamedTuple):
@@ -49,7 +50,7 @@ class Pooling(NamedTuple):
 
 def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     """What `pool` does to images; None where torch does it."""
-    if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and triton_trouble() is not None):
+    if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (triton_trouble() is not None or x.shape[1:].numel() >= _LARGEST)):
         return None
     if isinstance(pool, nn.MaxPool2d):
         return _pooling(x.shape, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
