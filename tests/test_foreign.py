@@ -268,6 +268,9 @@ def test_tensors_without_which_the_numbers_would_be_others(folders: Path, tmp_pa
     shutil.copytree(folders / "awq", tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"act_fn\.scales divides an activation function"):
         load(edited(tmp_path / "a", model__layers__0__mlp__act_fn__scales=torch.full((64,), 2.0)))
+    shutil.copytree(folders / "awq", tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"no file has .*up_proj\.weight, which .* its qzeros, scales are not read"):
+        load(edited(tmp_path / "c", **{f"{PROJ}.qweight".replace(".", "__"): None}))
     shutil.copytree(folders / "gptq", tmp_path / "b")
     parts = {f"{PROJ}.{part}".replace(".", "__"): None for part in ("qweight", "qzeros", "scales", "g_idx")}
     marlin = {f"{PROJ}.{part}".replace(".", "__"): torch.zeros(4) for part in ("B", "s")}

@@ -100,7 +100,7 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
         raise CheckpointError(f"config.json says {what}, halfbyte reads 4 bits in version gemm: convert it with AutoAWQ")
     group = _group_size(settings)
     modules, rest = modules_of(reader, awq.PARTS)
-    if scaled := next((name for name in rest if name.endswith(".scales")), None):
+    if scaled := next((name for name in rest if name.endswith(".scales") and len(reader.spec(name).shape) == 1), None):
         raise CheckpointError(f"{scaled} divides an activation function, which halfbyte does not: start from the float model")
 
     def entry(parts: Parts) -> Entry:
