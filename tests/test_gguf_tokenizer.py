@@ -146,6 +146,9 @@ def test_cuts(name: str, tmp_path: Path) -> None:
 def test_a_cut_without_a_name_is_said(tmp_path: Path) -> None:
     _, _, notes = written(tmp_path, byte_level(split(r"\p{L}+|\p{N}+")))
     assert any("may split some text differently" in note for note in notes)
+    for pattern, whole, how in ((gguf_tokenizer.QWEN2, True, "without"), (PATTERNS["tekken"][0], False, "with")):
+        _, _, (note,) = written(tmp_path, byte_level(split(pattern), ignore_merges=whole))
+        assert f"only {how} ignore_merges" in note
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -101,7 +101,10 @@ def _cut(pre_tokenizer: Any, whole: bool) -> tuple[str, list[str]]:
         elif piece.get("type") == "ByteLevel" and piece.get("use_regex", True):
             patterns.append(GPT2)
     if names := [name for name, cut in CUTS.items() if cut == tuple(patterns)]:
-        return next((name for name in names if whole == (name in WHOLE)), names[0]), []
+        if same := [name for name in names if whole == (name in WHOLE)]:
+            return same[0], []
+        how = "without" if whole else "with"
+        return names[0], [f"llama.cpp splits text by this tokenizer's rule only {how} ignore_merges: some words may become other tokens"]
     return "default", ["llama.cpp has no name for the rule by which this tokenizer splits text: it may split some text differently"]
 
 
