@@ -220,6 +220,7 @@ def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
     with torch.no_grad():
         short(input_ids=one, past_key_values=kept)
         assert calls.pop() == calls.pop() == (1, 1)
+        short(input_ids=one.expand(65, 1))  # too many
         short.train()(input_ids=one, past_key_values=kept)
         short.eval()
         seen: list[Any] = []

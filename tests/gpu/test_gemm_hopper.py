@@ -8,7 +8,7 @@ from float_support import check_linear
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import gemm_hopper
-from halfbyte.kernels.gpu.hopper_tile import parts_of
+from halfbyte.kernels.gpu.hopper_tile import Static
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -79,17 +79,23 @@ def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
     assert reason in (gemm_hopper.supports(asked, GPUS[arch]) or "")
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "q8_0"])
+@pytest.mark.parametrize("name", ["int4_g128", "q4_1", "q8_0", "int8_g32_offset"])
 @pytest.mark.parametrize("m", [64, 65, 256, 1024, 8192])
 def test_configs_fit(name: str, m: int) -> None:
     gpu = GPUS["sm_90"]
     for n, k in ((64, 128), (4096, 4096), (28672, 8192), (151936, 896)):
         asked = problem(name, m, n, k)
         assert gemm_hopper.supports(asked, gpu) is None
+        geo = gpu_tiles.geometry(asked.format, (n, k))
+        read = [] if gemm_hopper.whole(geo) else [asked.format.scale]
+        read += [] if geo.zero_dtype is None else [geo.zero_dtype]
+        what = geo.blocks_a_record, geo.records_a_block, gemm_hopper.whole(geo), asked.format.zero
         for config in gemm_hopper.configs(asked, gpu):
             tiles = -(-n // (2 * config.rows)) * -(-m // config.block_m)
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
-            operands = config.stages * (256 * config.block_m + 32 * asked.format.bits * config.rows) // parts_of(config.block_m)
-            assert operands + gemm_hopper.BESIDE <= gpu.shared
+            ring = Static(config.rows, config.block_m, config.stages, asked.format.bits, *what, clamp=False)
+            codes = ring.weights * ring.block_n * (64 if ring.bits == 4 else ring.width)
+            tails = ring.tails * ring.groups * ring.block_n * sum(dtype.itemsize for dtype in read)
+            assert 2 * ring.stages * ring.block_m * ring.width + codes + tails + gemm_hopper.BESIDE <= gpu.shared
