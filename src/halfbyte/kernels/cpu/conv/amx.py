@@ -30,6 +30,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved, tile_rows
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
@@ -376,73 +377,50 @@ class MatrixConvKernel(PlannedConv):
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """`more`: whether there is a residual."""
-        sizes, residual = self.sizes, any(more)
+        sizes, units = self.sizes, self.units
         batch, channels, height, width = x.shape
         ho, wo = window.out_size((height, width), sizes.kernel)
-        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
-        top, _, left, _ = window.padding
-        units = self.units
+        (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
         near_width = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
         image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
-        line, flat = near_width * channels, near_width // sw
-        near = _Near.of(units, window)
-        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         copies = 0 if image_itself else units.woven  # of a line
+        line, near = near_width * channels, _Near.of(units, window)
+        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
         strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: copies * len(near.lines(n)) * line)
-        lines, threads = strips.lines, min(most, strips.items)
-        unit_places = near.unit_places(lines, line, dw * channels)
-        m = (lines - 1) * flat + wo
-        rows = tile_rows(m, 2 * ROWS, _TILE_COST)
-        left_pixels = min(left, near_width)
-        copied = min(width, near_width - left_pixels) * channels
-        step = 0 if image_itself else power_of_two(copied, UNIT) if copied else UNIT
-        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, KINDS[self.out_dtype], residual)
-        out_bytes, panel_bytes = self.out_dtype.itemsize, len(unit_places) * UNIT * PANEL + 4 * PANEL
-        flat_rows = torch.arange(m, device="cpu")
-        places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * out_bytes)
-        near_from = torch.tensor(near.lines(lines), device="cpu")
-        all_places = torch.tensor(unit_places, device="cpu")
-        waiting = min(_WAITING, len(unit_places) // 3)
-        edge = torch.full((UNIT,), outside, dtype=torch.int8, device="cpu")
+        threads = min(most, strips.items)
+
+        near_from = torch.tensor(near.lines(strips.lines), device="cpu")
+        image = image_fields(window, (channels, height, width), (ho, wo), near_width, len(near_from), line)
         near_bytes = len(near_from) * line + SLACK + 63 & ~63
-        buffer = arguments(
-            MATRIX,
-            compiled(build, spec, self.isa),
-            {
-                **strips.fields(),
-                "n": self.n,
-                "panel_bytes": panel_bytes,
-                "out_stride": sizes.out * out_bytes,
-                "table_stride": 4 * PANEL * self.panels,
-                "groups": sizes.groups,
-                "rows": m,
-                "group_bytes": sizes.channels,
-                "group_weights": panel_bytes * self.panels,
-                "group_bias": (12 if self.out_dtype == torch.int8 else 4) * PANEL * self.panels,
-                "group_out": self.n * out_bytes,
-                "thread_bytes": copies * near_bytes,
-                "patches_at": near_bytes,
-                "height": height if copied else 0,  # 0: nothing of a line is seen
-                "out_height": ho,
-                "out_width": wo,
-                "stride_h": sh,
-                "top": top,
-                "image_bytes": height * width * channels,
-                "line_bytes": width * channels,
-                "near_lines": len(near_from),
-                "near_line_bytes": line,
-                "copied_codes": copied,
-                "left_codes": left_pixels * channels,
-                "outside": edge.data_ptr(),
-                "places": places.data_ptr(),
-                "units": len(unit_places),
-                "unit_places": all_places.data_ptr(),
-                "row_step": sw * channels * units.woven,
-                "near_from": near_from.data_ptr(),
-                "rows_a_unit": -(-rows // (len(unit_places) - waiting)),
-                "waiting_units": waiting,
-            },
-        )
-        kept = edge, places, near_from, all_places
+        flat = near_width // sw  # outputs from a line to the next
+        m = (strips.lines - 1) * flat + wo
+        rows = tile_rows(m, 2 * ROWS, _TILE_COST)
+        flat_rows = torch.arange(m, device="cpu")
+        places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * self.out_dtype.itemsize)
+        unit_places = torch.tensor(near.unit_places(strips.lines, line, dw * channels), device="cpu")
+        waiting = min(_WAITING, len(unit_places) // 3)
+        panel_bytes = len(unit_places) * UNIT * PANEL + 4 * PANEL
+        edge = torch.full((UNIT,), outside, dtype=torch.int8, device="cpu")
+        fields = {
+            **strips.fields(),
+            **group_fields(sizes, self.out_dtype, self.panels, panel_bytes, padded_bias=True),
+            **image,
+            "rows": m,
+            "group_bytes": sizes.channels,
+            "thread_bytes": copies * near_bytes,
+            "patches_at": near_bytes,
+            "outside": edge.data_ptr(),
+            "places": places.data_ptr(),
+            "units": len(unit_places),
+            "unit_places": unit_places.data_ptr(),
+            "row_step": sw * channels * units.woven,
+            "near_from": near_from.data_ptr(),
+            "rows_a_unit": -(-rows // (len(unit_places) - waiting)),
+            "waiting_units": waiting,
+        }
+        step = 0 if image_itself else power_of_two(image["copied_codes"] or UNIT, UNIT)
+        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, KINDS[self.out_dtype], any(more))
+        buffer = arguments(MATRIX, compiled(build, spec, self.isa), fields)
+        kept = edge, places, near_from, unit_places
         return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)

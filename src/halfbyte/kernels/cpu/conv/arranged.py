@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.conv import arrange, direct_call
+from halfbyte.kernels.cpu.conv import arrange
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel
+from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, run_of, tile_width, whole_bytes
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -33,15 +33,10 @@ from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
+from halfbyte.layouts.cpu_tiles import PANEL
 
 _HEAD = 128  # bytes before the chunks
 _COUNTS, _FIRST, _CORRECTIONS = 0, 24, 64
-
-
-def group(isa: ISA) -> int:
-    """Outputs whose codes have an order of their own: those of a tile."""
-    return isa.lanes * isa.direct_tile[1]
 
 
 class _Chunk(NamedTuple):
@@ -54,7 +49,7 @@ class _Chunk(NamedTuple):
 
     @classmethod
     def of(cls, isa: ISA) -> _Chunk:
-        vector, weights = 4 * isa.lanes, LANE * group(isa)
+        vector, weights = 4 * isa.lanes, LANE * tile_width(isa)
         return cls(weights, weights + vector, weights + 2 * vector, weights + 3 * vector)
 
 
@@ -115,8 +110,7 @@ class _ArrangedTile(RequantizingDirectTile):
 
 def supports(sizes: Filter, isa: ISA) -> bool:
     """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
-    fmt = sizes.format
-    return isa.arranges and fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
+    return isa.arranges and whole_bytes(sizes)
 
 
 class ArrangedConvKernel(OwnWeightsKernel):
@@ -124,12 +118,12 @@ class ArrangedConvKernel(OwnWeightsKernel):
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
         super().__init__(sizes, window, linear)
-        self.run = direct_call.run_of(sizes, window)
+        self.run = run_of(sizes, window)
         self.form = f"arranged in runs of {self.run}"
 
     def weights_of(self, codes: Codes) -> Tensor | None:
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]; None where they are too many."""
-        sizes, width = self.sizes, group(self.isa)
+        sizes, width = self.sizes, tile_width(self.isa)
         n = sizes.out // sizes.groups
         columns = round_up(n, PANEL)
         w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8, device="cpu")
@@ -149,7 +143,7 @@ class ArrangedConvKernel(OwnWeightsKernel):
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
     def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(build_tile, panel_bytes, group(self.isa))
+        return OwnTiles(build_tile, panel_bytes, tile_width(self.isa))
 
 
 def _lanes(runs: Tensor) -> Tensor:

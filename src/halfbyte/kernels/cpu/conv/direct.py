@@ -40,9 +40,9 @@ DIRECT = Block(
         # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
         *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
         *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
-        # the walk over a patch: places of a strip's outputs, lines, runs of a line, steps of a run; and the same in the image
-        *("places", "walk_places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
-        *("walk_line_step", "walk_runs", "walk_run_step", "walk_steps"),
+        # a patch: places of a strip's outputs, lines, runs of a line, codes of a run and of a patch that is written out
+        *("places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
+        *("walk_places", "walk_runs", "walk_steps"),  # how tiles walk over it: one that is written out is one run
         *("bands", "band_count"),  # `Band`s of a strip
         "lane_places",  # for `arranged.py`
         "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
@@ -389,7 +389,7 @@ class _DirectTile(Tile):
     def _walk(self, kept: list[Variable], weights: Value, rows: list[Value]) -> None:
         """Adds all products to the totals. `weights` are those of the kernel's first line, rows the outputs' places."""
         f = self.f
-        line_step, runs, run_step, steps = (DIRECT.load(self.args, f"walk_{name}") for name in ("line_step", "runs", "run_step", "steps"))
+        line_step, runs, run_step, steps = (DIRECT.load(self.args, name) for name in ("line_step", "walk_runs", "run_step", "walk_steps"))
         first, stop = Band.load(self.band, "first_line", "stop_line")
         w, asked = f.variable(weights + first * runs * steps * self.unit_bytes), f.variable(weights + self.ahead)
         for line in f.loop(stop, first):

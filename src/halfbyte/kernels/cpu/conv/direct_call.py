@@ -22,9 +22,10 @@ from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import Pair, Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import PANEL
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
@@ -46,6 +47,17 @@ class OwnTiles(NamedTuple):
     columns: int
     run: int = 0
     unit: int = 0
+
+
+def tile_width(isa: ISA) -> int:
+    """Outputs of such a tile."""
+    return isa.lanes * isa.direct_tile[1]
+
+
+def whole_bytes(sizes: Filter) -> bool:
+    """Whether weights are bytes with one scale for all of a patch, whose sums int32 holds."""
+    fmt = sizes.format
+    return fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
 
 
 def line_run(sizes: Filter, window: Window) -> int:
@@ -73,11 +85,12 @@ class _Walk:
     row          codes of a patch that is written out, with what pads it; 0: none is
     laid_out     bytes of a code as tiles read it
     copied       bytes of a code in the lines, of the image or copied
-    line, pixel  bytes of these
     near_width   pixels of a line that its outputs need
-    down, reach  lines from one line of outputs to the next, and lines of a patch
+    line_pixels  pixels of a line
     """
 
+    sizes: Filter
+    window: Window
     in_image: bool
     runs: int
     run: int
@@ -85,58 +98,123 @@ class _Walk:
     row: int
     laid_out: int
     copied: int
-    line: int
-    pixel: int
     near_width: int
-    down: int
-    reach: int
+    line_pixels: int
 
     @classmethod
     def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], own: OwnTiles | None) -> _Walk:
         """Of images [C, H, W]."""
-        channels, height, width = image
+        _, height, width = image
         ho, wo = window.out_size((height, width), sizes.kernel)
-        (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
-        top, _, left, _ = window.padding
+        (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
         run = line_run(sizes, window)
-        runs = kw * sizes.channels // run
-        step, padded = math.gcd(run, 32), linear.geometry.padded
-        near_width, reach = (wo - 1) * sw + (kw - 1) * dw + 1, (kh - 1) * dh + 1
-        inside = (ho - 1) * sh - top + reach <= height and near_width - left <= width
+        runs, step = kw * sizes.channels // run, math.gcd(run, 32)
+        near_width = (wo - 1) * sw + (kw - 1) * dw + 1
+        inside = (ho - 1) * sh - top + (kh - 1) * dh < height and near_width - left <= width
         laid_out = 1 if own is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
         unsigned = own is not None and own.run > 0
         in_image = top == left == 0 and inside and not unsigned and (step if own is None else run) >= _LEAST_STEP and laid_out == 1
-        written = _written(sizes, own)
-        copied = 1 if written else laid_out
+        row = linear.geometry.padded if _written(sizes, own) else 0
         if own is not None and own.run:
             run, step = own.run, own.unit
         return cls(
+            sizes,
+            window,
             in_image,
             runs,
             run,
-            step=math.gcd(padded, 32) if written else step,
-            row=padded if written else 0,
+            step=math.gcd(row, 32) if row else step,
+            row=row,
             laid_out=laid_out,
-            copied=copied,
-            line=(width if in_image else near_width) * channels * copied,
-            pixel=channels * copied,
+            copied=1 if row else laid_out,
             near_width=near_width,
-            down=sh,
-            reach=reach,
+            line_pixels=width if in_image else near_width,
         )
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a pixel's codes of a group."""
+        return self.sizes.channels * self.copied
+
+    @property
+    def pixel(self) -> int:
+        """Bytes of one."""
+        return self.sizes.groups * self.group_bytes
+
+    @property
+    def line(self) -> int:
+        """Bytes of one."""
+        return self.line_pixels * self.pixel
+
+    @property
+    def line_step(self) -> int:
+        """Bytes from a line of the kernel to the next."""
+        return self.window.dilation[0] * self.line
+
+    @property
+    def run_step(self) -> int:
+        """Bytes from a run to the next one of a line."""
+        return self.window.dilation[1] * self.pixel
 
     @property
     def patch(self) -> int:
         """Bytes of one that is written out."""
         return self.row * self.laid_out
 
+    @property
+    def summed(self) -> int:
+        """Bytes of what is summed at a time: of a patch that is written out, or of a pixel."""
+        return self.patch or self.group_bytes
+
     def near_lines(self, lines: int) -> int:
         """Lines of the image that so many lines of outputs need."""
-        return (lines - 1) * self.down + self.reach
+        return (lines - 1) * self.window.stride[0] + (self.sizes.kernel[0] - 1) * self.window.dilation[0] + 1
 
     def strip_bytes(self, lines: int, out_width: int) -> int:
         """Memory for so many lines of outputs."""
         return lines * out_width * self.patch + (0 if self.in_image else self.near_lines(lines) * self.line)
+
+    def places(self, lines: int, out_width: int) -> Tensor:
+        """Of so many lines of outputs, in bytes behind the first one's."""
+        y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(out_width, device="cpu"), indexing="ij")
+        return (y * (self.window.stride[0] * self.line) + x * (self.window.stride[1] * self.pixel)).flatten()
+
+    def lane_places(self) -> Tensor:
+        """Where a patch's lanes begin, in bytes behind its place."""
+        if self.row:
+            starts, run = [0], self.sizes.k
+        else:
+            run = self.run
+            starts = [line * self.line_step + tap * self.run_step for line in range(self.sizes.kernel[0]) for tap in range(self.runs)]
+        return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)], device="cpu")
+
+    def fields(self) -> dict[str, int]:
+        """The lines of a patch and their runs, and how tiles walk over them: a patch that is written out is one run."""
+        return {
+            "group_bytes": self.group_bytes,
+            "lines": self.sizes.kernel[0],
+            "line_step": self.line_step,
+            "runs": self.runs,
+            "run_step": self.run_step,
+            "run_codes": self.run,
+            "row_codes": self.row,
+            "walk_runs": 1 if self.row else self.runs,
+            "walk_steps": (self.row or self.run) // self.step,
+        }
+
+    def sum_fields(self, lines: int, rows: int) -> dict[str, int]:
+        """What is summed of a strip of so many lines, of `rows` outputs, and where a patch's pixels lie."""
+        (sh, sw), (dh, dw) = self.window.stride, self.window.dilation
+        return {
+            "pixels": rows if self.row else self.near_lines(lines) * self.line_pixels,
+            "pixel_bytes": self.summed,
+            "pixel_step": self.patch or self.pixel,
+            "pixel_stride": sw,
+            "pixel_line": sh * self.line_pixels,
+            "taps": self.sizes.kernel[1],
+            "tap_step": dw,
+            "tap_line_step": dh * self.line_pixels,
+        }
 
 
 class _Memory(NamedTuple):
@@ -156,36 +234,26 @@ class _Memory(NamedTuple):
         return cls(patches_at, pixel_sums_at, sums_at, sums_at + (rows * 4 + 63 & ~63))
 
 
-def _lines_spec(
-    walk: _Walk, linear: LinearKernel, sizes: Filter, copied_codes: int, sums: str, columns: int, *, started: bool, unsigned: bool
-) -> LinesSpec:
-    isa, bits, kh = linear.isa, sizes.format.bits, sizes.kernel[0]
+def _lines_spec(walk: _Walk, linear: LinearKernel, own: OwnTiles | None, copied_codes: int, out_width: int) -> LinesSpec:
+    isa, sizes, (kh, _) = linear.isa, walk.sizes, walk.sizes.kernel
     at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
     few_lines = walk.runs == 1 and walk.run <= at_once and kh <= _FEW_LINES
+    alone = own is not None or walk.row > 0 or (sizes.taps == 1 and walk.window.stride == (1, 1))  # a row's sum is that of one pixel
     return LinesSpec(
         copied=0 if walk.in_image else power_of_two(copied_codes, 4 * isa.lanes) if copied_codes else 8,
         patches=at_once,
         lines=kh if few_lines else 0,
-        bits=bits,
-        started=started and (linear.paired or isa.correction(bits, signed=True) != 0),
-        paired=linear.paired and started,
+        bits=sizes.format.bits,
+        started=own is None and (linear.paired or isa.correction(sizes.format.bits, signed=True) != 0),
+        paired=own is None and linear.paired,
         width=walk.laid_out,
         unit=walk.step,
-        sums=sums,
+        sums="none" if alone else "lines" if walk.window.stride[1] == 1 and out_width >= isa.lanes else "single",
         masked=not walk.in_image,
         tail=(walk.patch or sizes.channels) % (4 * isa.lanes) if walk.in_image else 0,
-        columns=columns,
-        unsigned=unsigned,
+        columns=PANEL if own is None else own.columns,
+        unsigned=own is not None and own.run > 0,
     )
-
-
-def _lane_places(walk: _Walk, sizes: Filter, line_step: int, tap_step: int) -> Tensor:
-    """Where a patch's lanes begin, in bytes behind its place."""
-    if walk.row:
-        starts, run = [0], sizes.k
-    else:
-        starts, run = [line * line_step + tap * tap_step for line in range(sizes.kernel[0]) for tap in range(walk.runs)], walk.run
-    return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)], device="cpu")
 
 
 def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tuple[int, int]]:
@@ -193,6 +261,14 @@ def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tup
     step = window.dilation[0]
     tops = [y * window.stride[0] - window.padding[0] for y in range(out)]
     return [(min(kernel, max(0, -(top // step))), max(0, min(kernel, -((top - height) // step)))) for top in tops]
+
+
+def _lines_walked(walk: _Walk, spec: LinesSpec, strips: Strips, height: int, outside: int, *, by_lines: bool) -> list[tuple[int, int]]:
+    """As `lines_inside`, of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0 there."""
+    kernel = 1 if walk.row else walk.sizes.kernel[0]
+    if by_lines and not walk.row and not spec.paired and strips.number == 1 and outside == (-128 if spec.unsigned else 0):
+        return lines_inside(walk.window, kernel, height, strips.lines)
+    return [(0, kernel)] * strips.lines
 
 
 def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Callable[[int], int]) -> Tensor:
@@ -207,6 +283,43 @@ def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Ca
     return torch.tensor(sorted(bands, key=lambda band: band.first - band.stop), dtype=torch.int64, device="cpu")
 
 
+def group_fields(sizes: Filter, out_dtype: torch.dtype, panels: int, panel_bytes: int, *, padded_bias: bool) -> dict[str, int]:
+    """The weights of a group, so many panels of so many bytes, its table (for codes) or bias, padded to whole panels or not, and output."""
+    n, out_bytes = sizes.out // sizes.groups, out_dtype.itemsize
+    stride = 4 * round_up(n, PANEL)
+    return {
+        "n": n,
+        "groups": sizes.groups,
+        "panel_bytes": panel_bytes,
+        "group_weights": panels * panel_bytes,
+        "table_stride": stride,
+        "group_bias": 3 * stride if out_dtype == torch.int8 else stride if padded_bias else 4 * n,
+        "out_stride": sizes.out * out_bytes,
+        "group_out": n * out_bytes,
+    }
+
+
+def image_fields(window: Window, image: Sequence[int], out: Pair, near_width: int, lines: int, line: int) -> dict[str, int]:
+    """An image [C, H, W], its outputs, and what a strip needs of it: so many lines of `line` bytes, of which outputs need `near_width`
+    pixels."""
+    channels, height, width = image
+    left = min(window.padding[2], near_width)
+    copied = min(width, near_width - left) * channels
+    return {
+        "height": height if copied else 0,  # 0: nothing of a line is seen
+        "out_height": out[0],
+        "out_width": out[1],
+        "stride_h": window.stride[0],
+        "top": window.padding[0],
+        "image_bytes": height * width * channels,
+        "line_bytes": width * channels,
+        "near_lines": lines,
+        "near_line_bytes": line,
+        "copied_codes": copied,
+        "left_codes": left * channels,
+    }
+
+
 def plan(
     linear: LinearKernel,
     sizes: Filter,
@@ -217,90 +330,47 @@ def plan(
     own: OwnTiles | None = None,
 ) -> ConvCall:
     """The call for images of a shape [B, C, H, W]. `outside` is the code of what lies outside of them."""
-    isa, geo, (batch, channels, height, width) = linear.isa, linear.geometry, shape
-    ho, wo = window.out_size((height, width), sizes.kernel)
-    (kh, kw), (sh, sw), (dh, dw) = sizes.kernel, window.stride, window.dilation
-    walk, left = _Walk.of(linear, sizes, window, shape[1:], own), window.padding[2]
-    written, unsigned = walk.row > 0, own is not None and own.run > 0
-    most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
+    isa, geo, (batch, *image) = linear.isa, linear.geometry, shape
+    ho, wo = window.out_size((image[1], image[2]), sizes.kernel)
+    walk = _Walk.of(linear, sizes, window, image, own)
     columns, panel_bytes = (PANEL, geo.panel_bytes) if own is None else (own.columns, own.panel_bytes)
     panels = geo.panels * (PANEL // columns)
+    most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
     strips = Strips.of((batch, ho, wo), sizes, panels, most, lambda lines: walk.strip_bytes(lines, wo))
-    lines, threads = strips.lines, min(most, strips.items)
-    m, near_lines, line, pixel = lines * wo, walk.near_lines(lines), walk.line, walk.pixel
-    left_pixels = min(left, walk.near_width)
-    copied_codes = min(width, walk.near_width - left_pixels) * channels
-    alone = own is not None or written or (sizes.taps == 1 and window.stride == (1, 1))  # a row's sum is that of one pixel
-    sums = "none" if alone else "lines" if sw == 1 and wo >= isa.lanes else "single"
-    spec = _lines_spec(walk, linear, sizes, copied_codes, sums, columns, started=own is None, unsigned=unsigned)
-    tile_spec = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=KINDS[out_dtype])
+    lines, rows, threads = strips.lines, strips.lines * wo, min(most, strips.items)
+
+    near = image_fields(window, image, (ho, wo), walk.near_width, walk.near_lines(lines), walk.line)
+    spec = _lines_spec(walk, linear, own, near["copied_codes"], wo)
+    sums = walk.sum_fields(lines, rows)
+    memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
+
+    tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=KINDS[out_dtype])
     build = direct.build_tile if own is None else own.build
-    by_lines = not written and not spec.paired and (own is None or unsigned) and strips.number == 1
-    nothing = outside == (-128 if unsigned else 0)  # what lies outside, as tiles read it
-    taken = lines_inside(window, kh, height, ho) if by_lines and nothing else [(0, 1 if written else kh)] * lines
-    bands = _bands(taken, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile_spec, rows=rows), isa))
-    pixels = m if written else near_lines * (line // pixel)
-    memory = _Memory.of(walk, lines, m, 0 if alone else pixels)
-    y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(wo, device="cpu"), indexing="ij")
-    places = (y * (sh * line) + x * (sw * pixel)).flatten()
-    walk_places = torch.arange(m, device="cpu") * walk.patch if written else places
+    walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=own is None or spec.unsigned)
+    bands = _bands(walked, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
+    places, lane_places = walk.places(lines, wo), walk.lane_places()
+    walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
     mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel
-    pixel_bytes = walk.patch if written else sizes.channels * walk.copied  # of a group
-    mask[: pixel_bytes % (4 * isa.lanes)] = -1
-    lane_places = _lane_places(walk, sizes, dh * line, dw * pixel)
-    edge, out_bytes = torch.full((64,), outside, dtype=torch.int8, device="cpu"), out_dtype.itemsize
+    mask[: walk.summed % (4 * isa.lanes)] = -1
+    edge = torch.full((64,), outside, dtype=torch.int8, device="cpu")
     fields = {
         **strips.fields(),
         **memory._asdict(),
-        "n": geo.n,
-        "panel_bytes": panel_bytes,
+        **group_fields(sizes, out_dtype, panels, panel_bytes, padded_bias=False),
+        **near,
+        **walk.fields(),
+        **sums,
+        "rows": rows,
         "asks": int(panels * panel_bytes >= _MANY_BYTES),
-        "lane_places": lane_places.data_ptr(),
-        "out_stride": sizes.out * out_bytes,
-        "out_bytes": out_bytes,
-        "table_stride": 4 * PANEL * geo.panels,
+        "out_bytes": out_dtype.itemsize,
+        "left_pairs": 0 if walk.row else (geo.padded - sizes.k) // 2 * 128**2,
         "bands": bands.data_ptr(),
         "band_count": len(bands),
-        "row_codes": walk.row,
-        "groups": sizes.groups,
-        "rows": m,
-        "group_bytes": sizes.channels * walk.copied,
-        "group_weights": panels * panel_bytes,
-        "group_bias": 12 * PANEL * geo.panels if out_dtype == torch.int8 else 4 * geo.n,
-        "group_out": geo.n * out_bytes,
-        "height": height if copied_codes else 0,  # 0: nothing of a line is seen
-        "out_height": ho,
-        "out_width": wo,
-        "stride_h": sh,
-        "top": window.padding[0],
-        "image_bytes": height * width * channels,
-        "line_bytes": width * channels,
-        "near_lines": near_lines,
-        "near_line_bytes": line,
-        "copied_codes": copied_codes,
-        "left_codes": left_pixels * channels,
         "outside": edge.data_ptr(),
         "places": places.data_ptr(),
         "walk_places": walk_places.data_ptr(),
-        "lines": kh,
-        "line_step": dh * line,
-        "runs": walk.runs,
-        "run_step": dw * pixel,
-        "run_codes": walk.run,
-        "walk_line_step": dh * line,
-        "walk_runs": 1 if written else walk.runs,
-        "walk_run_step": dw * pixel,
-        "walk_steps": (walk.row if written else walk.run) // walk.step,
-        "left_pairs": 0 if written else (geo.padded - sizes.k) // 2 * 128**2,
-        "pixels": pixels,
-        "pixel_bytes": pixel_bytes,
+        "lane_places": lane_places.data_ptr(),
         "pixel_mask": mask.data_ptr(),
-        "pixel_step": walk.patch if written else pixel,
-        "pixel_stride": sw,
-        "pixel_line": sh * line // pixel,
-        "taps": kw,
-        "tap_step": dw,
-        "tap_line_step": dh * line // pixel,
     }
     buffer = arguments(DIRECT, compiled(direct.build, spec, isa), fields)
     kept = edge, places, walk_places, mask, lane_places, bands

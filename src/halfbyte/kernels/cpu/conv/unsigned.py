@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.conv import direct_call
 from halfbyte.kernels.cpu.conv.direct import RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel
+from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, line_run, lines_inside, tile_width, whole_bytes
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
@@ -33,7 +32,7 @@ from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
+from halfbyte.layouts.cpu_tiles import PANEL
 
 _MOST_QUADS = 8  # whose products are written out
 _LEAST_LEFT_OUT = 1 / 16  # of all products, for which other weights are worth their memory
@@ -43,11 +42,6 @@ _MOST_PADDED = 1.2  # times the codes of a patch
 def _unit(run: int) -> int:
     """Codes that a tile takes at a time."""
     return 4 * max(n for n in range(1, _MOST_QUADS + 1) if run // 4 % n == 0)
-
-
-def _width(isa: ISA) -> int:
-    """Outputs of a tile."""
-    return isa.lanes * isa.direct_tile[1]
 
 
 @tile_function
@@ -86,11 +80,9 @@ class _UnsignedTile(RequantizingDirectTile):
 
 def supports(sizes: Filter, window: Window, out_height: int, outside: int, isa: ISA) -> bool:
     """Whether `UnsignedConvKernel` takes int8 images and weights of these sizes, and is faster than other ways."""
-    fmt = sizes.format
-    plain = fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
-    run = direct_call.line_run(sizes, window)
+    run = line_run(sizes, window)
     worth = sizes.channels % 8 != 0 or (outside == -128 and _left_out(sizes, window, out_height) >= _LEAST_LEFT_OUT)
-    return isa.mixed_dot and plain and worth and round_up(run, 4) <= _MOST_PADDED * run
+    return isa.mixed_dot and whole_bytes(sizes) and worth and round_up(run, 4) <= _MOST_PADDED * run
 
 
 def _left_out(sizes: Filter, window: Window, out_height: int) -> float:
@@ -99,7 +91,7 @@ def _left_out(sizes: Filter, window: Window, out_height: int) -> float:
     if window.stride[0] > 1:
         return 0
     height = out_height - 1 - sum(window.padding[:2]) + (kernel - 1) * window.dilation[0] + 1
-    inside = direct_call.lines_inside(window, kernel, height, out_height)
+    inside = lines_inside(window, kernel, height, out_height)
     return 1 - sum(max(0, stop - first) for first, stop in inside) / (out_height * kernel)
 
 
@@ -108,13 +100,13 @@ class UnsignedConvKernel(OwnWeightsKernel):
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
         super().__init__(sizes, window, linear)
-        self.run = direct_call.line_run(sizes, window)
+        self.run = line_run(sizes, window)
         self.padded = round_up(self.run, 4)
         self.form = f"runs of {self.run} in quads"
 
     def weights_of(self, codes: Codes) -> Tensor:
         """The weights as the kernel reads them, uint8 [groups of the convolution, tiles' outputs, bytes]."""
-        sizes, width, n = self.sizes, _width(self.isa), self.sizes.out // self.sizes.groups
+        sizes, width, n = self.sizes, tile_width(self.isa), self.sizes.out // self.sizes.groups
         columns = round_up(n, PANEL)
         w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.padded, dtype=torch.int8, device="cpu")
         w[:, :n, :, : self.run] = codes.values().reshape(sizes.groups, n, -1, self.run)
@@ -123,4 +115,4 @@ class UnsignedConvKernel(OwnWeightsKernel):
         return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
 
     def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(build_tile, panel_bytes, _width(self.isa), self.padded, _unit(self.padded))
+        return OwnTiles(build_tile, panel_bytes, tile_width(self.isa), self.padded, _unit(self.padded))
