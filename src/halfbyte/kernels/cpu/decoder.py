@@ -33,6 +33,7 @@ from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
@@ -104,7 +105,7 @@ class _Plan:
         alone, most_k = m == 1, max(p.k for p in products)
         linears = [p.kernel.arguments(m, threads) for p in products]
         private = max(laid_out for _, laid_out in linears) + 63 & ~63
-        room = m if m <= _STEP else -(-m // _STEP) * _STEP  # rows, so that prompts of all lengths share memory
+        room = m if m <= _FEW else round_up(m, _STEP)  # rows, so that prompts of all lengths share memory
         widths = layer.qkv.n, layer.o.k, layer.o.n, layer.gate_up.n
         laid_out = threads * private if alone else -(-private // m) * room
         scratch = _attention_sizes(layer, room)[1] if size.tokens > _FEW else 0
