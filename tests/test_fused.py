@@ -66,6 +66,20 @@ def test_the_same_numbers(config: Config, bias: bool) -> None:
 
 
 @torch.inference_mode()
+def test_some_have_biases() -> None:
+    """As in Whisper."""
+    block = nn.Sequential(Block(bias=True))
+    block[0].k_proj = nn.Linear(72, 17, bias=False)
+    alone = quantize_(block, "q4_0")
+    together = fuse_(copy.deepcopy(alone))
+    assert isinstance(together[0].k_proj, FusedLinear)
+    assert together[0].k_proj.bias is None
+    x = torch.randn(2, 3, 72)
+    assert torch.equal(together(x), alone(x))
+    assert together.state_dict().keys() == alone.state_dict().keys()
+
+
+@torch.inference_mode()
 def test_transformers_names_them_in_two_ways() -> None:
     from transformers import BertConfig, BertModel
 

@@ -115,8 +115,6 @@ def test_what_is_not_supported() -> None:
     assert not attention.supports(q[..., :6], k[..., :6], v[..., :6], None)
     masks = (torch.zeros(2, 1, 6, 6), torch.ones(2, 2, 6, 6, dtype=torch.bool), torch.ones(2, 1, 6, 5, dtype=torch.bool))
     assert not any(attention.supports(q, k, v, mask) for mask in masks)
-    long = torch.empty(1, 1, attend_whole.MOST_TOKENS + 1, 8)
-    assert not attention.supports(long, long, long, None)
 
 
 def test_the_op() -> None:

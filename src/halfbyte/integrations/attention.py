@@ -1,4 +1,4 @@
-"""An attention implementation for transformers, used where it is faster than torch's: one token attending to a cache, and whole short
+"""An attention implementation for transformers, used where it is faster than torch's: one token attending to a cache, and whole
 sequences on a CPU.
 
 For one token, query heads that share a key head are grouped.
@@ -9,7 +9,7 @@ sees the whole cache, so the order of these "queries" does not matter.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="halfbyte")
 
-Whole sequences in float32 of at most 512 tokens with full attention (encoders) use `ops.attention` on CPUs.
+Whole sequences in float32 with full attention (encoders) use `ops.attention` on CPUs.
 
 On a GPU under torch.compile the formula is written out in float32, of which it generates small kernels, as torch's own attention is made
 for many queries. Eager calls on GPUs, and all other calls, use torch's own attention.

@@ -4,8 +4,8 @@
 
 MPNet adds a bias to the scores, the same one in all layers: its layers take it as a tensor.
 
-Gradients, outputs of inner parts that are asked for (attentions, hidden states), hooks, torch.compile, caches, longer sequences, and
-everything else go the way of transformers' own layer.
+Gradients, outputs of inner parts that are asked for (attentions, hidden states), hooks, torch.compile, caches, and everything else
+go the way of transformers' own layer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.encoder import MOST_TOKENS, EncoderLayer, run_layers, why_not
+from halfbyte.ops.encoder import EncoderLayer, run_layers, why_not
 from halfbyte.ops.layers import LayerNorm, Weight
 from halfbyte.ops.library import plain
 
 LONG = "whole sequences take the steps of transformers"
-ONE_CALL = f"whole sequences of up to {MOST_TOKENS} tokens take one call, without gradients and torch.compile"
+ONE_CALL = "whole sequences take one call, without gradients and torch.compile"
 _HIDDEN = -1e4  # added to a score, it leaves a weight of 0: exp(-1e4) is below the least float32
 _MOST_AHEAD = 1 << 28  # bytes of what layers give that is computed before they are called
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
@@ -90,6 +90,17 @@ _VIT = Parts(
     norms=("layernorm_before", "layernorm_after"),
     before=True,
 )
+_WHISPER = Parts(
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    o="self_attn.out_proj",
+    up="fc1",
+    activation="activation_fn",
+    down="fc2",
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    heads="num_heads",
+    before=True,
+)
 # Layers of transformers whose forward is this file's formula, by their names: nothing is imported for them.
 LAYERS = {
     "bert.modeling_bert.BertLayer": _BERT,
@@ -101,6 +112,7 @@ LAYERS = {
     "deit.modeling_deit.DeiTLayer": _VIT,
     "mpnet.modeling_mpnet.MPNetLayer": _MPNET,
     "vit.modeling_vit.ViTLayer": _VIT,
+    "whisper.modeling_whisper.WhisperEncoderLayer": _WHISPER,
 }
 
 
@@ -153,8 +165,9 @@ def _whole(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> T
 
 
 def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:
-    """Whether nothing is asked for beside what every call has. Positions count in the embeddings and in masks alone."""
-    others = (value for name, value in settings.items() if name != "position_ids")
+    """Whether nothing is asked for beside what every call has. Positions count in the embeddings and in masks alone, and encoders have no
+    cache."""
+    others = (value for name, value in settings.items() if name not in ("position_ids", "use_cache"))
     return all(value is None or value is False for value in (*args, *others))
 
 

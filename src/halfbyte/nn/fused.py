@@ -101,7 +101,7 @@ def _kind(linear: QuantLinear) -> tuple[object, ...]:
     """The properties that siblings must have in common."""
     fmt, k, device = linear.packed.format, linear.packed.shape[1], linear.packed.device
     own = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
-    return fmt, k, device, own, linear.dtype, linear.compute, linear.activation, linear.bias is None
+    return fmt, k, device, own, linear.dtype, linear.compute, linear.activation
 
 
 @dataclass(eq=False)
@@ -109,8 +109,8 @@ class _Group:
     """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
 
     sizes   rows of each
-    biases  float32 of each; concatenated in `bias`
-    held   (an input, the outputs for it); one tuple, so that threads do not mix theirs
+    biases  float32 of each, 0 where others alone have one; concatenated in `bias`
+    held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
     """
 
     packed: Packed
@@ -118,6 +118,7 @@ class _Group:
     biases: list[Tensor]
     compute: str
     activation: str
+    biased: bool
     bias: Tensor | None = None
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
@@ -126,15 +127,18 @@ class _Group:
         codes = [linear.codes() for linear in linears]
         sizes = [c.shape[0] for c in codes]
         packed = ops.pack(Codes.joined(codes, torch.cat), linears[0].packed.device)
-        group = cls(packed, sizes, [packed.data.new_empty(0)] * len(sizes), linears[0].compute, linears[0].activation)
+        biased = any(linear.bias is not None for linear in linears)
+        group = cls(packed, sizes, [packed.data.new_empty(0)] * len(sizes), linears[0].compute, linears[0].activation, biased)
         for i, linear in enumerate(linears):
             group.set_bias(i, linear.bias)
         return group
 
     def set_bias(self, index: int, bias: Tensor | None) -> None:
-        if bias is not None:
-            self.biases[index] = bias.detach().float()
-            together = all(b.device == bias.device and len(b) == n for b, n in zip(self.biases, self.sizes, strict=True))
+        if self.biased:
+            device = self.packed.device
+            none = torch.zeros(self.sizes[index], dtype=torch.float32, device=device)
+            self.biases[index] = none if bias is None else bias.detach().float()
+            together = all(b.device == device and len(b) == n for b, n in zip(self.biases, self.sizes, strict=True))
             self.bias = torch.cat(self.biases) if together else None
 
     def rows(self, index: int) -> slice:

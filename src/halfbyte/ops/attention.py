@@ -1,4 +1,4 @@
-"""halfbyte::attend_whole: attention of whole, short sequences on a CPU (`kernels/cpu/attend_whole.py`)."""
+"""halfbyte::attend_whole: attention of whole sequences on a CPU (`kernels/cpu/attend_whole.py`)."""
 
 from __future__ import annotations
 

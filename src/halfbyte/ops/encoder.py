@@ -11,7 +11,6 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.layers import Addresses, LayerNorm, Weight, why_not_packed
 
-MOST_TOKENS = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,7 +44,7 @@ class EncoderLayer:
         self.size = *(weight.packed.shape for weight in weights), heads, before
 
     def __call__(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """x [B, T, K] -> y [B, T, K]; T is at most MOST_TOKENS. No gradients.
+        """x [B, T, K] -> y [B, T, K]. No gradients.
 
         mask  bool [B or 1, 1, T or 1, T]: which tokens each token may see; None: all
         bias  [B or 1, H or 1, T or 1, T]: what is added to scores
@@ -54,7 +53,7 @@ class EncoderLayer:
 
     def fits(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> bool:
         """Whether it takes these."""
-        if x.dim() != 3 or x.shape[2] != self.k or not 0 < x.shape[1] <= MOST_TOKENS or not len(x):
+        if x.dim() != 3 or x.shape[2] != self.k or not x.numel():
             return False
         if x.dtype not in _DTYPES or not x.is_cpu:
             return False
@@ -74,7 +73,7 @@ def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, b
     if not layers[0].fits(x, mask, bias) or any(layer.size != layers[0].size for layer in layers):
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, mask, bias) if t is not None)
         raise ArgumentError(
-            f"layers of one size take on the CPU x [B, T, {layers[0].k}] with B > 0 and T in 1 … {MOST_TOKENS}, a mask bool "
+            f"layers of one size take on the CPU x [B, T, {layers[0].k}] with B > 0 and T > 0, a mask bool "
             f"[B or 1, 1, T or 1, T] and a bias [B or 1, {layers[0].heads} or 1, T or 1, T], got {len({layer.size for layer in layers})} "
             f"sizes, {got}"
         )
@@ -83,7 +82,10 @@ def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, b
     if bias is not None:
         bias = bias.float() if bias.stride(3) == 1 else bias.float().contiguous()
     outputs = encoder.run([layer._refreshed() for layer in layers], x.float().contiguous(), mask, bias)
-    return outputs if x.dtype == torch.float32 else [y.to(x.dtype) for y in outputs]
+    if x.dtype == torch.float32:
+        return outputs
+    most = torch.finfo(x.dtype).max  # more becomes that, not infinite, as in Whisper's layers
+    return [y.clamp(-most, most).to(x.dtype) for y in outputs]
 
 
 def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:
