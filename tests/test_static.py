@@ -161,6 +161,31 @@ def test_functions_are_on_codes_as_modules_are() -> None:
     assert torch.equal(quantized(x), on_codes(modules, [x])(x))
 
 
+class _Enlarged(nn.Module):
+    """An image, twice enlarged by the same module, and of another size."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.conv, self.up, self.mode = nn.Conv2d(3, 8, 3), nn.Upsample(scale_factor=(2, 3), mode=mode), mode
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.relu(self.conv(x))
+        return x, self.up(self.up(x)), nn.functional.interpolate(x, (9, 40), mode=self.mode)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@torch.no_grad()
+def test_codes_are_enlarged_as_their_numbers_are(mode: str) -> None:
+    model = _Enlarged(mode).eval()
+    made = on_codes(copy.deepcopy(model), [images(2)])
+    assert notes(made) == ()
+    for _ in range(3):  # node by node, and as programs
+        x, twice, other = made(images(2))
+        assert torch.equal(twice, model.up(model.up(x)))
+        assert torch.equal(other, nn.functional.interpolate(x, (9, 40), mode=mode))
+    assert notes(on_codes(_Enlarged("bilinear").eval(), [images(2)])) != ()
+
+
 class _Sized(nn.Module):
     """Sizes are numbers that the network computes, as in a ViT."""
 

@@ -139,7 +139,7 @@ class _Added(nn.Module):
 
 def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
     """The graph in which a convolution whose result is added to others and read by nobody else does so itself."""
-    modules, place = dict(network.named_modules()), {node: i for i, node in enumerate(network.graph.nodes)}
+    modules, place = dict(network.named_modules(remove_duplicate=False)), {node: i for i, node in enumerate(network.graph.nodes)}
     added: dict[fx.Node, fx.Node] = {}  # convolutions, by the additions
     for node in network.graph.nodes:
         both = _sources(node) if isinstance(modules.get(str(node.target)), Requantize) else ()
@@ -165,7 +165,7 @@ class _Writer:
 
     def __init__(self, network: fx.GraphModule, seen: dict[fx.Node, Tensor]) -> None:
         self.network, self.seen = network, seen
-        self.modules = dict(network.named_modules())
+        self.modules = dict(network.named_modules(remove_duplicate=False))
         self.root: dict[str, Any] = {}
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}

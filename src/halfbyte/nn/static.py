@@ -341,6 +341,9 @@ class _Rewriter:
             return self._average
         if target is torch.cat:
             return self._concatenation
+        mode = module.mode if isinstance(module, nn.Upsample) else node.kwargs.get("mode") if target is nn.functional.interpolate else ""
+        if mode in ("nearest", "nearest-exact"):
+            return self._nearest
         return None
 
     def _activation(self, node: fx.Node) -> tuple[Scale, tuple[int, int], list[fx.Node]]:
@@ -376,6 +379,16 @@ class _Rewriter:
             return self._call(node, module, x), scale, []
         more, named = fx.node.map_arg((node.args[1:], dict(node.kwargs)), self._floats)  # sizes may be nodes too
         return self.graph.create_node(node.op, node.target, (x, *more), named), scale, []
+
+    def _nearest(self, node: fx.Node, module: nn.Upsample | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
+        """A larger or smaller image of the same codes, as bytes without a sign: torch has no such function of int8."""
+        x, scale = self._codes(_first(node))
+        x = self.graph.call_method("view", (x, torch.uint8))
+        if module is not None:
+            x = self._call(node, module, x)
+        else:
+            x = self.graph.call_function(nn.functional.interpolate, (x,), fx.node.map_arg(dict(node.kwargs), self._floats))
+        return self.graph.call_method("view", (x, torch.int8)), scale, []
 
     def _largest(self, node: fx.Node, module: nn.MaxPool1d | nn.MaxPool2d | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
