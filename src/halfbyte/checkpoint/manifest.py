@@ -150,8 +150,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     if section is not None:
         config.pop(SETTINGS, None)  # the same information for transformers
     if section is None:
-        call = f"convert({str(folder)!r}, 'new_folder', 'q4_0')"
-        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {call} does it")
+        name = repr(str(folder))
+        calls = f"convert({name}, 'new_folder', 'q4_0') does it once, load({name}, format='q4_0') as it loads"
+        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {calls}")
     if not isinstance(section, dict) or section.get("version") != VERSION:
         version = short(section.get("version") if isinstance(section, dict) else section)
         raise CheckpointError(f"{path} has a {SECTION!r} section of version {version}, this halfbyte reads {VERSION}: use a newer one")
