@@ -148,7 +148,7 @@ class _Functions(nn.Module):
         self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.hardtanh(self.a(x), 0.0, 6.0)
+        y = nn.functional.hardtanh(self.a(input=x), 0.0, 6.0)
         y = nn.functional.avg_pool2d(nn.functional.relu6(self.b(y)), 3, stride=2, count_include_pad=False)
         return nn.functional.adaptive_avg_pool2d(y, 1)
 
@@ -159,6 +159,17 @@ def test_functions_are_on_codes_as_modules_are() -> None:
     quantized = on_codes(model, [x])
     assert notes(quantized) == ()
     assert torch.equal(quantized(x), on_codes(modules, [x])(x))
+
+
+def test_what_a_function_parts_is_concatenated() -> None:
+    class Parted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(tensors=self[0](x).chunk(2, 1), dim=1)
+
+    conv, x = nn.Conv2d(3, 8, 3), images(2)
+    made = on_codes(Parted(conv), [x])
+    assert "cat (cat) runs in floating point" in notes(made)
+    assert torch.equal(made(x), on_codes(nn.Sequential(conv), [x])(x))
 
 
 class _Enlarged(nn.Module):

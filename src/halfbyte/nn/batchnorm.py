@@ -8,6 +8,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.report import REMARK
+from halfbyte.nn.traced import Tracer
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
@@ -31,7 +32,7 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
 def fold_(model: nn.Module) -> list[tuple[str, str]]:
     """The same without the remarks for the report; returns (layer, norm) of each pair."""
     try:
-        graph = fx.symbolic_trace(model).graph
+        graph = Tracer().trace(model)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedError(f"{type(model).__name__} cannot be traced to find the layers before its norms ({reason})") from error

@@ -178,8 +178,8 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
     """An activation or a pool that is called as a function becomes the module that does the same, under the node's name."""
     if node.op != "call_function" or not (form := _MODULES.get(node.target)) or hasattr(traced, node.name):
         return
-    settings = {name: value for name, value in node.kwargs.items() if name not in ("input", "inplace")}
-    source, *numbers = (node.kwargs["input"], *node.args) if "input" in node.kwargs else node.args
+    settings = {name: value for name, value in node.kwargs.items() if name != "inplace"}
+    source, *numbers = node.args
     ends = dict(zip(("min_val", "max_val"), numbers, strict=False)) | settings
     if form is nn.Hardtanh:
         if (ends.get("min_val", -1.0), ends.get("max_val", 1.0)) != (0.0, 6.0):
@@ -339,7 +339,7 @@ class _Rewriter:
             return self._largest
         if isinstance(module, _AVERAGE_POOLS):
             return self._average
-        if target is torch.cat:
+        if target is torch.cat and not isinstance(node.args[0], fx.Node):
             return self._concatenation
         mode = module.mode if isinstance(module, nn.Upsample) else node.kwargs.get("mode") if target is nn.functional.interpolate else ""
         if mode in ("nearest", "nearest-exact"):

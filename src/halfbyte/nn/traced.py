@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,10 +35,20 @@ class _Proxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """torch.fx's tracer, of which operations that write to their first operand are nodes of their own (operator.iadd)."""
+    """torch.fx's tracer, of which operations that write to their first operand are nodes of their own (operator.iadd), and first operands
+    that are given by name stand first."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: dict[str, Any], *others: Any, **more: Any) -> fx.Node:
+        if kwargs and not args and kind in ("call_module", "call_function"):
+            first = "tensors" if target is torch.cat else "input"
+            if kind == "call_module":
+                first = next(iter(inspect.signature(self.root.get_submodule(target).forward).parameters))
+            if first in kwargs:
+                args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+        return super().create_node(kind, target, args, kwargs, *others, **more)
 
 
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
