@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, UnsupportedError
@@ -179,6 +180,11 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.Config("q4_0", threads=2), "Config has no setting threads, got threads=2: the settings are format, method"),
         (lambda: ANYTHING.fuse_(model()), "fuse_ takes a quantized model, got a Sequential without quantized layers: call quantize_ first"),
         (lambda: ANYTHING.fuse_("a/path"), "fuse_ takes a model, a torch.nn.Module, got str"),
+        (lambda: ANYTHING.shorten_("a/path"), "shorten_ takes a model, a torch.nn.Module, got str"),
+        (lambda: ANYTHING.load("a/path", model()), r"device is a torch.device or its name, got torch.Sequential: a model is load"),
+        (lambda: ANYTHING.load("a/path", model="a/path"), "model is a torch.nn.Module or None, got str: leave it out"),
+        (lambda: ANYTHING.load_gguf("a/path", dtype="half"), "computes in float32, bfloat16 or float16, got 'half': pass dtype"),
+        (lambda: ANYTHING.Config("q4_0", overrides=["head"]), "overrides are a dict of patterns and formats, got list: write"),
         (lambda: ANYTHING.report(WEIGHT), "report takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.parallelize_(model(), None), "a torch.distributed DeviceMesh, got None: pass init_device_mesh"),
@@ -190,6 +196,12 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
 def test_arguments_of_the_wrong_type_are_named(call: Callable[[], object], message: str, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients), pytest.raises((ArgumentError, UnsupportedError), match=message):
         call()
+
+
+def test_transformers_takes_a_config_of_its_own_kind(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="transformers takes a HalfbyteConfig, got a Config: write quantization_config="):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hb.Config("q4_0"))
 
 
 # Names that are nearly right

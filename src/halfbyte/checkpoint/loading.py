@@ -17,7 +17,7 @@ from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import candidates, own_tensors
@@ -91,6 +91,8 @@ def load(
     """
     if mesh is None and (plan is not None or exact):
         raise ArgumentError("plan and exact are for models shared by processes: pass their mesh, load(dir, mesh=mesh)")
+    check_type(device, (torch.device, str, type(None)), "device is a torch.device or its name", "a model is load(dir, model=model)")
+    check_type(model, (nn.Module, type(None)), "model is a torch.nn.Module or None", "leave it out for a model of transformers")
     sharding = None if mesh is None else Sharding(mesh, plan, exact)
     stored = open_model(dir, quantize=None if format is None else as_config(format))
     return fill(stored, device_of(mesh, device), model, sharding)

@@ -29,6 +29,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, embedding, encoding
 from halfbyte.integrations.shortened import Shortened, shorten, why_hooked, why_not_fused
 from halfbyte.machine import Gpu, gpu
@@ -53,6 +54,7 @@ def shorten_(model: nn.Module) -> nn.Module:
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
     which, and why.
     """
+    check_type(model, nn.Module, "shorten_ takes a model, a torch.nn.Module", "pass the model that fuse_ returned")
     for module in model.modules():
         if embedding.tables_of(module) is not None:
             embedding.shorten_embeddings(module)

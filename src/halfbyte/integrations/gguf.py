@@ -15,6 +15,7 @@ from halfbyte.checkpoint.loading import fill
 from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format
 from halfbyte.io.gguf import read_header
 from halfbyte.nn.config import Config, as_config
@@ -40,6 +41,8 @@ def load_gguf(
     The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, truncated, or
     holds a model of an unsupported architecture.
     """
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ArgumentError(f"a model computes in float32, bfloat16 or float16, got {dtype!r}: pass dtype=torch.bfloat16")
     source = Path(path)
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:

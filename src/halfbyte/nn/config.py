@@ -81,6 +81,7 @@ class Config:
     observer: str = "minmax"
 
     def __post_init__(self) -> None:
+        check_type(self.overrides, Mapping, "overrides are a dict of patterns and formats", 'write overrides={"*.down_proj": "q8_0"}')
         for name in (self.format, *self.overrides.values(), *([] if self.embedding is None else [self.embedding])):
             as_format(name)
         if isinstance(self.skip, str):
@@ -138,6 +139,11 @@ class Config:
         most = max(range(len(choices)), key=list(chosen.values()).count)
         overrides = {name: str(choices[index]) for name, index in chosen.items() if index != most}
         return cls(str(choices[most]), overrides=overrides, **settings)
+
+    @property
+    def quant_method(self) -> str:
+        """What transformers asks of a `quantization_config` first."""
+        raise ArgumentError("transformers takes a HalfbyteConfig, got a Config: write quantization_config=HalfbyteConfig(config)")
 
     def default_for(self, kind: str, *, narrow: bool = False) -> Format:
         """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
