@@ -70,6 +70,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
     [
         ("q4_0", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
         ("int4_g128", torch.float16, 9, (16, 2, 2, 2, 2)),
+        ("int4_g128", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
         ("int4_channel", torch.bfloat16, 3, (8, 4, 1, 3, 4)),
         ("q8_0", torch.bfloat16, 16, (16, 1, 2, 2, 2)),
         ("int8_g64_zp", torch.float16, 30, (32, 4, 1, 3, 4)),

@@ -113,11 +113,15 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
 def test_what_it_is_made_of() -> None:
     asked: dict[str, Any] = {"n": 8192, "k": 8192, "format": "int4_g128_zp", "dtype": "bfloat16", "configs": [0], "wanted": "resources"}
     jobs = [linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=m, **asked) for m in (8, 32)]
-    [[few], [many]] = compile_all(jobs)
-    assert few.spills == many.spills == 0
+    jobs.append(linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=8, **asked | {"format": "int4_g128"}))
+    [[few], [many], [lifted]] = compile_all(jobs)
+    assert few.spills == many.spills == lifted.spills == 0
     records = 2 * 4  # of a stage, in four partitions
     assert few.ptx.count("mma.sync.aligned.m16n8k16") == 8 * records
     assert few.ptx.count("fma.rn.bf16x2") == 32 * records  # what takes point and constant off two weights of a lane, and nothing else
+    assert lifted.ptx.count("fma.rn.bf16x2") == 32 * records
+    assert "0x43004300" in few.ptx  # into which codes are put that are shifted plane by plane, not two by two
+    assert "0x43004300" not in lifted.ptx
     assert many.ptx.count("wgmma.mma_async") == 8 * 4
     # Weights, x in two halves for each record, scales, points: once for the first stages and once for the others.
     assert few.ptx.count("cp.async.bulk.tensor") == 2 * (1 + 2 * 8 + 2)

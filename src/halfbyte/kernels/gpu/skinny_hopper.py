@@ -30,7 +30,7 @@ from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as gates
 from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
 from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, as_held, as_summed
-from halfbyte.kernels.gpu.skinny_hopper_tile import ROWS, Static, add_record
+from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -140,6 +140,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
     groups = max(1, gpu_tiles.RECORD // geo.padded)
     together = config.columns >= (16 if groups == 1 else 32)
     fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
+    symmetric = geo.format.bits == 4 and geo.format.zero == "none" and geo.padded == gpu_tiles.RECORD and geo.block_rows > 1
     return Static(
         columns=config.columns,
         panels=config.panels,
@@ -153,6 +154,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
         scale_bytes=geo.format.scale.itemsize,
         together=together,
         scaled=problem.compute == "float" and geo.block_rows > 1 and fewer,
+        lifted=symmetric and problem.compute == "float" and problem.dtype == torch.bfloat16 and config.columns <= 16 and not gated,
         integers=problem.compute == "int8",
         clamp=clamp,
         gated=gated,
@@ -434,6 +436,8 @@ def _scaled(total, scales, first, sizes, S: gl.constexpr):
     """Sums of the rows of the weight from `first` on in float32, with the scales that all of a row or a column have in common."""
     MMA: gl.constexpr = total.type.layout
     total = total.to(gl.float32)
+    if S.lifted:
+        total *= LIFT
     if S.whole:
         row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
         total *= gl.expand_dims(gl.load(scales[0] + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)

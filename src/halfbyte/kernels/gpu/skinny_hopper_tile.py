@@ -8,7 +8,9 @@ With up to 8 rows of x each warp has a product of its own, and x goes through re
 16) the four warps of a partition take one together, wgmma, which reads x where it is: else x and the products take longer than memory.
 
 Arithmetic: the sums of each block are float32 and multiplied by its scale ("sums" of `skinny_tile.py`). Where the sums of a record's blocks
-are more than its weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights").
+are more than its weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights"). "Lifted"
+codes (`hopper_tile.py`) take a third of the shifts and come out 2**-8 times as large, which the end makes good: it is done where it was
+measured.
 
 Integers (`skinny_int8_hopper.py`): int8 rows of x, one block each, times the codes; sums are exact.
 """
@@ -24,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
-from halfbyte.kernels.gpu.hopper_tile import PLANES_BF16, PLANES_F16, TWO_BF16, TWO_F16, fma, negative
+from halfbyte.kernels.gpu.hopper_tile import PLANES_BF16, PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
+LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and zeros of blocks that follow each other
 
@@ -47,6 +50,7 @@ class Static:
     scale_bytes: int
     together: bool  # wgmma
     scaled: bool  # the weight is multiplied by its scale, not the sums
+    lifted: bool
     integers: bool
     clamp: bool
     gated: bool = False  # half of a tile's panels are gates of the others
@@ -161,6 +165,10 @@ def _codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, PART: gl.constex
 def _plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as u - point in DTYPE."""
     ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
+    if S.lifted:  # what reads as 2**-133 times a code, or 2**-129 times
+        UP: gl.constexpr = 2.0 ** (133 - 4 * (PLANE % 2)) / LIFT
+        tiny = gl.inline_asm_elementwise(PLANES_TINY[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
+        return fma(tiny, gl.full([ROWS, 1], UP, DTYPE, layout=OPERAND), gl.full([ROWS, 1], -8.0 / LIFT, DTYPE, layout=OPERAND))
     SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # u - 128 already
     if S.bits == 8:
         TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_BF16
