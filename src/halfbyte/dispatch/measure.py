@@ -66,7 +66,7 @@ def linear_launches(
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
-    weights = [random_sections(geo, device) for _ in range(copies(geo.nbytes, gpu.l2))]
+    weights = [gpu_tiles.views(random_matrix(geo, device), geo) for _ in range(copies(geo.nbytes, gpu.l2))]
     return [partial(candidate.module.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
 
 
@@ -87,13 +87,8 @@ def grouped_launches(
     return [partial(candidate.module.launch, problem, config, x, weights[i % len(weights)], each, out, None) for i, each in enumerate(ids)]
 
 
-def random_sections(geo: gpu_tiles.Geometry, device: torch.device) -> gpu_tiles.Views:
-    """A packed weight of random codes and sound scales."""
-    return gpu_tiles.views(random_matrix(geo, device), geo)
-
-
 def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor:
-    """The same as bytes."""
+    """A packed weight of random codes and sound scales."""
     data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
     sections = gpu_tiles.views(data, geo)
     sections.scale.copy_(torch.rand(sections.scale.shape, device=device, dtype=torch.float32) * 1e-2 + 1e-3)

@@ -237,12 +237,12 @@ class Product:
         return self.kernel.geometry.k
 
 
-def shares(panels: int, threads: int, least: int = 1) -> list[int]:
+def shares(panels: int, threads: int) -> list[int]:
     """Where groups of panels begin, and the end: for each thread three fifths of its share, then ever less."""
     sizes: list[int] = []
     left = panels
     while left:
-        size = min(left, max(least, left * 3 // (5 * threads)))
+        size = max(1, left * 3 // (5 * threads))
         sizes += [size] * min(threads, left // size)
         left = panels - sum(sizes)
     return [0, *accumulate(sizes)]
