@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -93,7 +93,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
 
         with ExitStack() as stack:
             workers = {name: stack.enter_context(Worker(work.threads)) for name in names}
-            probe = _Probe(stack.enter_context(Worker(work.threads)), work.threads, report)
+            probe = stack.enter_context(Worker(work.threads))
             ready = _prepare(plan, work, workers, report, advance)
             report.measurements += _measure(plan, work, ready, probe, report, advance)
     report.measurements = rank(report.measurements)
@@ -119,31 +119,6 @@ class _Ready:
     samples: dict[int, list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
 
-class _Probe:
-    """Measures the machine's current ceilings, until that fails once, which it notes in the report."""
-
-    def __init__(self, worker: Worker, threads: int, report: Report) -> None:
-        self._worker: Worker | None = worker
-        self._threads, self._report = threads, report
-
-    def ceilings(self) -> Ceilings | None:
-        found = self._ask([field.name for field in fields(Ceilings)])
-        return Ceilings(**found) if found else None
-
-    def host_rate(self) -> float | None:
-        return self._ask(["dot_peak"]).get("dot_peak")
-
-    def _ask(self, names: list[str]) -> dict[str, float]:
-        if self._worker is None:
-            return {}
-        try:
-            return self._worker.ask("probe", names=names, threads=self._threads)
-        except WorkerError as error:
-            self._worker = None
-            self._report.note(f"ceilings not probed: {error}")
-            return {}
-
-
 def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: Report, advance: Advance) -> list[_Ready]:
     """Prepares every contender's weights and checks its results; contenders that fail are reported absent."""
     ready = []
@@ -164,12 +139,16 @@ def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: 
     return ready
 
 
-def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, report: Report, advance: Advance) -> list[Measurement]:
+def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: Worker, report: Report, advance: Advance) -> list[Measurement]:
     """Visits every contender in each round, every other round in reverse; contenders that fail are reported absent."""
+
+    def probed(*names: str) -> dict[str, float]:
+        return probe.ask("probe", names=names, threads=work.threads)
+
     for turn in range(plan.rounds):
         for at, m in enumerate(plan.ms):
-            ceilings = probe.ceilings()
-            before = probe.host_rate()
+            ceilings = Ceilings(**probed(*Ceilings.__dataclass_fields__))
+            before = probed("dot_peak")["dot_peak"]
             for one in ready[:: -1 if turn % 2 else 1]:
                 advance(f"round {turn + 1}, M={m}, {one.contender.label}", 0.4 + 0.6 * (turn + at / len(plan.ms)) / plan.rounds)
                 try:
@@ -178,11 +157,10 @@ def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: _Probe, rep
                     report.absences.append(Absence(one.contender.name, one.contender.label, work.n, work.k, work.threads, str(error)))
                     ready.remove(one)
                     continue
-                after = probe.host_rate()
-                lower = None if before is None or after is None else min(before, after)
-                one.samples[m].append(Sample(**taken, ceilings=ceilings, host_rate=lower))
+                after = probed("dot_peak")["dot_peak"]
+                one.samples[m].append(Sample(**taken, ceilings=ceilings, host_rate=min(before, after)))
                 before = after
-    best_rate = max((s.host_rate or 0 for one in ready for samples in one.samples.values() for s in samples), default=0)
+    best_rate = max((s.host_rate for one in ready for samples in one.samples.values() for s in samples), default=0)
     return [_measurement(work, one, m, best_rate) for one in ready for m in plan.ms]
 
 

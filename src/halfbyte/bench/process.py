@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any
 
 import halfbyte
+from halfbyte.errors import HalfbyteError
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HALFBYTE_THREADS")
 
 
-class WorkerError(Exception):
+class WorkerError(HalfbyteError):
     """A request that failed, or a worker that died; the text says why, in one line."""
 
 

@@ -40,8 +40,8 @@ class Sample:
     max: float
     runs: int
     idle: bool
-    ceilings: Ceilings | None
-    host_rate: float | None
+    ceilings: Ceilings
+    host_rate: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Measurement:
     allowed: float
     seconds: float
     steady: int
-    bytes_per_second: float
     operations_per_second: float
     fraction: float | None
     samples: list[Sample]
@@ -109,28 +108,25 @@ class Report:
 
 
 def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
-    """seconds, steady, rates and fraction of one contender's samples: fields of Measurement.
+    """seconds, steady, rate and fraction of one contender's samples: fields of Measurement.
 
-    best_rate   the highest `host_rate` of the run, that of a steady host; 0 where it was not measured
+    best_rate   the highest `host_rate` of the run, that of a steady host
     peak        the field of Ceilings that bounds the operations; None where none is probed
     """
-    steady = [s for s in samples if (s.host_rate or 0) >= _STEADY * best_rate] or list(samples)
+    steady = [s for s in samples if s.host_rate >= _STEADY * best_rate] or list(samples)
     seconds = median(s.median for s in steady)
     least = [(s, _least_seconds(s.ceilings, peak, nbytes, operations)) for s in steady]
     fractions = [ideal / s.median for s, ideal in least if ideal is not None]
     return {
         "seconds": seconds,
         "steady": len(steady),
-        "bytes_per_second": nbytes / seconds,
         "operations_per_second": operations / seconds,
         "fraction": median(fractions) if fractions else None,
     }
 
 
-def _least_seconds(ceilings: Ceilings | None, peak: str | None, nbytes: int, operations: int) -> float | None:
-    """The least seconds that the ceilings allow; None where they are not known."""
-    if ceilings is None:
-        return None
+def _least_seconds(ceilings: Ceilings, peak: str | None, nbytes: int, operations: int) -> float | None:
+    """The least seconds that the ceilings allow; None where that of the operations is not known, and may bind."""
     reading = nbytes / ceilings.read_bandwidth
     if peak is None:  # one operation a byte or less: memory binds on any CPU
         return reading if operations <= nbytes else None
@@ -165,15 +161,13 @@ def plot(report: Report) -> str:
         series.setdefault(one.label, []).append((one.m, one.operations_per_second / 1e9))
     first, last = group[0].m, group[-1].m
     lines: dict[str, list[tuple[float, float]]] = {}
-    probes = [s.ceilings for one in group for s in one.samples if s.ceilings is not None]
-    if probes:
-        for name, label in (("dot_peak", "int8 dot products"), ("fma_peak", "float32 FMA")):
-            rate = median(getattr(probe, name) for probe in probes) / 1e9
-            lines[f"ceiling: {label}"] = [(first, rate), (last, rate)]
-        highest = max(y for points in (*series.values(), *lines.values()) for _, y in points)
-        least = min(group, key=lambda one: one.copy_bytes)
-        rate = 2 * n * k * median(probe.read_bandwidth for probe in probes) / least.copy_bytes / 1e9  # for each row of M
-        lines[f"ceiling: reading {least.label}"] = [(m, rate * m) for m in (first, max(first, min(last, highest / rate)))]
+    for name, label in (("dot_peak", "int8 dot products"), ("fma_peak", "float32 FMA")):
+        rate = median(_probed(group, name)) / 1e9
+        lines[f"ceiling: {label}"] = [(first, rate), (last, rate)]
+    highest = max(y for points in (*series.values(), *lines.values()) for _, y in points)
+    least = min(group, key=lambda one: one.copy_bytes)
+    rate = 2 * n * k * median(_probed(group, "read_bandwidth")) / least.copy_bytes / 1e9  # for each row of M
+    lines[f"ceiling: reading {least.label}"] = [(m, rate * m) for m in (first, max(first, min(last, highest / rate)))]
     title = f"{report.machine.get('cpu', 'CPU')}, {threads} thread{'s' if threads > 1 else ''}: x [M, {k}] · W [{n}, {k}]ᵀ"
     return line_plot(series, title=title, x_label="M, rows of activations", y_label="GFLOP/s", log_x=True, log_y=True, lines=lines)
 
@@ -219,14 +213,15 @@ def _cell(one: Measurement) -> str:
 
 
 def _ceilings(group: list[Measurement]) -> str:
-    probes = [s.ceilings for one in group for s in one.samples if s.ceilings is not None]
-    if not probes:
-        return ""
     spans = []
-    for name, what, unit in _CEILINGS:
-        values = [getattr(probe, name) / 1e9 for probe in probes]
+    for name, what, unit in _CEILINGS if group else ():
+        values = [value / 1e9 for value in _probed(group, name)]
         spans.append(f"{what} {median(values):.0f} ({min(values):.0f}-{max(values):.0f}) {unit}")
-    return ": " + ", ".join(spans)
+    return f": {', '.join(spans)}" if spans else ""
+
+
+def _probed(group: list[Measurement], name: str) -> list[float]:
+    return [getattr(sample.ceilings, name) for one in group for sample in one.samples]
 
 
 def _legend(report: Report) -> list[str]:
