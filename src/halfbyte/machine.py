@@ -152,7 +152,9 @@ def gpu(index: int = 0) -> Gpu:
     import torch
 
     if not torch.cuda.is_available() or not 0 <= index < torch.cuda.device_count():
-        raise UnsupportedError(f"there is no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
+        count = torch.cuda.device_count()
+        remedy = "use cuda:0" if count else "use cpu"
+        raise UnsupportedError(f"there is no device cuda:{index}, torch {torch.__version__} sees {count} GPUs: {remedy}")
     found = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
     # torch gives clocks in kHz; memory transfers data at both edges.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfbyte.dispatch import explain_gpu, tune
 from halfbyte.dispatch import gpu as rules
-from halfbyte.dispatch import tune
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
 from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
@@ -231,7 +231,10 @@ def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="install triton"):
         rules.choose_gpu(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
-    assert "torch dequantizes" in str(found)
+    assert "torch dequantizes" in str(found)  # as on a machine with that GPU
+    monkeypatch.setattr(explain_gpu, "triton_trouble", rules.triton_trouble)
+    with pytest.raises(UnsupportedError, match="which kernels sm_90 has is not known here: Triton is not installed"):
+        explain(1, 64, 64, "q4_0", device="sm_90")
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "int4_g48_offset", "int8_channel"])

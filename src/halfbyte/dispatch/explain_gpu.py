@@ -129,7 +129,11 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
 
 def described_gpu(device: str) -> Gpu:
     """The GPU of "cuda" or "cuda:1", or one that need not be here, by its architecture."""
-    return GPUS[device] if device in GPUS else gpu(_index(device))
+    if device not in GPUS:
+        return gpu(_index(device))
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"which kernels {device} has is not known here: {trouble}")
+    return GPUS[device]
 
 
 def _index(device: str) -> int:
