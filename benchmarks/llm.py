@@ -1,6 +1,7 @@
 """Whole language models with synthetic weights: tokens per second of halfbyte and of its peers.
 
     python benchmarks/llm.py                       CPU: a Llama of 0.63 billion weights beside llama.cpp (pip install xllamacpp)
+    python benchmarks/llm.py --contenders halfbyte halfbyte-2:4 --format int4_g128        CPU: beside 2:4 sparse linear layers
     python benchmarks/llm.py --device cuda --size 8b
 
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
@@ -31,7 +32,7 @@ SIZES = {
     "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
 }
 VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
-CONTENDERS = ("halfbyte", "halfbyte-compiled", "torch", "torch-compiled", "torch-int4-compiled", "llama.cpp")
+CONTENDERS = ("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "torch", "torch-compiled", "torch-int4-compiled", "llama.cpp")
 
 
 def main() -> int:
@@ -159,7 +160,7 @@ class Torch:
 
         torch.set_num_threads(args.threads)
         self.args, self.seed = args, 0
-        self.model = make_model(args, quantized=args.worker.startswith("halfbyte"))
+        self.model = make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
         if "int4" in args.worker:
             with_int4pack(self.model)
         self.tokenizer = make_tokenizer(VOCABULARY[args.size])
@@ -257,9 +258,10 @@ def reading_seconds(nbytes: int) -> float:
 # The model
 
 
-def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None = None, mesh: Any = None) -> Any:
+def make_model(args: argparse.Namespace, *, quantized: bool, sparse: bool = False, layers: int | None = None, mesh: Any = None) -> Any:
     """A Llama with random weights on the device, made layer by layer, the same for every contender.
 
+    sparse  linear layers are pruned first, to 2:4
     layers  that many, in place of all
     mesh    of processes that share it
     """
@@ -270,6 +272,7 @@ def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None 
     from halfbyte.nn.config import Config
     from halfbyte.nn.convert import quantize_
     from halfbyte.nn.parallel import parallelize_
+    from halfbyte.nn.sparsity import prune_
 
     longest = max(2048, args.prompt + args.new)
     sizes = SIZES[args.size] | ({} if layers is None else {"num_hidden_layers": layers})
@@ -287,6 +290,8 @@ def make_model(args: argparse.Namespace, *, quantized: bool, layers: int | None 
             _ = data.normal_(std=0.02, generator=generator) if data.dim() == 2 else data.fill_(1)
         if quantized:
             holder = torch.nn.ModuleList([part])
+            if sparse:
+                prune_(holder, "2:4")
             quantize_(holder, Config(args.format, embedding=args.format))
             if isinstance(part, torch.nn.Linear | torch.nn.Embedding):
                 model.set_submodule("lm_head" if part is model.lm_head else "model.embed_tokens", holder[0])

@@ -1,6 +1,7 @@
 """What pruning costs a language model: perplexity of the tiny Llama by method, in floating point and quantized after it.
 
     python benchmarks/sparsity.py                    --sparsity 0.5 for the half of all weights instead of 2 of 4
+    python benchmarks/sparsity.py --speed            instead, of products on this CPU: 2:4 sparse codes packed as any other, and without zeros
 
 Activations are not quantized; the embedding, which is the head too, is not pruned, and q8_0 where the rest is quantized.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ import transformers
 
 import halfbyte
 from halfbyte.evaluate import evaluate_language
+from halfbyte.machine import machine
+from halfbyte.ops.functions import pack_dense
+from halfbyte.quantizers.sparse import as_sparsity, prune
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ROOT / "examples" / "tiny-llama"
@@ -30,7 +37,14 @@ def main() -> int:
     parser.add_argument("--format", default="int4_g128", help="by gptq, after pruning (default: %(default)s)")
     parser.add_argument("--passages", type=int, default=32, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--bytes", type=int, default=60_000, help="of heldout.txt (default: %(default)s)")
+    parser.add_argument("--speed", action="store_true", help="time products")
+    parser.add_argument("--formats", nargs="+", default=["int4_g128", "q4_0", "int8_channel"], help="of products (default: %(default)s)")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128], help="of products (default: %(default)s)")
+    parser.add_argument("--outputs", type=int, default=14336, help="of products (default: %(default)s)")
+    parser.add_argument("--inputs", type=int, default=4096, help="of products (default: %(default)s)")
     args = parser.parse_args()
+    if args.speed:
+        return speed(args)
     sparsity = args.sparsity if ":" in args.sparsity else float(args.sparsity)
 
     transformers.utils.logging.set_verbosity_error()
@@ -54,6 +68,29 @@ def main() -> int:
     for name, quality in found.items():
         increase = f"{quality.perplexity / reference.perplexity - 1:+.1%}"
         print(f"| {name} | {quality.perplexity:.4f} | {increase} | {quality.divergence:.4f} | {quality.top1:.2%} |")
+    return 0
+
+
+def speed(args: argparse.Namespace) -> int:
+    """Medians of calls in turn, over more copies of the weight than the last-level cache holds, and the ratios."""
+    most = 2 * (machine().caches.l3 or 1 << 25)
+    print(f"{machine().cpu}, {torch.get_num_threads()} threads: {args.outputs} x {args.inputs}, ms")
+    print("| format | rows | all codes | without zeros | speed | bytes |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name in args.formats:
+        weight = prune(torch.randn(args.outputs, args.inputs), as_sparsity("2:4"), "magnitude")
+        codes = halfbyte.quantize(weight, name)
+        packed = [pack_dense(codes), halfbyte.pack(codes)]
+        copies = [[replace(one, data=one.data.clone()) for _ in range(1 + most // packed[0].nbytes)] for one in packed]
+        for rows in args.rows:
+            x, times = torch.randn(rows, args.inputs), list[list[float]]([[], []])
+            for i in range(max(20, min(300, 1000 // rows))):
+                for some, one in zip(times, copies, strict=True):
+                    begin = time.perf_counter()
+                    halfbyte.linear(x, one[i % len(one)])
+                    some.append(time.perf_counter() - begin)
+            dense, sparse = (statistics.median(some[3:]) * 1e3 for some in times)
+            ratio = packed[1].nbytes / packed[0].nbytes
+            print(f"| {name} | {rows} | {dense:.2f} | {sparse:.2f} | ×{dense / sparse:.2f} | {ratio:.2f} |", flush=True)
     return 0
 
 

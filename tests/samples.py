@@ -41,6 +41,18 @@ def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:
     return Codes.from_values(fmt, values, scale, zero)
 
 
+def sparse_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:
+    """As `random_codes`, but 2:4 sparse: of 4 neighbours along K two at most are not 0, at any two places."""
+    codes = random_codes(fmt, shape, seed)
+    groups = (*shape[:-1], -(-shape[-1] // 4), 4)
+    places = torch.rand(groups, generator=torch.Generator().manual_seed(seed)).argsort(-1).flatten(-2)[..., : shape[-1]]
+    zeros: Tensor | int = 0
+    if codes.zero is not None:
+        block = fmt.block_size(shape[-1])
+        zeros = codes.zero.expand(*shape[:-1], codes.zero.shape[-1]).repeat_interleave(block, dim=-1)[..., : shape[-1]].to(torch.int16)
+    return Codes.from_values(fmt, torch.where(places < 2, codes.values().to(torch.int16), zeros), codes.scale, codes.zero)
+
+
 def largest_sums(bits: int, zero: Zero) -> tuple[Codes, Tensor]:
     """Codes [3, K] of a K longer than LONGEST_BLOCK and activations [4, K] whose int8 products have the largest sums of either sign."""
     n, k = 3, LONGEST_BLOCK + 40

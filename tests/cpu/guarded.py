@@ -19,14 +19,14 @@ import attention
 import encoder_parts
 import torch
 from emulated.amx import EmulatedTiles
-from samples import random_codes
+from samples import random_codes, sparse_codes
 from support import RUNNABLE
 from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.dispatch.cpu import choose_linear
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime
+from halfbyte.kernels.cpu import attend_whole, dequantize, elementwise, linear, quantize, runtime, sparse
 from halfbyte.kernels.cpu.attend import AttendSpec
 from halfbyte.kernels.cpu.conv import winograd
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
@@ -41,8 +41,9 @@ from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.pool import pool
 from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts import convolution
+from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import geometry, pack
+from halfbyte.layouts.cpu_tiles import NAME, geometry, pack
 from halfbyte.ops import conv as conv_ops
 
 PAGE = mmap.PAGESIZE
@@ -181,6 +182,25 @@ def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
             rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
             with guarded_allocations(flush):
                 same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted)
+
+
+def sparse_products(tell: Callable[[str], None]) -> None:
+    cases = ("q4_0", 50, 47, 95), ("int4_g64_zp_bf16", 2, 546, 130), ("int8_channel", 9, 33, 290), ("int8_g64_zp", 20, 31, 290)
+    for name, m, n, k in cases if current().spreads else ():
+        fmt, x, codes, ids = as_format(name), torch.randn(m, k), sparse_codes(as_format(name), (n, k)), torch.tensor([n - 1, 0])
+        packed, geo = ops.pack(codes), geometry(fmt, (n, k), sparse=True)
+        kernel = LinearKernel(fmt, n, k, torch.float32, "int8", "block", sparse=True)
+        wanted = kernel(x, packed.data.data_ptr(), None, -9.0, 9.0)
+        rows = dequantize.dequantize(packed.data, geo, torch.float32, ids)
+        for flush in ENDS:
+            tell(f"sparse {name} m={m} n={n} k={k} flush with {flush}")
+            scratch(flush)
+            linear.thread.calls.clear()
+            activations, data = placed(x, flush, gap=n % 3), placed(packed.data, flush)
+            with guarded_allocations(flush):
+                same(kernel(activations, data.data_ptr(), None, -9.0, 9.0), wanted)
+                same(dequantize.dequantize(data, geo, torch.float32, placed(ids, flush)), rows)
+                same(sparse.pack(Packed(fmt, (n, k), NAME, placed(pack(codes).data, flush))).data, packed.data)
 
 
 def integer_products(tell: Callable[[str], None]) -> None:
@@ -412,6 +432,7 @@ def main(progress: str, one_too_far: bool) -> None:
         scratch("end")
         products(tell)
         products_of_many_rows_or_outputs(tell)
+        sparse_products(tell)
         integer_products(tell)
         convolutions(tell)
         own_weights(tell)

@@ -25,6 +25,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
     parser.add_argument("--experts", type=int, help="number of experts of a mixture; M then counts (token, expert) pairs")
+    parser.add_argument("--sparse", action="store_true", help="for a 2:4 sparse weight")
     parser.add_argument("--no-measure", action="store_true", help="show the choice without timing it")
 
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         "experts": args.experts,
         "compute": args.compute,
         "activation": args.activation,
+        "sparse": args.sparse,
         "device": args.device,
         "measured": not args.no_measure,
     }

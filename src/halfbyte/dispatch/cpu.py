@@ -74,8 +74,11 @@ def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Ch
 
 @lru_cache(maxsize=4096)
 def kernel_for(
-    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: Activation, *, gelu: bool = False
+    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: Activation, *, gelu: bool = False, sparse: bool = False
 ) -> LinearKernel:
-    """The kernel of a linear layer with a weight [n, k] on this CPU, followed by GELU if `gelu`. Raises as `choose_linear`."""
+    """The kernel of a linear layer with a weight [n, k], packed as a 2:4 sparse one if `sparse`, on this CPU, followed by GELU if `gelu`.
+
+    Raises as `choose_linear`."""
     fmt = as_format(format)
-    return linear_kernel(fmt, n, k, dtype, choose_linear(fmt, dtype, compute, current()).taken.inner, activation, gelu=gelu)
+    inner = choose_linear(fmt, dtype, compute, current()).taken.inner
+    return linear_kernel(fmt, n, k, dtype, inner, activation, gelu=gelu, sparse=sparse)

@@ -20,10 +20,14 @@ from halfbyte.kernels.cpu.isa import ISA, Tiling
 from halfbyte.kernels.cpu.isas import current, native
 from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
+from halfbyte.kernels.cpu.sparse import pack as pack_sparse
+from halfbyte.kernels.cpu.sparse import why_no_layout
 from halfbyte.kernels.problem import Activation, Problem
 from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.machine import machine, named_device
 from halfbyte.quantizers import METHODS
+from halfbyte.quantizers.sparse import as_sparsity, prune
 from halfbyte.timing import measure, time_text
 
 _MOST_BYTES = 1 << 29  # of weights to rotate over
@@ -31,7 +35,10 @@ _MOST_BYTES = 1 << 29  # of weights to rotate over
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. Times are seconds; `measured` is None where nothing was run."""
+    """What `explain` found. Times are seconds; `measured` is None where nothing was run.
+
+    sparsity  "2:4" where zeros are left out; where it was asked for and they are not, why; else None
+    """
 
     problem: Problem
     isa: ISA
@@ -39,6 +46,7 @@ class Explanation:
     choice: Choice
     tile: Tiling
     weight_bytes: int
+    sparsity: str | None
     roofline: Roofline | None
     measured: float | None
 
@@ -55,6 +63,7 @@ class Explanation:
             "tile": {"rows": self.tile.rows, "vectors": self.tile.vectors},
             "rejected": {candidate.inner: reason for candidate, reason in self.choice.rejected},
             "weight_bytes": self.weight_bytes,
+            "sparsity": self.sparsity,
             "roofline": None if roof is None else {**roof._asdict(), "bound": roof.bound},
             "measured_seconds": self.measured,
             "of_roofline": None if roof is None or not self.measured else roof.seconds / self.measured,
@@ -71,7 +80,9 @@ class Explanation:
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
-        lines.append(weight_text(problem, self.weight_bytes))
+        lines += [f"  not {SPARSITY}: {self.sparsity}"] if self.sparsity not in (None, SPARSITY) else []
+        left_out = f", {SPARSITY}: half of the codes, zeros, are left out" if self.sparsity == SPARSITY else ""
+        lines.append(weight_text(problem, self.weight_bytes) + left_out)
         if roof is not None:
             parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
             lines.append(f"roofline  {time_text(roof.seconds)}, bound by {roof.bound} ({parts}; ceilings measured just now)")
@@ -90,6 +101,7 @@ def explain(
     compute: str = "auto",
     activation: str = "block",
     experts: int | None = None,
+    sparse: bool = False,
     device: torch.device | str = "cpu",
     measured: bool = True,
 ) -> Explanation | GpuExplanation:
@@ -97,6 +109,7 @@ def explain(
 
     experts   instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
               the rows are spread evenly over them
+    sparse    for a 2:4 sparse weight
     device    "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
     measured  False: only the choice, without the second or so that probing and timing take
     """
@@ -110,21 +123,31 @@ def explain(
     problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
     asked = named_device(device)
     if asked is None or asked.type != "cpu":
+        if sparse:
+            raise ArgumentError(f"no kernel for GPUs leaves zeros out, got sparse=True for device {str(device)!r}: leave sparse out")
         return explain_gpu(problem, str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)
     problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]
-    geo = cpu_tiles.geometry(fmt, (n, k))
+    sparsity = (_why_dense(problem, isa) or SPARSITY) if sparse else None
+    geo = cpu_tiles.geometry(fmt, (n, k), sparse=sparsity == SPARSITY)
     roof, seconds = None, None
     if measured and m and n and k:
         before = _ceilings(choice, threads)
-        seconds = _time(problem, choice)
+        seconds = _time(problem, choice, geo)
         # Shared machines drift by the second: what it could do is the best of just before and just after.
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = roofline(problem, geo.nbytes, ceilings)
     rows = -(-m // problem.experts)  # of one expert, the first of those with the most
     tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, geo)
-    return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, roof, seconds)
+    return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, sparsity, roof, seconds)
+
+
+def _why_dense(problem: Problem, isa: ISA) -> str | None:
+    """Why a 2:4 sparse weight is packed as any other; None if it isn't."""
+    if problem.op != "linear":
+        return "experts are packed with all of their zeros"
+    return why_no_layout(problem.format, problem.n, problem.k, isa)
 
 
 def _ceilings(choice: Choice, threads: int) -> Ceilings:
@@ -132,16 +155,19 @@ def _ceilings(choice: Choice, threads: int) -> Ceilings:
     return Ceilings(probe.read_bandwidth(threads), peak(threads))
 
 
-def _time(problem: Problem, choice: Choice) -> float:
+def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
     """Median seconds of a call, over copies of the weight that together exceed the last-level cache."""
     weight = torch.randn(problem.n, problem.k, dtype=torch.float32, device="cpu")
+    weight = prune(weight, as_sparsity(SPARSITY), "magnitude") if geo.sparse else weight
     codes = quantize(weight, problem.format) if problem.format.block != "tensor" else None
-    matrix = cpu_tiles.pack(codes or METHODS["absmax"](weight, problem.format, "weight")).data
+    packed = cpu_tiles.pack(codes or METHODS["absmax"](weight, problem.format, "weight"))
+    matrix = (pack_sparse(packed) if geo.sparse else packed).data
     first = cpu_tiles.allocate(problem.experts * matrix.nbytes)
     first.view(problem.experts, -1)[:] = matrix
     cache = machine().caches.l3 or 1 << 25
     copies = [first, *(first.clone() for _ in range(min(4 * cache, _MOST_BYTES) // max(1, first.nbytes)))]
-    kernel = linear_kernel(problem.format, problem.n, problem.k, problem.dtype, choice.taken.inner, problem.activation)
+    sizes = problem.format, problem.n, problem.k, problem.dtype
+    kernel = linear_kernel(*sizes, choice.taken.inner, problem.activation, sparse=geo.sparse)
     x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
     turn = 0
 

@@ -17,6 +17,16 @@ block represent 0 (with a float offset: q = 0, and the kernel counts the offset 
 Sums of pairs exist for 8 bits with one scale per row or tensor: int32 sums of u[2i] * u[2i + 1], which kernels without
 dot-product instructions subtract (`kernels/cpu/isa_x86.py`). They take 4 bytes per row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
+
+The layout `cpu_tiles_2_4` is for weights that are 2:4 sparse (`sparse.py`) whose blocks are padded to multiples of 32. Data hold two codes
+of each 4 k, first those that are not 0, and where in the 4 k they belong; sums of pairs there are none:
+
+    data, 4 bits, for each 32 k:  256 bytes of codes: for each 8 k byte 2*row + i holds the i-th code of k = 0 … 3 in its low nibble and
+                                  that of k = 4 … 7 in its high nibble;  then 128 bytes of places
+    data, 8 bits, for each 32 k:  512 bytes of codes: for each 4 k byte 2*row + i holds the i-th;  then 128 bytes of places
+    places: for each 4 k and row 4 bits, of which two are 1, k = 0 in the lowest; rows with even numbers in low nibbles
+
+All is read by vectors of 16 rows: an instruction that expands bytes by a mask puts 32 codes where 64 bits of places say.
 """
 
 from __future__ import annotations
@@ -32,10 +42,12 @@ from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed, round_up
+from halfbyte.layouts.sparse import GROUP, KEPT
 from halfbyte.memory import side_by_side
 
-NAME = "cpu_tiles"
+NAME, SPARSE = "cpu_tiles", "cpu_tiles_2_4"
 PANEL = 32  # rows of a panel
+SPARSE_UNIT = 32  # of which data of 2:4 sparse weights are made
 LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
 _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
 
@@ -43,6 +55,11 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 def has_pairs(fmt: Format) -> bool:
     """Whether records of `fmt` hold sums of pairs."""
     return fmt.bits == 8 and not isinstance(fmt.block, int)
+
+
+def data_bytes(bits: int, k: int, *, sparse: bool) -> int:
+    """Bytes of a panel's data for so many k."""
+    return PANEL * k * (bits * KEPT // GROUP + 1 if sparse else bits) // 8
 
 
 def tail_bytes(scale_bytes: int, zero_bytes: int, *, pairs: bool) -> int:
@@ -60,11 +77,12 @@ def piece(block: int, k: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a weight [N, K] of `format` in this layout. A block is padded to whole `unit`s of k."""
+    """Sizes of a weight [N, K] of `format` in this layout, or in the one for `sparse` weights. A block is padded to whole `unit`s of k."""
 
     format: Format
     n: int
     k: int
+    sparse: bool = False
 
     @functools.cached_property
     def block(self) -> int:
@@ -106,12 +124,17 @@ class Geometry:
         return {"none": 0, "point": 1, "offset": self.scale_bytes}[self.format.zero]
 
     @functools.cached_property
+    def pairs(self) -> bool:
+        """Whether records hold sums of pairs."""
+        return has_pairs(self.format) and not self.sparse
+
+    @functools.cached_property
     def tail_bytes(self) -> int:
         """Bytes of a record after its data."""
-        return tail_bytes(self.scale_bytes, self.zero_bytes, pairs=has_pairs(self.format))
+        return tail_bytes(self.scale_bytes, self.zero_bytes, pairs=self.pairs)
 
     def record_bytes(self, padded: int) -> int:
-        return PANEL * padded * self.format.bits // 8 + self.tail_bytes
+        return data_bytes(self.format.bits, padded, sparse=self.sparse) + self.tail_bytes
 
     @functools.cached_property
     def panel_bytes(self) -> int:
@@ -123,9 +146,22 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
+def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False) -> Geometry:
     """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
-    return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
+    return Geometry(fmt, math.prod(shape[:-1]), shape[-1], sparse)
+
+
+@functools.lru_cache(maxsize=4096)
+def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
+    """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
+    None where it has no such layout."""
+    geo = geometry(fmt, (n, k), sparse=True)
+    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" else None
+
+
+def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
+    """The geometry of a weight [n, k] with so many packed bytes, which it has in one of the layouts."""
+    return geometry(fmt, (n, k), sparse=nbytes == sparse_bytes(fmt, n, k))
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -216,10 +252,11 @@ def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
 
 def unpack(packed: Packed) -> Codes:
     """The exact inverse of `pack`."""
-    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
-    if packed.layout != NAME or packed.data.numel() != geo.nbytes:
+    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape, sparse=packed.layout == SPARSE)
+    layout = SPARSE if geo.sparse else NAME
+    if packed.layout != layout or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
-        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {layout}, got {got}")
     n, k, full = geo.n, geo.k, geo.blocks - 1
     if k == 0 or n == 0:
         return Codes.zeros(fmt, shape)
@@ -244,9 +281,13 @@ def unpack(packed: Packed) -> Codes:
 def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tuple[Tensor, list[Tensor]]:
     """uint8 [P, blocks, record bytes] -> elements uint8 [P*32, blocks*size], tails [P*32, blocks] each."""
     fmt, (panels, blocks, _) = geo.format, records.shape
-    at = PANEL * padded * fmt.bits // 8
-    quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)
-    if fmt.bits == 4:
+    at = data_bytes(fmt.bits, padded, sparse=geo.sparse)
+    if geo.sparse:
+        points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else -fmt.q_min
+        quads = _quads(records[:, :, :at].reshape(panels, blocks, -1, at * SPARSE_UNIT // padded), fmt.bits, points).permute(0, 3, 1, 2, 4)
+    else:
+        quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)
+    if fmt.bits == 4 and not geo.sparse:
         quads = torch.stack((quads & 15, quads >> 4), dim=4)
     u = quads.reshape(panels * PANEL, blocks, padded)[:, :, :size].reshape(panels * PANEL, blocks * size)
     tails = []
@@ -257,6 +298,24 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
         tails.append(tail.permute(0, 2, 1).reshape(panels * PANEL, blocks))
         at += width
     return u, tails
+
+
+def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
+    """Data of sparse weights, uint8 [P, blocks, units, bytes of each] -> elements uint8 [P, blocks, groups of 4 k, 32, 4].
+
+    zero   what stands for 0: a number, or [P, blocks, 1, 32]
+    """
+    codes, places = units.split((units.shape[-1] - 128, 128), dim=-1)
+    codes = codes.reshape(*units.shape[:3], -1, 1, PANEL, KEPT)
+    if bits == 4:
+        codes = torch.cat((codes & 15, codes >> 4), dim=4)
+    first, second = codes.reshape(*units.shape[:2], -1, PANEL, KEPT).unbind(-1)
+    places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape)
+    parts = []
+    for k in range(GROUP):
+        kept = torch.where(places & (1 << k) - 1 == 0, first, second)
+        parts.append(torch.where(places & 1 << k == 0, zero, kept))
+    return torch.stack(parts, dim=-1)
 
 
 def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Tensor:

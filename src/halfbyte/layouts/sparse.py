@@ -8,6 +8,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes, unpack_nibbles
 
 GROUP, KEPT = 4, 2
+SPARSITY = f"{KEPT}:{GROUP}"
 _FIRST, _MORE = 16, 1 << 24  # rows, and then elements, that are looked at at a time: a dense weight is found out by the first
 
 

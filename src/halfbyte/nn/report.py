@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from halfbyte.errors import check_type
 from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.candidates import candidates, decide, own_tensors
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.modules import QuantModule
@@ -152,7 +154,7 @@ def _report(model: nn.Module, config: Config | None) -> Report:
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
-    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model)))
+    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_zeros_left_out(model)))
 
 
 def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
@@ -187,6 +189,12 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
             names[text].append(name)
     found = ((text, f"{first}{f' and {len(more)} more' if more else ''}") for text, (first, *more) in names.items())
     return tuple(f"{where}: {text}" if where else text for text, where in found)
+
+
+def _zeros_left_out(model: nn.Module) -> Iterator[str]:
+    weights = {id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values()
+    if sparse := [packed for packed in weights if packed.layout == cpu_tiles.SPARSE]:
+        yield f"{SPARSITY}: half of the codes, zeros, are left out of {len(sparse)} of {len(weights)} weights in memory"
 
 
 def size_text(count: int) -> str:

@@ -48,9 +48,7 @@ def check_device(device: torch.device | str) -> torch.device:
     found = named_device(device)
     if found is not None and (found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available())):
         return found
-    why = (
-        "torch knows no such device" if found is None else "torch sees no GPU" if found.type == "cuda" else "there are no kernels for it"
-    )
+    why = "torch knows no such device" if found is None else "torch sees no GPU" if found.type == "cuda" else "there are no kernels for it"
     raise UnsupportedError(f"a weight cannot be packed for device {str(device)!r}, {why}: use device='cpu'")
 
 
@@ -77,7 +75,10 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
 
 
 def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
-    check_bytes(weight, packed_bytes(format, n, k, device.type), device, f"{format} of shape [{n}, {k}]")
+    nbytes = packed_bytes(format, n, k, device.type)
+    if device.type == "cpu" and weight.numel() != nbytes:
+        nbytes = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).nbytes
+    check_bytes(weight, nbytes, device, f"{format} of shape [{n}, {k}]")
 
 
 def check_floats(x: Tensor, what: str) -> None:

@@ -48,7 +48,7 @@ def linear(
     gelu: bool = False,
 ) -> Tensor:
     """With `gelu`, GELU is applied instead of the clamp."""
-    kernel = _linear_kernels.get((format, n, k, x.dtype, compute, activation, gelu))
+    kernel = _linear_kernels.get((format, n, k, weight.numel(), x.dtype, compute, activation, gelu))
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation, gelu)
     shape = x.shape
@@ -83,8 +83,9 @@ def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compu
     from halfbyte.dispatch.cpu import kernel_for
 
     check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
-    kernel = kernel_for(format, n, k, x.dtype, compute, activation, gelu=gelu)
-    _linear_kernels[format, n, k, x.dtype, compute, activation, gelu] = kernel
+    sparse = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).sparse
+    kernel = kernel_for(format, n, k, x.dtype, compute, activation, gelu=gelu, sparse=sparse)
+    _linear_kernels[format, n, k, weight.numel(), x.dtype, compute, activation, gelu] = kernel
     return kernel
 
 
@@ -99,7 +100,8 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     flat = x.reshape(-1, k)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block")
+    sparse = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).sparse
+    kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block", sparse=sparse)
     return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
 
 
@@ -111,7 +113,7 @@ def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int
     n, k = packed.shape
     if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS:
         return None
-    kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block")
+    kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block", sparse=packed.layout == cpu_tiles.SPARSE)
     return linear_step(kernel, x.numel() // k, aligned(packed.data), table, *map(float, clamp))
 
 
@@ -125,7 +127,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
         least, most = (int(bound) for bound in torch.aminmax(ids))
         if least < 0 or most >= n:
             raise ArgumentError(f"embedding ids lie in 0 … {n - 1}, got {least} … {most}")
-    geo = cpu_tiles.geometry(as_format(format), (n, k))
+    geo = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     return run(aligned(weight), geo, dtype, ids.to(torch.int64).flatten().contiguous()).view((*ids.shape, k))
 
 
@@ -134,4 +136,4 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
 
     check_packed(weight, format, n, k, _CPU)
     check_out_dtype(dtype)
-    return run(aligned(weight), cpu_tiles.geometry(as_format(format), (n, k)), dtype)
+    return run(aligned(weight), cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()), dtype)

@@ -55,7 +55,7 @@ def pack(codes: Codes, sizes: Filter) -> PackedConv:
     """Codes on the CPU, arranged for its kernels."""
     if sizes.depthwise:
         return PackedConv(sizes, convolution.CANONICAL, aligned(convolution.canonical_bytes(codes)))
-    parts = [functions.pack(part).data for part in convolution.groups_of(codes, sizes)]
+    parts = [functions.pack_dense(part).data for part in convolution.groups_of(codes, sizes)]
     return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else aligned(torch.cat(parts)))
 
 

@@ -33,8 +33,11 @@ class NormedEmbeddings:
         self.rows = [table.shape[0] for table in tables]
         self._data = [table.data for table in tables]
         self._tensors = Addresses()
-        geometries = [(cpu_tiles.geometry(table.format, table.shape), table.data.data_ptr()) for table in tables]
-        self._tables = embed.Tables(geometries, (self._tensors.of(norm.weight), self._tensors.of(norm.bias), norm.eps))
+        geometries = [cpu_tiles.geometry(table.format, table.shape, sparse=table.layout == cpu_tiles.SPARSE) for table in tables]
+        addresses = [table.data.data_ptr() for table in tables]
+        self._tables = embed.Tables(
+            list(zip(geometries, addresses, strict=True)), (self._tensors.of(norm.weight), self._tensors.of(norm.bias), norm.eps)
+        )
 
     def __call__(self, ids: Sequence[Tensor]) -> Tensor:
         """ids, int64 [B or 1, T] for each table, the first [B, T] -> float32 [B, T, K]. No gradients.

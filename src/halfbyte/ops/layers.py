@@ -58,7 +58,8 @@ class Addresses:
         from halfbyte.kernels.cpu.chain import Product
 
         n, k = weight.packed.shape
-        kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu)
+        sparse = weight.packed.layout == cpu_tiles.SPARSE
+        kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu, sparse=sparse)
         self._kept.append(weight.packed.data)
         return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
 
@@ -70,7 +71,7 @@ class Addresses:
 
 def why_not_packed(weights: Sequence[Packed]) -> str | None:
     """Why kernels of whole layers do not support these weights; None if they do."""
-    if any(weight.layout != cpu_tiles.NAME for weight in weights):
+    if any(weight.layout not in (cpu_tiles.NAME, cpu_tiles.SPARSE) for weight in weights):
         return "its weights are not packed for CPUs"
     if any(weight.data.data_ptr() % 64 or not weight.data.is_contiguous() for weight in weights):
         return "its packed weights do not begin at multiples of 64 bytes"

@@ -124,3 +124,5 @@ PACK = Block(
         *("out", "panel_bytes", "blocks", "groups", "padded_groups", "last_groups", "last_padded_groups"),  # groups: of eight k
     )
 )
+
+PACK_SPARSE = Block((*_HEADER, "dense", "out", "panels", "blocks", "units", "last_units", "dense_bytes", "sparse_bytes"))

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu import runtime, sparse
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
@@ -31,7 +30,7 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec; `out` is "f32", "bf16" or "f16"; `pairs`: records hold sums of pairs."""
+    """As in TileSpec; `out` is "f32", "bf16" or "f16"; `pairs`: records hold sums of pairs; `sparse`: as in Geometry."""
 
     bits: int
     scale: str
@@ -39,6 +38,7 @@ class DequantizeSpec:
     unit: int
     out: str
     pairs: bool = False
+    sparse: bool = False
 
 
 @phase
@@ -60,7 +60,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
     lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
-    eight_bytes = PANEL * spec.bits  # of eight k of a panel
+    unit_bytes = cpu_tiles.data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = {"none": 0, "point": 1, "offset": scale_bytes}[spec.zero]
     tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
@@ -68,14 +68,15 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     for b in f.loop(blocks):
         ends = (b + 1).equals(blocks)
         real, n = ends.select(last, block), ends.select(last_units, units)
-        tail = record.value + n * (spec.unit // 8 * eight_bytes)
+        tail = record.value + n * unit_bytes
         scale = _number(isa, tail + lane * scale_bytes, spec.scale)
-        data = record.value + lane * 4
+        point = (tail + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8) if spec.zero == "point" else None
         for g in f.loop((real + 7) // 8):
-            codes = _codes(f, spec, data + g * eight_bytes)
-            if spec.zero == "point":
-                codes = codes - (tail + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8)
-            w = codes.to("float")
+            if spec.sparse:
+                u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
+            else:
+                u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
+            w = (u - (1 << (spec.bits - 1) if point is None and spec.zero == "none" else 0 if point is None else point)).to("float")
             if spec.zero == "offset":
                 w = f.fma(w, scale.splat(8), _number(isa, tail + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
             else:
@@ -98,21 +99,20 @@ def _number(isa: ISA, address: Value, kind: str) -> Value:
     return isa.to_float(address.load("float" if kind == "f32" else "i16"), kind)
 
 
-def _codes(f: Function, spec: DequantizeSpec, data: Value) -> Value:
-    """Codes of eight k of one row, <8 x i32>."""
-    if spec.bits == 4:
+def _eight(f: Function, bits: int, data: Value) -> Value:
+    """Eight k of one row as they are stored, <8 x i32>."""
+    if bits == 4:
         shifts = f.constant("<8 x i32>", [8 * (k % 4) + 4 * (k // 4) for k in range(8)])
-        u = (data.load("i32").splat(8) >> shifts) & 15
-    else:
-        shifts = f.constant("<4 x i32>", [0, 8, 16, 24])
-        low, high = ((data.load("i32", at).splat(4) >> shifts) & 255 for at in (0, 4 * PANEL))
-        u = low.shuffle(range(8), high)
-    return u - (1 << (spec.bits - 1)) if spec.zero == "none" else u
+        return (data.load("i32").splat(8) >> shifts) & 15
+    shifts = f.constant("<4 x i32>", [0, 8, 16, 24])
+    low, high = ((data.load("i32", at).splat(4) >> shifts) & 255 for at in (0, 4 * PANEL))
+    return low.shuffle(range(8), high)
 
 
 @functools.lru_cache(maxsize=1024)
-def spec_of(fmt: Format, unit: int, out: str) -> DequantizeSpec:
-    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, unit, out, cpu_tiles.has_pairs(fmt))
+def spec_of(geo: Geometry, out: str) -> DequantizeSpec:
+    fmt = geo.format
+    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, geo.pairs, geo.sparse)
 
 
 def weight_fields(weights: int, geo: Geometry) -> dict[str, int]:
@@ -128,7 +128,7 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     out = torch.empty(rows, geo.k, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out.to(dtype)
-    function = compiled(build, spec_of(geo.format, geo.unit, KINDS[out_dtype]), current())
+    function = compiled(build, spec_of(geo, KINDS[out_dtype]), current())
     block = _pack(
         *(function, 0, runtime.openmp_address(), 0, *weight_fields(weights.data_ptr(), geo).values()),
         *(0 if ids is None else ids.data_ptr(), rows, out.data_ptr(), geo.k * out.element_size()),

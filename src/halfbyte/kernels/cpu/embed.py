@@ -71,7 +71,7 @@ class Tables:
         self._norm, self.k = norm, tables[0][0].k
         self._blocks = [DEQUANTIZE.buffer(dequantize.weight_fields(weights, geo)) for geo, weights in tables]
         self._fields = [(ctypes.addressof(block), geo.n) for block, (geo, _) in zip(self._blocks, tables, strict=True)]
-        spec = EmbedSpec(tuple(dequantize.spec_of(geo.format, geo.unit, "f32") for geo, _ in tables))
+        spec = EmbedSpec(tuple(dequantize.spec_of(geo, "f32") for geo, _ in tables))
         self._phase = compiled(build, spec, current())
 
     def __call__(self, ids: Sequence[Tensor], batch: int, tokens: int) -> Tensor | None:

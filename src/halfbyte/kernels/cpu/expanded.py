@@ -21,8 +21,9 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
+from halfbyte.kernels.cpu.sparse import SparseUnit, zeros_of
 from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, ROUND, Part, Tile, TileSpec
-from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
+from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
 _LINE = 64  # bytes
@@ -44,11 +45,13 @@ class PanelSpec:
     vectors: int
     points_off: bool
     lifts: bool
+    sparse: bool
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
         points_off = spec.biased and spec.zero == "point"
-        return cls(spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, spec.biased and not spec.single)
+        lifts = spec.biased and not spec.single
+        return cls(spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse)
 
     @property
     def zeros(self) -> str:
@@ -88,7 +91,7 @@ class ExpandedTile(Tile):
         if not self.in_registers:
             self.scratch = sums
         self.width = isa.lanes * spec.vectors
-        self.unit_bytes, self.packed_unit = self.width * spec.unit, PANEL * spec.unit * spec.bits // 8
+        self.unit_bytes, self.packed_unit = self.width * spec.unit, data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, steps=self._steps)
 
@@ -118,14 +121,14 @@ class ExpandedTile(Tile):
         super()._block(w, a, tail, fields, units, first)
         self.asked.value = self.asked.value + self.packed_tail
 
-    def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
+    def _unit(self, w: Value, a: Value, tail: Value, first: Value, sums: list[Value]) -> list[Value]:
         asked = self.asked.value
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
         self.asked.value = asked + self.packed_unit
         if not self.spec.single and self.isa.asks_in_turn:
             self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
-        return super()._unit(w, a, first, sums)
+        return super()._unit(w, a, tail, first, sums)
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
         return (tuple(self.isa.stored(records + k * self.width, self.spec.vectors)) for k in range(0, self.spec.unit, 4))
@@ -152,6 +155,9 @@ class ExpandingTile(ExpandedTile):
     def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
         packed = self.at.value + units * self.packed_unit
         self._expand_tail(packed, tail)
+        if self.spec.sparse:
+            points = packed + self.column + PANEL * self.scale_size if self.panel.zero == "point" else None
+            self.zeros = zeros_of(self.isa, self.f, self.spec.bits, points, self.spec.vectors)
         self.left = self._left_of_points(packed) if self.panel.points_off else None
         super()._block(w, a, tail, fields, units, first)
         self.at.value = self.at.value + self.packed_tail
@@ -159,14 +165,16 @@ class ExpandingTile(ExpandedTile):
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
         spec, isa, at, size = self.spec, self.isa, self.at.value, 4 * self.isa.lanes
         self.at.value = at + self.packed_unit
-        for t in range(spec.unit * spec.bits // 32):
-            stored = isa.stored(at + t * (4 * PANEL) + self.column * 4, spec.vectors)
-            for step in zip(*(isa.unit_weights(s, spec.bits) for s in stored), strict=True):
-                codes = step if self.left is None else tuple(code + left for code, left in zip(step, self.left, strict=True))
-                for v, code in enumerate(codes):
-                    records.store(code, v * size, size)
-                records = records + size * spec.vectors
-                yield codes
+        if spec.sparse:
+            steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
+        else:
+            steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
+        for step in steps:
+            codes = step if self.left is None else tuple(code + left for code, left in zip(step, self.left, strict=True))
+            for v, code in enumerate(codes):
+                records.store(code, v * size, size)
+            records = records + size * spec.vectors
+            yield codes
 
     def _left_of_points(self, tail: Value) -> list[Value]:
         """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
@@ -207,7 +215,8 @@ class _Panel(Emitter):
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes, self.tail_bytes = PANEL * spec.unit * spec.bits // 8, packed_tail(spec.scale, spec.zero)
+        self.unit_bytes = data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
+        self.tail_bytes = packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
         self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)

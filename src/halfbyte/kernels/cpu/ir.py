@@ -191,9 +191,9 @@ class Value:
         return self.fn.emit(type_, f"shufflevector {type_} {first.name}, {type_} poison, <{lanes} x i32> zeroinitializer")
 
     def shuffle(self, picks: Sequence[int], other: Value | None = None) -> Value:
-        """Lanes by number; those of `other` go on counting after this value's."""
+        """Lanes by number; those of `other` go on counting after this value's; at a negative one anything."""
         type_ = vector(element_of(self.type), len(picks))
-        mask = ", ".join(f"i32 {p}" for p in picks)
+        mask = ", ".join(f"i32 {'poison' if p < 0 else p}" for p in picks)
         second = "poison" if other is None else other.name
         return self.fn.emit(type_, f"shufflevector {self.type} {self.name}, {self.type} {second}, <{len(picks)} x i32> <{mask}>")
 

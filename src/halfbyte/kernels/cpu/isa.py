@@ -75,6 +75,7 @@ class ISA:
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     expands = False  # has tiles that read expanded codes
+    spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     asks_in_turn = False  # where several row tiles pass over a panel, each asks for a share of the next one
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
@@ -222,6 +223,14 @@ class ISA:
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
+        raise NotImplementedError
+
+    def kept_codes(self, stored: Value, bits: int) -> list[Value]:
+        """32 stored bytes of a 2:4 sparse weight -> the codes kept of each 4 k, a byte each."""
+        return [stored] if bits == 8 else [stored & 15, (stored.bits("<16 x i16>") >> 4).bits(stored.type) & 15]
+
+    def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
+        """The 32 codes in those of 64 bytes whose bit of `places`, an i64, is 1; what `zeros` has in the others."""
         raise NotImplementedError
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:

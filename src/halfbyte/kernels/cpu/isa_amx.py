@@ -57,7 +57,7 @@ class AMXTiles(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expands, self.ahead, self.asks_in_turn, self.bf16_pays = False, 8192, False, True
+        self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
@@ -138,7 +138,7 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expands, self.bf16_pays = False, True
+        self.expands, self.spreads, self.bf16_pays = False, False, True  # sparse weights are not unpacked for tile registers
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

@@ -14,6 +14,7 @@ from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
+_SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
 _ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
@@ -252,6 +253,9 @@ class AVX512VNNI(AVXVNNI):
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 18 << 10, 3 << 18
+        self.spreads = intel is not None or machine().features >= _SPREADS
+        if self.spreads:
+            self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, True
 
@@ -275,6 +279,13 @@ class AVX512VNNI(AVXVNNI):
         if bits == 8 or not self.affine:
             return super().unit_weights(stored, bits)
         return affine_nibbles(stored, signed=False)
+
+    def kept_codes(self, stored: Value, bits: int) -> list[Value]:
+        return super().kept_codes(stored, bits) if bits == 8 or not self.affine else affine_nibbles(stored, signed=False)
+
+    def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
+        low = kept.shuffle([*range(32), *[-1] * 32])
+        return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, places.bits("<64 x i1>"))
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
@@ -310,17 +321,17 @@ class AVX512BF16(AVX512VNNI):
 def expandable(isa: ISA, geo: Geometry) -> bool:
     """Whether tiles may gain by reading expanded codes: those of 8 bits, in blocks, by the numbers behind them and by being near."""
     fmt = geo.format
-    gains = fmt.bits == 4 or (fmt.zero != "point" and isinstance(fmt.block, int))
+    gains = fmt.bits == 4 or (fmt.zero != "point" and (geo.sparse or isinstance(fmt.block, int)))
     return isa.expands and gains and geo.padded <= isa.expanded_longest
 
 
 def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
-    """64 bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
-    f, out = stored.fn, []
+    """Bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
+    f, out, size = stored.fn, [], lanes_of(stored.type)
     for first in (0, 4):
         matrix, inverted = nibble_map(first, signed)
-        table = f.constant("<8 x i64>", [matrix] * 8).bits(stored.type)
-        out.append(f.call(stored.type, "llvm.x86.vgf2p8affineqb.512", stored, table, f.value("i8", inverted)))
+        table = f.constant(f"<{size // 8} x i64>", [matrix] * (size // 8)).bits(stored.type)
+        out.append(f.call(stored.type, f"llvm.x86.vgf2p8affineqb.{8 * size}", stored, table, f.value("i8", inverted)))
     return out
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bounded import Bounded
+from halfbyte.errors import KernelError
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, amx, driver, expanded, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
@@ -34,7 +35,7 @@ from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.base import round_up
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.memory import in_huge_pages
 
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
@@ -86,6 +87,7 @@ class LinearKernel:
 
     zeroed   rows of x have zeros behind them, up to whole units
     gelu     outputs go through it, and are not clamped
+    sparse   the weight is in the layout of 2:4 sparse ones
     isa      None for the one that is taken here
     """
 
@@ -100,9 +102,12 @@ class LinearKernel:
         *,
         zeroed: bool = False,
         gelu: bool = False,
+        sparse: bool = False,
         isa: ISA | None = None,
     ) -> None:
-        self.isa, self.geometry = isa or current(), Geometry(fmt, n, k)
+        self.isa, self.geometry = isa or current(), Geometry(fmt, n, k, sparse)
+        if sparse and not self.isa.spreads:
+            raise KernelError(f"{self.isa.name} has no kernels for 2:4 sparse weights: unpack the codes and pack them on this machine")
         geo, kind = self.geometry, KINDS[dtype]
         self.unit = self.isa.unit(geo, inner)
         single = geo.padded == geo.last_padded == self.unit and self.unit % 32 == 0
@@ -116,7 +121,7 @@ class LinearKernel:
         self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
         out = KINDS[self.out_dtype]
         weight = fmt.bits, KINDS[fmt.scale], fmt.zero
-        pairs = has_pairs(fmt)
+        pairs = geo.pairs
         self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
         plain = inner == "int8" and kind != "i8" and not by_row and not shifted
         biased = plain and self.isa.biases and tile.biasable(fmt, geo.padded)
@@ -126,7 +131,7 @@ class LinearKernel:
         # than what is left when it is taken off: it stays an integer.
         folded = fmt.bits == 4 and correction != 0 and self.isa.apart(fmt.bits) and plain
         scheme = inner, *weight, pairs, self.unit, single, by_row, shifted
-        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded, biased=biased)
+        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded, biased=biased, sparse=sparse)
         self._zeroed = zeroed
         zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
         one_scale = whole_row or (inner == "int8" and geo.blocks == 1)
@@ -273,6 +278,6 @@ class LinearKernel:
 
 @functools.lru_cache(maxsize=1024)
 def linear_kernel(
-    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: bool = False
+    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: bool = False, sparse: bool = False
 ) -> LinearKernel:
-    return LinearKernel(fmt, n, k, dtype, inner, activation, gelu=gelu)
+    return LinearKernel(fmt, n, k, dtype, inner, activation, gelu=gelu, sparse=sparse)

@@ -21,8 +21,8 @@ through GELU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,7 +35,8 @@ from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.prefetch import Prefetcher
-from halfbyte.layouts.cpu_tiles import PANEL, tail_bytes
+from halfbyte.kernels.cpu.sparse import SparseUnit
+from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
@@ -72,7 +73,7 @@ class TileSpec:
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
-    expands  as in `expanded.py`
+    expands, sparse   as in `expanded.py` and `sparse.py`
     """
 
     inner: Inner
@@ -92,6 +93,7 @@ class TileSpec:
     panels: int = 1
     biased: bool = False
     expands: bool = False
+    sparse: bool = False
 
     @property
     def signed(self) -> bool:
@@ -135,7 +137,7 @@ class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
-        self.unit_bytes = PANEL * spec.unit * spec.bits // 8
+        self.unit_bytes = data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
@@ -250,7 +252,7 @@ class Tile:
                 self.prefetcher.begin_unit()
             at, activations = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
             for part in parts():
-                keep(part, self._unit(at + part.weights, activations, part.first, values(part)))
+                keep(part, self._unit(at + part.weights, activations, tail + part.weights, part.first, values(part)))
         for part in parts():
             self._block_end(values(part), tail + part.weights, fields, units, part.first)
 
@@ -286,7 +288,7 @@ class Tile:
         spec, f = self.spec, self.f
         start = self._block_start(tail, fields, first)
         if spec.single:
-            sums = self._unit(w, a, first, start)
+            sums = self._unit(w, a, tail, first, start)
             if self.int8.steps is not None:
                 sums = [self.isa.settled(f, total) for total in sums]
         else:
@@ -295,7 +297,7 @@ class Tile:
                 if self.prefetcher is not None:
                     self.prefetcher.begin_unit()
                 at = w + u * self.unit_bytes, a + u * (spec.rows * self.row_unit_bytes)
-                for k, v in zip(kept, self._unit(*at, first, [k.value for k in kept]), strict=True):
+                for k, v in zip(kept, self._unit(*at, tail, first, [k.value for k in kept]), strict=True):
                     k.value = v
             sums = [k.value for k in kept]
         self._block_end(sums, tail, fields, units, first)
@@ -358,28 +360,32 @@ class Tile:
         zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
         return [f.value(self.isa.floats, -0.0) - zero * s for s in sums for zero in zeros if zero is not None]
 
-    def _unit(self, w: Value, a: Value, first: Value, sums: list[Value]) -> list[Value]:
-        """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
+    def _unit(self, w: Value, a: Value, tail: Value, first: Value, sums: list[Value]) -> list[Value]:
+        """One unit of k: new accumulators, and new sums of weights where activations have an offset. `tail`: of its block."""
         spec, f = self.spec, self.f
         if self.prefetcher is not None:
             self.prefetcher.issue(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + first * 4
+        points = tail + first + PANEL * self.scale_bytes if spec.zero == "point" else None
+        unit = SparseUnit.of(self.isa, spec.bits, w, first, points, spec.vectors) if spec.sparse else None
         if spec.vectors == 1:  # products read activations themselves: an address with an index makes one instruction two on Intel's CPUs
             a = f.pinned(a, "r")
         if spec.inner == "int8":
             activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]
-            new, new_sums = self.isa.int8_unit(f, self.int8, rows, activations, sums[: self.count], sums[self.count :])
+            int8 = self.int8 if unit is None or self.int8.steps else replace(self.int8, steps=lambda _: unit.steps())
+            new, new_sums = self.isa.int8_unit(f, int8, rows, activations, sums[: self.count], sums[self.count :])
             return [*new, *new_sums]
-        step: Callable[[Value, Value, list[Value]], list[Value]] = self._bf16_row if spec.inner == "bf16" else self._float_row
+        step = self._bf16_row if spec.inner == "bf16" else self._float_row
         row_k = 32 // spec.bits
         for t in range(spec.unit // row_k):
-            sums = step(rows + t * PANEL * 4, a + t * row_k * self.row_unit_bytes // spec.unit, sums)
+            stored = self.isa.stored(rows + t * PANEL * 4, spec.vectors) if unit is None else unit.stored(t)
+            sums = step(stored, a + t * row_k * self.row_unit_bytes // spec.unit, sums)
             f.fence()
         return sums
 
-    def _float_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
+    def _float_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in isa.stored(row, spec.vectors)]
+        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in stored]
         out = list(totals)
         for parts in zip(*by_vector, strict=True):
             for i in range(spec.rows):
@@ -389,11 +395,10 @@ class Tile:
             f.fence()
         return out
 
-    def _bf16_row(self, row: Value, a: Value, totals: list[Value]) -> list[Value]:
+    def _bf16_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
         assert isinstance(isa, AVX512BF16)
-        assert spec.bits == 4
-        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in isa.stored(row, spec.vectors)]
+        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in stored]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):
             for i in range(spec.rows):
@@ -415,8 +420,7 @@ class Tile:
             return
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
         for i in range(spec.rows):
-            scaled = spec.inner == "int8" and not spec.by_row
-            scale = self._field(fields, 0, i, "float") if scaled else None
+            scale = self._field(fields, 0, i, "float") if spec.inner == "int8" and not spec.by_row else None
             total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
             correction = self._field(fields, 1, i, "float") if spec.folded else None
             for v in range(spec.vectors):
@@ -485,10 +489,8 @@ class Tile:
         """Add the bias and a residual, clamp, convert and store; a panel's columns beyond `columns` are not touched."""
         spec, isa, f = self.spec, self.isa, self.f
         for n in range(self.count):
-            value = self._total(n)
-            if spec.by_row:
-                value = value * self.row_scale[n // spec.vectors].load("float", align=4).splat(isa.lanes)
-            self.scratch.store(value, n * isa.lanes * 4, isa.lanes * 4)
+            by = self.row_scale[n // spec.vectors].load("float", align=4).splat(isa.lanes) if spec.by_row else None
+            self.scratch.store(self._total(n) if by is None else self._total(n) * by, n * isa.lanes * 4, isa.lanes * 4)
         residual = LINEAR.load(self.args, "residual")
         plain = residual.equals(0)
         inside = (self.columns - first) > isa.lanes * spec.vectors - 1
