@@ -1,7 +1,7 @@
 """What pruning costs a language model: perplexity of the tiny Llama by method, in floating point and quantized after it.
 
     python benchmarks/sparsity.py                    --sparsity 0.5 for the half of all weights instead of 2 of 4
-    python benchmarks/sparsity.py --speed            instead, of products on this CPU: 2:4 sparse codes packed as any other, and without zeros
+    python benchmarks/sparsity.py --speed            instead, products on this CPU, 2:4 sparse codes packed as any others and without zeros
 
 Activations are not quantized; the embedding, which is the head too, is not pruned, and q8_0 where the rest is quantized.
 """
@@ -13,7 +13,6 @@ import copy
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ def speed(args: argparse.Namespace) -> int:
     for name in args.formats:
         weight = prune(torch.randn(args.outputs, args.inputs), as_sparsity("2:4"), "magnitude")
         codes = halfbyte.quantize(weight, name)
-        packed = [pack_dense(codes), halfbyte.pack(codes)]
-        copies = [[replace(one, data=one.data.clone()) for _ in range(1 + most // packed[0].nbytes)] for one in packed]
+        copies = [[pack(codes) for _ in range(1 + most // codes.data.nbytes)] for pack in (pack_dense, halfbyte.pack)]
         for rows in args.rows:
             x, times = torch.randn(rows, args.inputs), list[list[float]]([[], []])
             for i in range(max(20, min(300, 1000 // rows))):
@@ -89,7 +87,7 @@ def speed(args: argparse.Namespace) -> int:
                     halfbyte.linear(x, one[i % len(one)])
                     some.append(time.perf_counter() - begin)
             dense, sparse = (statistics.median(some[3:]) * 1e3 for some in times)
-            ratio = packed[1].nbytes / packed[0].nbytes
+            ratio = copies[1][0].nbytes / copies[0][0].nbytes
             print(f"| {name} | {rows} | {dense:.2f} | {sparse:.2f} | ×{dense / sparse:.2f} | {ratio:.2f} |", flush=True)
     return 0
 

@@ -10,7 +10,7 @@ from samples import random_codes, same_codes, sparse_codes
 from support import RUNNABLE, activations, run_linear
 
 import halfbyte as hb
-from halfbyte.errors import FormatError, KernelError
+from halfbyte.errors import ArgumentError, FormatError, KernelError
 from halfbyte.formats import Codes, Format
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels import reference
@@ -108,3 +108,21 @@ def test_a_vector_is_one_expansion(bits: int, zero: str, rows: int, vectors: int
     at = [i for i, line in enumerate(text) if "vpexpandb" in line]
     assert len(at) == 8 * vectors
     assert not [line for line in text[at[0] : at[-1]] if re.search(r"%r[sb]p.*%[xyz]mm|%[xyz]mm.*%r[sb]p", line)]
+
+
+@needs_vbmi2
+def test_report_and_explain_say_it() -> None:
+    mlp = torch.nn.ModuleDict({name: torch.nn.Linear(64, 96) for name in ("gate_proj", "up_proj")})
+    x = torch.randn(3, 64)
+    hb.quantize_(hb.prune_(mlp, "2:4"), "int8_channel")
+    alone = [mlp[name](x) for name in mlp]
+    assert "2:4: half of the codes, zeros, are left out of 2 of 2 weights in memory" in str(hb.report(mlp))
+    hb.fuse_(mlp)
+    assert mlp["up_proj"].packed.layout == SPARSE
+    assert all(torch.equal(mlp[name](x), y) for name, y in zip(mlp, alone, strict=True))
+    asked = {"m": 1, "n": 64, "k": 64, "sparse": True, "measured": False}
+    assert "2:4: half of the codes" in str(hb.explain(**asked, format="int8_g64"))
+    assert "not 2:4: formats with float offsets" in str(hb.explain(**asked, format="q4_1"))
+    assert "not 2:4: experts" in str(hb.explain(**asked, format="q4_0", experts=2))
+    with pytest.raises(ArgumentError, match="leave sparse out"):
+        hb.explain(**asked, format="q4_0", device="sm_90")
