@@ -13,7 +13,8 @@ Linear layers
   tile.py          the micro-kernel; amx.py: on matrix units; expanded.py: on codes that are expanded once
   driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
   activations.py   activations into the order of tiles
-  pack.py          codes into the layout of tiles; sparse.py: of 2:4 sparse weights; quantize.py: float weights to codes; dequantize.py: and back
+  pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights
+  quantize.py      float weights to codes; dequantize.py: and back
 
 Convolutions and int8 networks
   conv/            convolutions
