@@ -58,6 +58,7 @@ OF_DELTA = {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size"
 OF_DELTA |= {"ssm.inner_size": 128, "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 16}
 SHARING = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OF_SHARING = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32}
+GEMMA3N_BASES = {"sliding_attention": 1e4, "full_attention": 1e6}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA4 |= {
@@ -129,6 +130,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         DELTA | SHARING,
         OF_DELTA | OF_SHARING | {"rope.dimension_sections": [3, 3, 2, 0], "feed_forward_length": None},
     ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 25, "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 256}
+        | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in GEMMA3N_BASES.items()}},
+        {"block_count": 25, "attention.shared_kv_layers": 5, "embedding_length_per_layer_input": 256, "feed_forward_length": [96] * 25}
+        | {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 16, "rope.freq_base": 1e6}
+        | {"rope.freq_base_swa": 1e4, "attention.sliding_window_pattern": [True, True, True, True, False] * 5},
+    ),
     "gemma4": (
         "Gemma4ForCausalLM",
         GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
@@ -164,6 +173,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {}, {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 256}),
 }
 TEXT = "the quick brown fox jumps over the lazy dog, 27 hens slept under an old oak tree"
+UNREAD = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 
@@ -175,7 +185,7 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
     architecture = next(a for a in ARCHITECTURES if (a.name, a.model, a.experts is not None) == (name, kind, sparse))
     tokenizer = make_tokenizer()
     cls: Any = getattr(transformers, kind)
-    settings = settings | ({"vocab_size_per_layer_input": len(tokenizer)} if name == "gemma4" else {})
+    settings = settings | ({"vocab_size_per_layer_input": len(tokenizer)} if name in ("gemma3n", "gemma4") else {})
     torch.manual_seed(0)
     model = cls(cls.config_class(**{**SIZES, **settings, "vocab_size": len(tokenizer)})).eval()
     tensors: dict[str, Tensor] = {}
@@ -184,19 +194,30 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
         for each, tensor in model.state_dict().items():
             if tensor.dim() == 1:
                 tensor.normal_(0.0 if "bias" in each else 1.0, 0.3)
+                if name == "gemma3n" and "post_" in each:  # the few activations that it leaves depend on llama.cpp's roundings
+                    tensor.mul_(0.05)
             elif tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
         for each, tensor in model.state_dict().items():
             if quantized and ("qwen3" in name or "hybrid" in name) and tensor.dim() > 1:  # parts of which are copies
                 tensor.copy_(ops.quantize(tensor, "q8_0").dequantize())
             for place, part in _parts(architecture, each, tensor, older="older" in case):
-                small = "_inp" in place or "conv" in place or place.endswith((".ssm_a", ".ssm_d", "norm.weight"))
-                kept = quantized and part.dim() > 1 and place.startswith("blk.") and not small
+                small = any(kind in place for kind in ("_inp", "conv", "_coef")) or place.endswith((".ssm_a", ".ssm_d", "norm.weight"))
+                kept = quantized and part.dim() > 1 and place.startswith(("blk.", "altup", "per_layer_model")) and not small
                 types[place] = (8 if kept else 0, tuple(part.shape))
                 codes = ops.quantize(part.contiguous(), "q8_0") if kept else None
                 tensors[place] = part.contiguous() if codes is None else to_blocks(codes)
                 if codes is not None:
                     part.copy_(codes.dequantize())
+    if name == "gemma3n":
+        for place in ("altup_proj.weight", "altup_unembd_proj.weight"):
+            parts = [f"{place}.{i}" for i in range(3)]
+            types[place], tensors[place] = (types[parts[0]][0], (3, 64, 64)), torch.stack([tensors[part] for part in parts])
+            for part in parts:
+                del types[part]
+        for layer in range(20, 25):  # as in the files there are, though nothing reads them
+            types |= {f"blk.{layer}.{part}": types[f"blk.0.{part}"] for part in UNREAD}
+            tensors |= {f"blk.{layer}.{part}": tensors[f"blk.0.{part}"] for part in UNREAD}
     if model.config.tie_word_embeddings:
         del types["output.weight"]
     if name == "gemma4":
@@ -220,6 +241,8 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     """What a tensor of the model is in a file: views of it by llama.cpp's names."""
     if "act_fn" in name:
         return []
+    if ".altup_" in name:
+        return [(f"altup_{'unembd_' * ('unembed' in name)}proj.weight.{name.split('.')[2]}", tensor)]
     if name.endswith("kv_b_proj.weight") and not older:
         heads, layer = tensor.view(4, 64, 32), f"blk.{name.split('.')[2]}"
         return [(f"{layer}.attn_k_b.weight", heads[:, :32].mT), (f"{layer}.attn_v_b.weight", heads[:, 32:])]
@@ -287,10 +310,10 @@ def test_a_file_is_the_model(case: str, tmp_path: Path) -> None:
     tolerance = 2e-6 if any(part in case for part in ("qwen35", "next", "hybrid")) else 0.0
     assert all(torch.allclose(state[name], tensor, rtol=0, atol=tolerance) for name, tensor in model.state_dict().items())
     assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=50 * tolerance)
-    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == any(part in case for part in ("vl", "qwen35", "gemma4"))
+    assert ("takes images" in str(describe(tmp_path / "m.gguf"))) == any(part in case for part in ("vl", "qwen35", "gemma"))
 
 
-@pytest.mark.parametrize("case", ["gpt2", "deepseek2", "glm4moe", "qwen3next", "qwen35moe", "granitehybrid, with experts"])
+@pytest.mark.parametrize("case", ["gpt2", "gemma3n", "deepseek2", "glm4moe", "qwen3next", "qwen35moe", "granitehybrid, with experts"])
 def test_codes_are_kept(case: str, tmp_path: Path) -> None:
     """All but keys and values from latents, which no codes hold as transformers has them."""
     model, ids = make(case, tmp_path, quantized=True)
@@ -300,7 +323,8 @@ def test_codes_are_kept(case: str, tmp_path: Path) -> None:
             module.compute = "float"
     assert torch.allclose(logits(loaded, ids), logits(model, ids), rtol=0, atol=1e-4)  # other orders of sums
     plain = {name.rpartition(".")[2] for name, module in loaded.named_modules() if type(module) is nn.Linear}
-    assert plain - {"shared_expert_gate"} == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
+    small = {"shared_expert_gate", "prediction_coefs", "correction_coefs"}
+    assert plain - small == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
     assert any(isinstance(module, QuantLinear) for module in loaded.modules())
 
 

@@ -130,6 +130,19 @@ def _lfm2_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[d
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}, {**metadata, kv: max(heads)}
 
 
+def _gemma3n_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[dict[str, Any], Metadata]:
+    """The same of Gemma 3n's. llama.cpp, too, takes layers for sparse, and their other sizes, as they are in both models that there are."""
+    inner, kinds, tokens = f"{name}.feed_forward_length", f"{name}.attention.sliding_window_pattern", metadata.get("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {"vocab_size_per_layer_input": len(tokens) if isinstance(tokens, Sequence) else 0}
+    if isinstance(metadata.get(kinds), Sequence):
+        config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in _by_layer(metadata, kinds)]
+    if isinstance(metadata.get(inner), Sequence):
+        if len(widths := set(_by_layer(metadata, inner))) > 1:
+            raise CheckpointError(f"the GGUF file has MLPs of {len(widths)} widths, llama.cpp and halfbyte read one: use its safetensors")
+        metadata = {**metadata, inner: widths.pop()}
+    return config, metadata
+
+
 def _gemma4_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tuple[dict[str, Any], Metadata]:
     """The same of Gemma 4's. Where the metadata have a list, it has one value for layers with a window and another for the others, or one
     for the layers with keys of their own and twice as much for those after."""
@@ -167,7 +180,8 @@ def _granite_layers(name: str, metadata: Metadata, names: Sequence[str]) -> tupl
     return config, {**metadata, kv: max(heads)}
 
 
-_LAYERS = {"granitehybrid": _granite_layers, "lfm2": _lfm2_layers, "lfm2moe": _lfm2_layers, "gemma4": _gemma4_layers}
+_LAYERS = {"granitehybrid": _granite_layers, "lfm2": _lfm2_layers, "lfm2moe": _lfm2_layers}
+_LAYERS |= {"gemma3n": _gemma3n_layers, "gemma4": _gemma4_layers}
 
 
 def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
@@ -187,7 +201,7 @@ def _local_base(architecture: Architecture, metadata: Metadata, base: float) -> 
     """The base of rotary positions in layers with sliding-window attention, if they have their own; it is never scaled."""
     if architecture.types == ("olmo3",):
         return base
-    if architecture.name not in ("gemma3", "gemma4"):
+    if architecture.name not in ("gemma3", "gemma3n", "gemma4"):
         return None
     return _number(metadata, f"{architecture.name}.rope.freq_base_swa", float, needed=False) or _ROPE_BASE
 

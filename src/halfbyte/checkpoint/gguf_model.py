@@ -39,9 +39,14 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[s
     if architecture.note:
         notes.append(architecture.note)
     entries |= _of_activations(file, config) if architecture.name == "apertus" else _of_latents(file, config, dtype)
+    entries |= _of_altup(file, config["hidden_size"], dtype)
+    # Gemma 3n's last layers have the keys and values of earlier ones, and in the file unused ones of their own.
+    sharing = config["num_hidden_layers"] - config["num_kv_shared_layers"] if architecture.name == "gemma3n" else math.inf
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.in_stack(name) or name.endswith(_LATENTS):
+        if architecture.in_stack(name) or name.endswith(_LATENTS) or name in _ALTUP:
+            continue
+        if layer_of(name) >= sharing and (".attn_k" in name or ".attn_v." in name):
             continue
         target = architecture.to_transformers(name)
         if target is None:
@@ -199,6 +204,26 @@ def _read_latents(keys: _Tensor, values: _Tensor, dtype: torch.dtype, wanted: to
     return torch.cat([parts[0].mT, parts[1]], dim=1).flatten(0, 1).to(wanted or dtype)
 
 
+def _of_altup(file: gguf.File, width: int, dtype: torch.dtype) -> dict[str, Entry]:
+    """Gemma 3n's projections [width, width] to its other streams and from them, of which the file has stacks."""
+    entries = {}
+    for name, target in _ALTUP.items():
+        if (stack := file.entries.get(name)) is None:
+            continue
+        if stack.shape[1:] != (width, width):
+            raise CheckpointError(f"{file.path}: {name} is {list(stack.shape)}, not matrices of {width} inputs: the file is damaged")
+        tensor, spec = _Tensor(stack, None), Spec(dtype if stack.blocks else stack.spec.dtype, (width, width))
+        for i in range(stack.shape[0]):
+            nbytes = stack.place.spec.nbytes // stack.shape[0]
+            entries[f"model.{target}.{i}.weight"] = Entry(spec, nbytes, partial(_read_one, tensor, i), tensor.quantized)
+    return entries
+
+
+def _read_one(stack: _Tensor, index: int, dtype: torch.dtype | None) -> Codes | Tensor:
+    value = stack.read()
+    return value.select(index) if isinstance(value, Codes) else _cast(value[index], dtype)
+
+
 def _of_activations(file: gguf.File, config: Mapping[str, Any]) -> dict[str, Entry]:
     """The parameters of xIELU, which are tensors in transformers and lists in the metadata."""
     entries = {}
@@ -229,6 +254,7 @@ def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
 
 
 _MXFP4 = "GGUF mxfp4"
+_ALTUP = {"altup_proj.weight": "altup_projections", "altup_unembd_proj.weight": "altup_unembed_projections"}
 _LATENTS = ("attn_k_b.weight", "attn_v_b.weight")
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -89,16 +89,26 @@ _MAMBA_SIZES = {
     "ssm.time_step_rank": "mamba_n_heads",
 }
 
-_GEMMA4 = {
+_GEMMA3N = {
     **_LAYER,
     **_FOUR_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **{name: module for name, module in _GEMMA3N.items() if not name.startswith(("altup", "laurel"))},
     "ffn_gate_inp": "router.proj",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
 }
 _GEMMA4_WHOLE = {
     "layer_output_scale.weight": "layer_scalar",
@@ -110,11 +120,11 @@ _GEMMA4_ENDS = _ENDS | {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_GEMMA4_SIZES = {
+_GEMMA3N_SIZES = {
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.shared_kv_layers": "num_kv_shared_layers",
-    "attention.key_length": "global_head_dim",
 }
+_GEMMA4_SIZES = {**_GEMMA3N_SIZES, "attention.key_length": "global_head_dim"}
 
 
 def _without(*names: str) -> dict[str, str]:
@@ -462,6 +472,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "qwen35moe", "Qwen3_5MoeForCausalLM", ("qwen3_5_moe_text",), {**_QWEN35, **_DELTA_35, "ffn_gate_inp": "mlp.gate", **_SHARED},
         plus_one=True, order=tiled, sizes=_DELTA_SIZES, whole=_DELTA_WHOLE, partial=True, windowed=False, normed=True, written=False,
         experts={**_QWEN, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}, note=_TEXT_ONLY,
+    ),
+    Architecture(
+        "gemma3n", "Gemma3nForCausalLM", ("gemma3n_text",), _GEMMA3N, first=_GEMMA4_ENDS, sizes=_GEMMA3N_SIZES, written=False,
+        whole={"altup_correct_scale.weight": "altup.correct_output_scale"}, note=_TEXT_ONLY,
     ),
     Architecture(
         "gemma4", "Gemma4ForCausalLM", ("gemma4_text",), _GEMMA4, first=_GEMMA4_ENDS, whole=_GEMMA4_WHOLE, sizes=_GEMMA4_SIZES,
