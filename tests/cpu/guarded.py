@@ -43,7 +43,7 @@ from halfbyte.kernels.problem import Combination, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import NAME, geometry, pack
+from halfbyte.layouts.cpu_tiles import NAME, SPARSE, geometry, pack, unpack
 from halfbyte.ops import conv as conv_ops
 
 PAGE = mmap.PAGESIZE
@@ -201,6 +201,7 @@ def sparse_products(tell: Callable[[str], None]) -> None:
                 same(kernel(activations, data.data_ptr(), None, -9.0, 9.0), wanted)
                 same(dequantize.dequantize(data, geo, torch.float32, placed(ids, flush)), rows)
                 same(sparse.pack(Packed(fmt, (n, k), NAME, placed(pack(codes).data, flush))).data, packed.data)
+                same(unpack(sparse.unpack(Packed(fmt, (n, k), SPARSE, data))).data, codes.data)
 
 
 def integer_products(tell: Callable[[str], None]) -> None:

@@ -44,6 +44,7 @@ def test_products_and_codes_are_those_of_the_dense_layout(
     assert packed.layout == SPARSE
     assert packed.nbytes < (0.8 if bits == 4 else 0.67) * dense.nbytes
     assert same_codes(hb.unpack(packed), codes)
+    assert same_codes(unpack(packed), codes)
     inner, activation = ("float", "block") if way == "float" else ("int8", way)
     kernels = (LinearKernel(fmt, n, k, dtype, inner, activation, sparse=packed is one) for one in (packed, dense))
     y, wanted = (run_linear(one, x, weight, torch.ones(n)) for one, weight in zip(kernels, (packed, dense), strict=True))

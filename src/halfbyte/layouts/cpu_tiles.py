@@ -310,12 +310,14 @@ def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=4)
     first, second = codes.reshape(*units.shape[:2], -1, PANEL, KEPT).unbind(-1)
-    places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape)
-    parts = []
-    for k in range(GROUP):
-        kept = torch.where(places & (1 << k) - 1 == 0, first, second)
-        parts.append(torch.where(places & 1 << k == 0, zero, kept))
-    return torch.stack(parts, dim=-1)
+    places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape).int()
+    # By the places, what moves each number to its byte of a 32-bit word: the first code, the second, and what stands for 0.
+    held = [[k for k in range(GROUP) if p >> k & 1] for p in range(1 << GROUP)]
+    moved = [[1 << 8 * ks[i] if len(ks) == KEPT else 0 for ks in held] for i in range(KEPT)]
+    moved.append([sum(1 << 8 * k for k in range(GROUP) if k not in ks) for ks in held])
+    by_places = torch.tensor(moved, dtype=torch.int32, device="cpu")
+    words: Tensor = first * by_places[0][places] + second * by_places[1][places] + zero * by_places[2][places]
+    return words.view(torch.uint8).view(*places.shape, GROUP)
 
 
 def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Tensor:

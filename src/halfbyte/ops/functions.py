@@ -91,7 +91,18 @@ def unpack(packed: Packed | PackedConv) -> Codes:
         return convolution.unpack(packed)
     if len(packed.shape) == 3:
         return experts.unpack(packed, unpack)
-    return gpu_tiles.unpack(packed) if packed.layout == gpu_tiles.NAME else cpu_tiles.unpack(packed)
+    if packed.layout == gpu_tiles.NAME:
+        return gpu_tiles.unpack(packed)
+    return cpu_tiles.unpack(_all_codes(packed) if packed.layout == cpu_tiles.SPARSE else packed)
+
+
+def _all_codes(packed: Packed) -> Packed:
+    """A sparse weight in the layout that is unpacked faster, where there is a kernel for that."""
+    from halfbyte.kernels.cpu import sparse
+    from halfbyte.kernels.cpu.isas import current
+
+    geo = cpu_tiles.geometry(packed.format, packed.shape, sparse=True)
+    return sparse.unpack(packed) if current().spreads and packed.nbytes == geo.nbytes else packed
 
 
 # Public functions

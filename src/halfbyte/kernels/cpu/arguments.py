@@ -125,4 +125,4 @@ PACK = Block(
     )
 )
 
-PACK_SPARSE = Block((*_HEADER, "dense", "out", "panels", "blocks", "units", "last_units", "dense_bytes", "sparse_bytes"))
+PACK_SPARSE = Block((*_HEADER, "dense", "sparse", "panels", "blocks", "units", "last_units", "dense_bytes", "sparse_bytes"))

@@ -97,8 +97,10 @@ def eight(f: Function, bits: int, at: Value, group: Value, lane: Value, point: V
 
 @dataclass(frozen=True, slots=True)
 class PackSparseSpec:
-    """As in TileSpec; bytes of a scale; whether there are points; and bytes behind the data of a dense record and of a sparse one."""
+    """From the dense layout to that of sparse weights, or `back`: bits of a code; bytes of a scale; whether there are points; bytes behind
+    the data of a dense record and of a sparse one."""
 
+    back: bool
     bits: int
     scale_bytes: int
     points: bool
@@ -108,25 +110,35 @@ class PackSparseSpec:
 
 @phase
 def build(spec: PackSparseSpec, isa: ISA, f: Function) -> None:
-    """From the dense layout to that of sparse weights; each thread takes whole panels."""
+    """Each thread takes whole panels."""
     args, thread, threads = f.parameters
-    dense, out = (PACK_SPARSE.load(args, name, "ptr") for name in ("dense", "out"))
-    panels, blocks = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks")
+    panels, blocks, names = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks"), ("dense", "sparse")
+    units_bytes, tails = (
+        [data_bytes(spec.bits, SPARSE_UNIT, sparse=sparse) for sparse in (False, True)],
+        (spec.dense_tail, spec.sparse_tail),
+    )
     for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
-        source = f.variable(dense + p * PACK_SPARSE.load(args, "dense_bytes"))
-        to = f.variable(out + p * PACK_SPARSE.load(args, "sparse_bytes"))
+        both = [f.variable(PACK_SPARSE.load(args, name, "ptr") + p * PACK_SPARSE.load(args, f"{name}_bytes")) for name in names]
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(PACK_SPARSE.load(args, "last_units"), PACK_SPARSE.load(args, "units"))
-            tail = source.value + units * data_bytes(spec.bits, SPARSE_UNIT, sparse=False)
-            zeros = zeros_of(isa, f, spec.bits, tail + PANEL * spec.scale_bytes if spec.points else None, PANEL // _ROWS)
+            points = both[spec.back].value + units * units_bytes[spec.back] + PANEL * spec.scale_bytes if spec.points else None
+            zeros = zeros_of(isa, f, spec.bits, points, PANEL // _ROWS)
             for _ in f.loop(units):
+                dense, sparse = (at.value for at in both)
+                unit = SparseUnit(isa, spec.bits, sparse, f.value("i64", 0), zeros)
                 for t in range(SPARSE_UNIT * spec.bits // 32):
-                    _compress(spec, isa, source.value + t * 4 * PANEL, to.value, t, zeros)
-                source.value = source.value + data_bytes(spec.bits, SPARSE_UNIT, sparse=False)
-                to.value = to.value + data_bytes(spec.bits, SPARSE_UNIT, sparse=True)
+                    row = dense + t * 4 * PANEL
+                    if not spec.back:
+                        _compress(spec, isa, row, sparse, t, zeros)
+                        continue
+                    for v, codes in enumerate(unit.stored(t)):
+                        row.store(codes, 4 * _ROWS * v, 64)
+                for at, size in zip(both, units_bytes, strict=True):
+                    at.value = at.value + size
             for i in f.loop(spec.sparse_tail, step=64):
-                (to.value + i).store((source.value + i).load("<64 x i8>"))
-            source.value, to.value = source.value + spec.dense_tail, to.value + spec.sparse_tail
+                (both[not spec.back].value + i).store((both[spec.back].value + i).load("<64 x i8>"))
+            for at, size in zip(both, tails, strict=True):
+                at.value = at.value + size
 
 
 def _compress(spec: PackSparseSpec, isa: ISA, row: Value, unit: Value, t: int, zeros: Sequence[Value]) -> None:
@@ -172,12 +184,23 @@ def why_no_layout(fmt: Format, n: int, k: int, isa: ISA) -> str | None:
 
 def pack(dense: Packed) -> Packed:
     """The same weight in the layout of sparse ones. The caller asks `why_not` first."""
-    old, new = (cpu_tiles.geometry(dense.format, dense.shape, sparse=sparse) for sparse in (False, True))
-    spec = PackSparseSpec(dense.format.bits, new.scale_bytes, dense.format.zero == "point", old.tail_bytes, new.tail_bytes)
-    out = cpu_tiles.allocate(new.nbytes)
-    fields = {"dense": dense.data.data_ptr(), "out": out.data_ptr(), "panels": new.panels, "blocks": new.blocks}
-    units = {"units": new.padded // SPARSE_UNIT, "last_units": new.last_padded // SPARSE_UNIT}
-    sizes = {"dense_bytes": old.panel_bytes, "sparse_bytes": new.panel_bytes}
-    block = arguments(PACK_SPARSE, compiled(build, spec, current()), fields | units | sizes)
-    runtime.run(block.raw, new.n * new.k // _ELEMENTS_A_THREAD)
-    return Packed(dense.format, dense.shape, cpu_tiles.SPARSE, out)
+    return _moved(dense, cpu_tiles.SPARSE)
+
+
+def unpack(sparse: Packed) -> Packed:
+    """The same weight in the dense layout, without sums of pairs."""
+    return _moved(sparse, cpu_tiles.NAME)
+
+
+def _moved(packed: Packed, layout: str) -> Packed:
+    fmt, back = packed.format, layout == cpu_tiles.NAME
+    dense, sparse = geometries = [cpu_tiles.geometry(fmt, packed.shape, sparse=sparse) for sparse in (False, True)]
+    out = cpu_tiles.allocate(geometries[not back].nbytes)
+    addresses = [data.data_ptr() for data in ((out, packed.data) if back else (packed.data, out))]
+    fields = dict(zip(("dense", "sparse"), addresses, strict=True)) | {"panels": dense.panels, "blocks": dense.blocks}
+    fields |= {"units": dense.padded // SPARSE_UNIT, "last_units": dense.last_padded // SPARSE_UNIT}
+    fields |= {"dense_bytes": dense.panel_bytes, "sparse_bytes": sparse.panel_bytes}
+    spec = PackSparseSpec(back, fmt.bits, dense.scale_bytes, fmt.zero == "point", dense.tail_bytes, sparse.tail_bytes)
+    block = arguments(PACK_SPARSE, compiled(build, spec, current()), fields)
+    runtime.run(block.raw, dense.n * dense.k // _ELEMENTS_A_THREAD)
+    return Packed(fmt, packed.shape, layout, out)
