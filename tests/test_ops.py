@@ -140,6 +140,18 @@ def test_one_vector_and_strided_activations() -> None:
     assert torch.equal(hb.linear(x[:, 0].contiguous(), packed), by_rows[0])
 
 
+def test_negative_views_are_read_as_the_numbers_they_are() -> None:
+    weight, x, bias, residual = torch.randn(N, K), torch.randn(3, K), torch.randn(N), torch.randn(3, N)
+
+    packed = hb.pack(hb.quantize(torch.complex(weight, -weight).conj().imag, "int8_channel"))
+    assert torch.equal(hb.unpack(packed).data, hb.quantize(weight, "int8_channel").data)
+    wanted = hb.linear(x, packed, bias, residual=residual)
+    given = x, bias, residual
+    for i in range(3):
+        a, b, c = (torch._neg_view(-tensor) if i == j else tensor for j, tensor in enumerate(given))
+        assert torch.equal(hb.linear(a, packed, b, residual=c), wanted)
+
+
 def test_packed_bytes_that_moved_are_read_where_they_are() -> None:
     packed, x = packed_weight(), torch.randn(3, K)
     memory = torch.empty(packed.nbytes + 1, dtype=torch.uint8)

@@ -23,7 +23,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
-from halfbyte.ops.library import Gradients, differentiable, differentiated, plain
+from halfbyte.ops.library import Gradients, differentiable, differentiated, plain, transformation, transformed
 from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
@@ -95,7 +95,7 @@ def conv2d(
             return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
-        run: Any = _ops.conv2d.default
+        run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cuda:
                 return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
@@ -295,6 +295,7 @@ def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: 
 
 
 _gradients = Gradients(_ops.conv2d.default, _image_gradient, lambda grad: grad.sum((0, 2, 3)))
+_transformed_conv2d = transformation(_gradients)
 for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
     _library.impl("conv2d", _home.conv2d, _device)
     _library.impl("conv2d", partial(differentiable, _gradients, _home.conv2d), f"Autograd{_device}")

@@ -44,7 +44,7 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
         why = f"{method} looks at the inputs of a model's layers" if method in CALIBRATED else f"unknown quantization method {method!r}"
         raise ArgumentError(f"{why}: use one of {', '.join(METHODS)}" + (", or quantize_" if method in CALIBRATED else ""))
     check_weight(weight, name)
-    weight = weight.detach()
+    weight = weight.detach().resolve_neg()
     if method == "absmax":
         codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
         if codes is not None:

@@ -42,7 +42,8 @@ _KINDS = Tensor, nn.Parameter  # plain tensors: a DTensor has no memory of its o
 
 
 def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> bool:
-    """Whether the dispatcher, which takes longer than a small kernel, may be bypassed: no tracing, modes, functorch or subclasses."""
+    """Whether the dispatcher, which takes longer than a small kernel, may be bypassed: no tracing, modes, functorch or subclasses, and no
+    negative views (`z.conj().imag`), whose memory holds other numbers."""
     return (
         type(x) is Tensor
         and (x.is_cpu or x.is_cuda)
@@ -52,6 +53,7 @@ def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None)
         and not is_in_torch_dispatch_mode()
         and torch._C._get_tracing_state() is None  # of torch.jit.trace
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not (x.is_neg() or (bias is not None and bias.is_neg()) or (residual is not None and residual.is_neg()))
     )
 
 
@@ -130,12 +132,13 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def transformed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    """`linear` under torch.func."""
-    return _Differentiable.apply(_gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
+def transformation(gradients: Gradients) -> Callable[..., Tensor]:
+    """An op under torch.func."""
+    return partial(_Differentiable.apply, gradients)
 
 
 _gradients = Gradients(OPS.linear.default, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0))
+transformed_linear = transformation(_gradients)
 
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
