@@ -288,6 +288,10 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return -super().forward(input)
 
+    class Called(nn.Linear):
+        def __call__(self, input: Tensor) -> Tensor:
+            return -super().__call__(input)
+
     class Holding(nn.Module):
         def __init__(self, *shape: int) -> None:
             super().__init__()
@@ -301,6 +305,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         {
             "plain": nn.Linear(8, 8),
             "own": Own(8, 8),
+            "called": Called(8, 8),
             "parametrized": parametrizations.weight_norm(nn.Linear(8, 8)),
             "hooked": hooked,
             "renorm": nn.Embedding(4, 8, max_norm=1.0),
@@ -325,6 +330,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     reasons = {row.name: row.reason for row in result.kept}
     assert reasons == {
         "own": "Own has a forward of its own",
+        "called": "Called has a forward of its own",
         "parametrized": "its weight is parametrized",
         "parametrized.parametrizations.weight": "what a parametrized weight is made of",
         "hooked": "it has forward hooks, which would be lost",

@@ -162,7 +162,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
-        f"{name} has a forward of its own": (type(module).forward is not base.forward or "forward" in vars(module)) and not _known(module),
+        f"{name} has a forward of its own": _differs(module, base) and not _known(module),
         "it has forward hooks, which would be lost": has_hooks(module),
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
@@ -171,6 +171,11 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or ("its weight is empty" if weight.numel() == 0 else None)
+
+
+def _differs(module: nn.Module, base: type[nn.Module]) -> bool:
+    own = type(module).forward is not base.forward or type(module).__call__ is not nn.Module.__call__
+    return own or "forward" in vars(module)
 
 
 def _known(module: nn.Module) -> bool:
