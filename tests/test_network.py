@@ -105,6 +105,19 @@ def test_weights_that_change_and_hooks_are_seen() -> None:
 
 
 @torch.no_grad()
+def test_a_layer_that_is_replaced_is_called() -> None:
+    made, x = on_codes(nn.ReLU6()), images(2)
+    for _ in range(3):
+        made(x)
+    called = []
+    layer = made.get_submodule("b")
+    made.set_submodule("b", nn.Sequential(layer))
+    made.get_submodule("b").register_forward_hook(lambda *_: called.append(1))
+    made(x)
+    assert called == [1]
+
+
+@torch.no_grad()
 def test_convolutions_that_add_their_codes() -> None:
     made, x = on_codes(nn.ReLU6()), images(2)
     added = networks._with_sums(made)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,34 @@ def test_norms_are_folded() -> None:
     torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ArgumentError, match=r"model\.eval"):
         hb.fold_batch_norms_(block())
+
+
+@pytest.mark.parametrize("change", [nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm, lambda layer: layer])
+def test_what_does_more_than_its_class_is_not_folded(change: Callable[[nn.Module], nn.Module]) -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = change(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8)
+            self.last, self.rows = nn.Linear(4, 6), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.first(x)) + nn.functional.conv2d(x, self.first.weight)
+            return self.rows(self.last(y.flatten(2)))
+
+    model, hooked = Reading().eval(), nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    for module in (model.norm, model.rows, hooked[1]):
+        module.running_var.uniform_(0.5, 2)
+    hooked[0].register_forward_hook(lambda _, inputs, output: -output)
+    for network in (model, hooked):
+        x = torch.randn(2, 3, 4, 4)
+        wanted = network(x)
+        assert torch.equal(hb.fold_batch_norms_(network)(x), wanted)
+
+
+def test_torch_func_differentiates_convolutions() -> None:
+    model, x = hb.quantize_(nn.Sequential(nn.Conv2d(3, 16, 3)), "int8_channel"), torch.randn(2, 3, 5, 5, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: model(x).sum())(x), wanted)
 
 
 def test_a_model_that_decides_as_it_runs_is_not_folded() -> None:

@@ -240,6 +240,30 @@ def test_what_is_written_in_place_is_read_behind(act: Callable[[Tensor], Tensor]
     assert float((on_codes(model, [x])(x) - wanted).norm() / wanted.norm()) < 0.05  # 1 where the shortcut reads what was there before
 
 
+def test_a_result_without_bounds_stays_in_floating_point() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.relu(self.first(x).masked_fill(x > 0, -torch.inf)))
+
+    model, x = Masked().eval(), torch.randn(64, 8)
+    with torch.no_grad():
+        wanted = model(x)
+        for scale in (1.0, 1e-40):
+            got = on_codes(model, [x * scale])(x * scale)
+            # 8 bits a weight and an activation; with values too small for a scale, the bias is left.
+            assert float((got - wanted).norm() / wanted.norm()) < 0.05 or scale < 1
+            assert torch.isfinite(got).all()
+
+
+def test_a_norm_of_rows_is_not_taken_for_one_of_features() -> None:
+    with pytest.raises(UnsupportedError, match=r"0 gives \[2, 8, 8\], whose batch norm is one of rows"):
+        on_codes(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).eval(), [torch.randn(2, 8, 4)])
+
+
 def test_a_layer_that_is_skipped_runs_in_floating_point() -> None:
     model = network(nn.Identity())
     quantized = on_codes(model, [(images(8), torch.zeros(8))], skip=["13", "4.first.*"])
@@ -344,6 +368,8 @@ def test_nan_becomes_the_least_code() -> None:
     [
         ({"calibration": []}, "no calibration images"),
         ({"calibration": [{"x": 1}]}, "got a dict"),
+        ({"calibration": [images(1) * float("nan")]}, "hold numbers from nan to nan"),
+        ({"calibration": [images(1) * 1e30]}, "hold numbers from -"),
         ({"calibration": None}, "needs calibration, which was not given: pass calibration=images"),
         ({"calibration": 3}, "takes batches of images, got int: pass a DataLoader"),
         ({"calibration": hb.Calibration(torch.ones(1, 2, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),

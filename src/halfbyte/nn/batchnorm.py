@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch import fx, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.fake_quantized import check_not_in_training
+from halfbyte.nn.modules import has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.traced import Tracer
 
@@ -17,7 +19,9 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
     """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
 
     The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
-    are used once, so in evaluation the model computes the same. Call it before `quantize_`, and before passing a model to `load`.
+    are used once, so in evaluation the model computes the same. A norm behind a Linear is taken for one of its features; one of the rows of
+    [batch, rows, features] is told apart only where there are more or fewer rows than features. Call it before `quantize_`, and before
+    passing a model to `load`.
 
     Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
     """
@@ -38,6 +42,7 @@ def fold_(model: nn.Module) -> list[tuple[str, str]]:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced to find the layers before its norms ({reason})") from error
     modules = dict(model.named_modules())
     used = [node.target for node in graph.nodes if node.op == "call_module"]
+    used += [str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"]  # whose weights are read without them
     folded = []
     for norm in graph.nodes:
         layer = norm.args[0] if norm.op == "call_module" and norm.args else None
@@ -45,10 +50,18 @@ def fold_(model: nn.Module) -> list[tuple[str, str]]:
             continue
         names = str(layer.target), str(norm.target)
         before, after = (modules[name] for name in names)
-        frozen = isinstance(after, _NORMS) and after.track_running_stats
-        if frozen and isinstance(before, nn.Conv1d | nn.Conv2d | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
+        if not (isinstance(after, _NORMS) and after.track_running_stats) or any(_has_more(module) for module in (before, after)):
+            continue
+        if isinstance(before, nn.Linear) and before.out_features != after.num_features:  # a norm of the rows of [batch, rows, features]
+            continue
+        if isinstance(before, nn.Conv1d | nn.Conv2d | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
             fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
             model.set_submodule(names[0], fuse(before, after))  # type: ignore[type-var]
             model.set_submodule(names[1], nn.Identity())
             folded.append(names)
     return folded
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether it does more than its class, or makes its weight anew in each call, as weight_norm's and spectral_norm's hooks do."""
+    return has_hooks(module) or "forward" in vars(module) or parametrize.is_parametrized(module)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -18,27 +17,11 @@ from torch import fx, nn
 from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.modules import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.traced import ADDS, RELUS, Tracer, erase_identities, module_of, replace
+from halfbyte.nn.traced import ADDS, RELUS, Inner, Tracer, erase_identities, module_of, replace
 from halfbyte.ops.pool import largest
 
 _INFINITE = float("inf")
 _Clamp = tuple[float, float]
-
-
-class _Inner(NamedTuple):
-    """The inner modules of one that was traced: their hooks, which stand in the way, and the children of each as they were."""
-
-    hooks: tuple[dict[int, Any], ...]
-    children: tuple[tuple[dict[str, Any], list[Any]], ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Inner:
-        every = list(model.modules())
-        hooks = chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in every if m is not model)
-        return cls(tuple(hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
-
-    def are_still(self) -> bool:
-        return all(list(now.values()) == before for now, before in self.children)  # modules are equal to themselves alone
 
 
 def fuse_convolutions_(model: nn.Module) -> None:
@@ -59,7 +42,7 @@ def fuse_convolutions_(model: nn.Module) -> None:
     _with_pools(graph, modules)
     setattr(model, REMARK, f"within the convolutions before them: {sums} additions, {activations} activations")
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
-    members = {"fused": forward, "inner": _Inner.of(model), "__module__": type(model).__module__}
+    members = {"fused": forward, "inner": Inner.of(model), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
 
 
@@ -67,7 +50,7 @@ class _Fused(nn.Module):
     """A module of the class that follows this one among its classes, with another forward."""
 
     fused: Any
-    inner: _Inner
+    inner: Inner
 
     def forward(self, *images: Any, **named: Any) -> Any:
         if self.training:

@@ -43,7 +43,8 @@ class Scale:
     def of_range(cls, low: float, high: float) -> Scale:
         """The finest that reaches from `low` to `high` and has a code for 0."""
         low, high = min(low, 0.0), max(high, 0.0)
-        step = (high - low) / (MOST - LEAST) or 1.0
+        step = (high - low) / (MOST - LEAST)
+        step = step if step > 2.0**-60 else 1.0  # its inverse must be a float32
         return cls(step, max(LEAST, min(MOST, round(LEAST - low / step))))
 
     def code(self, value: float) -> int:

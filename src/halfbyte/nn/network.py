@@ -11,7 +11,6 @@ import operator
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.integer import IntegerConv2d, Requantize, weights_made
-from halfbyte.nn.traced import copy_node, module_of
+from halfbyte.nn.traced import Inner, copy_node, module_of
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
@@ -54,9 +53,9 @@ def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], 
 def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
         kept = _thread.networks.get(self)
-        if kept is None:
+        if kept is None or not kept.inner.are_still():
             kept = _thread.networks[self] = _Kept(self)
-        if not any(kept.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
+        if not any(_GLOBAL_HOOKS) and not any(kept.inner.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
             found = kept.programs_for(self, x) if x.is_cpu else kept.with_sums(self)
             if found is not None:
                 with suppress(_OtherSizes):
@@ -69,7 +68,7 @@ class _Kept:
     network itself."""
 
     def __init__(self, network: fx.GraphModule) -> None:
-        self.hooks = *_GLOBAL_HOOKS, *chain(*((m._forward_hooks, m._forward_pre_hooks) for m in network.modules() if m is not network))
+        self.inner = Inner.of(network)
         self.weights = weights_made()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
         self.sums: Callable[[Tensor], Any] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
+from halfbyte.nn.candidates import FLOATS
 from halfbyte.nn.integer import (
     LEAST,
     MOST,
@@ -41,6 +42,7 @@ from halfbyte.ops import conv
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
+_LARGEST = 2.0**60  # results that reach as far, or are NaN or infinite (masks), stay in floating point
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
@@ -104,12 +106,12 @@ def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, obser
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
-    watcher = _Watcher(traced, observer)
+    watcher = _Watcher(traced, observer, {layer for layer, _ in folded})
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             watcher.run(_image_of(batch))
     if not watcher.seen:
-        raise ArgumentError("there are no calibration images: pass at least one batch")
+        raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
     return _Rewriter(traced, watcher.scales(), weights).result(notes)
 
@@ -201,11 +203,12 @@ def _image_of(batch: Any) -> Tensor:
 class _Watcher(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
-    def __init__(self, traced: fx.GraphModule, observer: str) -> None:
+    def __init__(self, traced: fx.GraphModule, observer: str, folded: Set[str]) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
-        self.observer = observer
+        self.observer, self.folded = observer, folded
         self.modules = dict(traced.named_modules())
+        self.boundless: set[str] = set()
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
@@ -217,8 +220,16 @@ class _Watcher(fx.Interpreter):
                 f"{n.name} writes to memory that {changed[0].name} shows too and that is read behind it, which codes do not share: "
                 "write x = x + y, not x += y, and no activation in place there"
             )
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and n.op != "output":
+        if n.target in self.folded and isinstance(self.modules[str(n.target)], nn.Linear) and value.dim() > 2:
+            raise UnsupportedError(
+                f"{n.target} gives {list(value.shape)}, whose batch norm is one of rows, not of features: write it with x.transpose(1, 2)"
+            )
+        if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
+            if not -_LARGEST < low <= high < _LARGEST:
+                if n.op == "placeholder":
+                    raise ArgumentError(f"the calibration images hold numbers from {low} to {high}: pass those that the network meets")
+                self.boundless.add(n.name)
             before = self.seen.get(n.name, (low, high))
             self.seen[n.name] = min(low, before[0]), max(high, before[1])
             if self.observer != "minmax":
@@ -235,7 +246,7 @@ class _Watcher(fx.Interpreter):
         return {node: value.clone() for node, value in read if value.untyped_storage().data_ptr() == written}
 
     def scales(self) -> dict[str, Scale]:
-        return {name: self._scale(name) for name in self.seen}
+        return {name: self._scale(name) for name in self.seen if name not in self.boundless}
 
     def _scale(self, name: str) -> Scale:
         low, high = self.seen[name]
@@ -306,7 +317,8 @@ class _Rewriter:
             return
         module = module_of(node, self.modules)
         given: Any
-        make, given, reason = self._maker(node, module) if node.name in self.scales else None, module, ""
+        known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
+        make, given, reason = self._maker(node, module) if known else None, module, ""
         if make is not None and isinstance(module, _Layer):
             weight = self.weights(str(node.target), module)
             if isinstance(weight, str):
@@ -328,9 +340,8 @@ class _Rewriter:
         target = node.target
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode == "zeros"):
             return self._layer
-        if target in ADDS and all(isinstance(a, fx.Node) for a in node.args) and len(node.args) == 2 and not node.kwargs:
-            shapes = {self.scales.keys() >= {a.name} for a in node.args if isinstance(a, fx.Node)}
-            return self._add if shapes == {True} else None
+        if target in ADDS and len(_sources(node)) == 2 and not node.kwargs:
+            return self._add
         if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
             return self._relu
         if isinstance(module, nn.Flatten) or target in _SHAPES:
@@ -413,6 +424,12 @@ class _Rewriter:
 def _relu_clamp(scale: Scale, module: nn.Module | None) -> tuple[int, int]:
     """The ends of a ReLU or ReLU6, in codes."""
     return scale.code(0), scale.code(6) if isinstance(module, nn.ReLU6) else MOST
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node computes with: the first operand, both of a sum, all that are concatenated."""
+    operands = node.args if node.target in ADDS else node.args[0] if node.target is torch.cat and node.args else node.args[:1]
+    return [operand for operand in operands if isinstance(operand, fx.Node)] if isinstance(operands, tuple | list) else []
 
 
 def _first(node: fx.Node) -> fx.Node:

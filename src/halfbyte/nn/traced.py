@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -49,6 +50,22 @@ class Tracer(fx.Tracer):
             if first in kwargs:
                 args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
         return super().create_node(kind, target, args, kwargs, *others, **more)
+
+
+class Inner(NamedTuple):
+    """The inner modules of one that was traced: their hooks, which stand in the way, and the children of each as they were."""
+
+    hooks: tuple[dict[int, Any], ...]
+    children: tuple[tuple[dict[str, Any], list[Any]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Inner:
+        every = list(model.modules())
+        hooks = chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in every if m is not model)
+        return cls(tuple(hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
+
+    def are_still(self) -> bool:
+        return all(list(now.values()) == before for now, before in self.children)  # modules are equal to themselves alone
 
 
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
