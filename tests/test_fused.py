@@ -77,6 +77,8 @@ def test_some_have_biases() -> None:
     x = torch.randn(2, 3, 72)
     assert torch.equal(together(x), alone(x))
     assert together.state_dict().keys() == alone.state_dict().keys()
+    alone[0].q_proj.bias.requires_grad_(True)  # a fused layer would not train it
+    assert type(fuse_(alone)[0].k_proj) is QuantLinear
 
 
 @torch.inference_mode()

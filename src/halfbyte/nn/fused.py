@@ -86,7 +86,8 @@ def _remark(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 def _watched(module: nn.Module) -> bool:
-    return has_hooks(module) or "forward" in vars(module)
+    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))  # a bias, which fused layers have a copy of
+    return trained or has_hooks(module) or "forward" in vars(module)
 
 
 def _is_gelu(module: object) -> bool:
