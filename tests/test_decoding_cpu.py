@@ -284,6 +284,41 @@ def test_layers_that_followed_each_other_are_computed_together(together: list[in
         both(input_ids=one, output_hidden_states=True)
 
 
+def test_under_torch_compile(together: list[int]) -> None:
+    """The same numbers, layers computed ahead as without; with a copied cache one by one, and past a hook as transformers does it."""
+    _, short = pair()
+    compiled: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="eager")
+    ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
+    kept = [StaticCache(config=short.config, max_cache_len=24) for _ in range(2)]
+
+    def both() -> None:
+        found = [run(input_ids=one, past_key_values=cache).logits for run, cache in zip((short, compiled), kept, strict=True)]
+        assert torch.equal(*found)
+        assert [int(layer.cumulative_length) for layer in kept[0].layers] == [int(layer.cumulative_length) for layer in kept[1].layers]
+
+    with torch.no_grad():
+        for cache in kept:
+            short(input_ids=ids, past_key_values=cache)
+        together.clear()
+        both()
+        both()
+        assert together == [2] * 4
+        kept = copy.deepcopy(kept)
+        both()
+        assert together[4:] == [2, 1, 1]
+        with short.model.layers[1].mlp.register_forward_hook(lambda *args: 2 * args[2]):
+            both()
+        both()
+        other = copy.deepcopy(short)
+        other.model.layers[0].input_layernorm.weight.mul_(2)
+        short = other
+        compiled = torch.compile(other.forward, fullgraph=True, dynamic=False, backend="eager")
+        together.clear()
+        found = compiled(input_ids=one, past_key_values=kept[1]).logits
+        assert not together
+        assert close(found, other(input_ids=one, past_key_values=kept[0]).logits)
+
+
 def test_weights_that_change(calls: list[tuple[int, ...]]) -> None:
     plain, short = pair()
     _, other = pair(initializer_range=0.1)

@@ -184,8 +184,7 @@ class _OneToken(Shortened):
         attention = self.self_attn
         layers = [] if past_key_values is None else past_key_values.layers
         if hidden_states.is_cpu and "cpu" not in DEVICES and position_embeddings is not None:
-            caches = None if past_key_values is None else layers
-            found = decoding_cpu.tokens(self, hidden_states, attention_mask, caches, position_embeddings, settings)
+            found = decoding_cpu.tokens(self, hidden_states, attention_mask, past_key_values, position_embeddings, settings)
             if found is not None:
                 return found
         fits = position_embeddings is not None and _fits(hidden_states, attention_mask, layers, attention.layer_idx, settings)

@@ -3,17 +3,21 @@
 A growing cache is kept in a larger buffer, so that a new token is written without copying: the layer of the cache holds views of that
 buffer. If other tensors are put there (cropping, beams, a copied cache), this is detected because the views differ. Where layers are
 computed ahead (`ahead.py`), the tokens of each are added to its cache when it is called.
+
+Under torch.compile a layer with a static cache is the custom op `halfbyte::decoder_layer`, once the layer has read a prompt without. The
+op finds its layer by an id and the whole cache by the keys, so that layers are computed ahead there, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.unchanged import Unchanged
@@ -21,6 +25,7 @@ from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, Heads, run_layers, why_not
 from halfbyte.ops.layers import Weight
+from halfbyte.ops.library import OPS
 
 _ROOM = "_halfbyte_room"
 _LEAST_ROOM = 64  # tokens
@@ -111,21 +116,29 @@ def why_not_one_call(layer: Any) -> str | None:
 
 
 def tokens(
-    layer: Any, x: Tensor, mask: Tensor | None, caches: list[Any] | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+    layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
-    """The layer's output for x [B, t, K], by one call; None if that is not supported. caches: of all layers, or none."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
+    """The layer's output for x [B, t, K], by one call; None if that is not supported. past: the cache of all layers, or none."""
     index = layer.self_attn.layer_idx
-    if caches is not None and index >= len(caches):
+    if torch.is_grad_enabled() or (past is not None and index >= len(past.layers)):
         return None
-    cache = None if caches is None else caches[index]
-    same: Same = (mask, *rotary)
-    found = given(layer, x, same, lambda: _ahead(layer, x, caches, same, settings), lambda entry: entry.is_into(cache))
+    cache: Any = None if past is None else past.layers[index]
+    if torch.compiler.is_compiling():
+        return _op(layer, x, mask, cache, rotary, settings)
+    found = _given(layer, x, mask, past, rotary, settings)
     if found is None:
         return None
     found.entry.enter(cache, x.shape[1])
+    if isinstance(cache, StaticLayer):
+        _remember(layer, x, cache, past)
     return found.y
+
+
+def _given(layer: Any, x: Tensor, mask: Tensor | None, past: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> Ahead | None:
+    caches = None if past is None else past.layers
+    cache = None if caches is None else caches[layer.self_attn.layer_idx]
+    same: Same = (mask, *rotary)
+    return given(layer, x, same, lambda: _ahead(layer, x, caches, same, settings), lambda entry: entry.is_into(cache))
 
 
 def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings: dict[str, Any]) -> list[Ahead]:
@@ -206,3 +219,60 @@ def _computed(layer: Any) -> DecoderLayer | None:
 def _of_heads(attention: Any) -> tuple[Any, ...]:
     """The norms of queries and keys, if any."""
     return tuple(getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
+
+
+# Under torch.compile
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "decoder_layer(Tensor x, Tensor? mask, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor length, int layer) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # without it Inductor computes the mask and the positions for each layer anew
+)
+_KNOWN = "_halfbyte_id"  # of a layer, its id: a copy has another one
+_layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_caches: Any = WeakTensorKeyDictionary()  # of their layers' keys, weakly
+
+
+def _remember(layer: nn.Module, x: Tensor, cache: StaticLayer, past: Cache | None) -> None:
+    if getattr(layer, _KNOWN, None) != id(layer):
+        setattr(layer, _KNOWN, id(layer))
+        _layers[id(layer)] = layer
+    if x.shape[1] > 1:
+        _caches[cache.keys] = ref(past)
+
+
+def _op(layer: Any, x: Tensor, mask: Any, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> Tensor | None:
+    if getattr(layer, _KNOWN, None) != id(layer) or type(cache) is not StaticLayer or not cache.is_initialized:
+        return None
+    if torch.compiler.is_exporting() or settings.get("output_attentions") or not (mask is None or isinstance(mask, Tensor)):
+        return None
+    y: Tensor = OPS.decoder_layer.default(x, mask, *rotary, cache.keys, cache.values, cache.cumulative_length, id(layer))
+    # Not by the op: Inductor makes masks from the first layer's length when it likes, unless it knows of a change.
+    cache.cumulative_length.add_(x.shape[1])
+    return y
+
+
+def _run(x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, number: int) -> Tensor:
+    layer: Any = _layers[number]
+    index, known = layer.self_attn.layer_idx, _caches.get(keys)
+    past = None if known is None else known()
+    if past is None or past.layers[index].keys is not keys:  # a copied or reordered cache
+        past = _cache_of(keys, values, length, index)
+    found = _given(layer, x, mask, past, (cos, sin), {})
+    if found is not None:
+        return found.y
+    y: Tensor = layer.forward(x, attention_mask=mask, past_key_values=past, position_embeddings=(cos, sin))
+    length.sub_(x.shape[1])  # who calls the op adds them
+    return y.contiguous()
+
+
+def _cache_of(keys: Tensor, values: Tensor, length: Tensor, index: int) -> Cache:
+    """A cache with these tensors in layer `index`, the last one."""
+    layer: Any = StaticLayer(keys.shape[2])
+    layer.keys, layer.values, layer.cumulative_length, layer.is_initialized = keys, values, length, True
+    layer.dtype, layer.device = keys.dtype, keys.device
+    return Cache(layers=[layer] * (index + 1))
+
+
+_library.impl("decoder_layer", _run, "CPU")
+torch.library.register_fake("halfbyte::decoder_layer", lambda x, *_: x.new_empty(x.shape), lib=_library)
