@@ -9,6 +9,9 @@ after it. On a GPU "step" is one decoding step of `--batch` sequences after the 
 out of the way.
 "reading" is the time that a bare read of the weights of a step takes (all but the embedding, of which a step reads one row), and
 "of roofline" is that time over the step's.
+
+With --where a round tells, on a CPU, where the time of a step and of a prompt goes, in ms: all, halfbyte's kernels (and their calls), what
+else its ops take under torch.compile, and torch's attention (sdpa), these two from a profiler; the rest is torch's and transformers'.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
     parser.add_argument("--folder", type=Path, help="where the model is kept from run to run (default: nowhere)")
+    parser.add_argument("--where", action="store_true", help="where the time goes, in place of tokens per second (not llama.cpp)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", metavar="CONTENDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -97,7 +101,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
-    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder]
+    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
@@ -152,6 +156,24 @@ class LlamaCpp:
         return {"prompt tok/s": timings["prompt_per_second"], "decode tok/s": timings["predicted_per_second"]}
 
 
+class Kernels:
+    """Seconds in halfbyte's compiled code on a CPU, and calls of it, from now on; made before the first kernel."""
+
+    def __init__(self) -> None:
+        from halfbyte.kernels.cpu import runtime
+
+        self.seconds, self.calls = 0.0, 0
+        run = runtime.runner()
+
+        def timed(address: int, threads: int) -> None:
+            begin = time.perf_counter()
+            run(address, threads)
+            self.seconds += time.perf_counter() - begin
+            self.calls += 1
+
+        runtime.runner = lambda: timed  # type: ignore[assignment]
+
+
 class Torch:
     """halfbyte, or transformers alone: float32 on a CPU, bfloat16 on a GPU, and there torch's own product with 4-bit weights."""
 
@@ -159,6 +181,7 @@ class Torch:
         import torch
 
         torch.set_num_threads(args.threads)
+        self.kernels = Kernels() if args.where else None
         self.args, self.seed = args, 0
         self.model = make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
         if "int4" in args.worker:
@@ -169,18 +192,50 @@ class Torch:
         self.round()
 
     def round(self) -> dict[str, float]:
+        if self.args.device == "cuda" and self.compiled:
+            return self.step()
+        if self.args.where:
+            return self.where()
+        done = self.generated(self.args.new)
+        return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate}
+
+    def where(self) -> dict[str, float]:
+        few, many = self.parts(8), self.parts(8 + self.args.new)
+        step = {name: (value - few[name]) / self.args.new for name, value in many.items()}
+        found = {f"step {name}": value for name, value in step.items()}
+        if not self.compiled:  # what compiles reads the prompt more than once, as torch does without
+            found |= {f"prompt {name}": value - 7 * step[name] for name, value in few.items()}
+        return found
+
+    def parts(self, new: int) -> dict[str, float]:
+        """Milliseconds of reading a prompt and writing so many tokens."""
+        from torch.profiler import ProfilerActivity, profile
+
+        assert self.kernels is not None
+        kernels, calls = self.kernels.seconds, self.kernels.calls
+        done = self.generated(new)
+        kernels, calls = self.kernels.seconds - kernels, self.kernels.calls - calls
+        profiled = self.kernels.seconds
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            self.generated(new)
+        profiled = self.kernels.seconds - profiled
+        ops = attention = 0.0
+        for event in profiler.key_averages():
+            ops += event.cpu_time_total / 1e6 * event.key.startswith("halfbyte::")
+            attention += event.cpu_time_total / 1e6 * event.key.startswith("aten::_scaled_dot_product")
+        seconds = {"all": done.prompt_seconds + done.decode_seconds, "kernels": kernels, "ops": ops - profiled if self.compiled else 0.0}
+        return {name: value * 1e3 for name, value in (seconds | {"sdpa": attention}).items()} | {"calls": calls}
+
+    def generated(self, new: int) -> Any:
         import torch
 
         from halfbyte.integrations.text import generate
 
-        if self.args.device == "cuda" and self.compiled:
-            return self.step()
         self.seed += 1
         prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
         prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-        settings = {"max_new_tokens": self.args.new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled}
-        done = generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
-        return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate}
+        settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled}
+        return generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
 
     def step(self) -> dict[str, float]:
         """Milliseconds of one decoding step with a static cache, as a CUDA graph, and of reading its weights."""

@@ -114,7 +114,7 @@ def run_layers(
         mask = mask.contiguous()
     inner = [layer._refreshed() for layer in layers]
     y = decoder.run(inner, x.float().contiguous(), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask)
-    return y.to(x.dtype).unbind()
+    return tuple(one.to(x.dtype) for one in y)
 
 
 def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str | None:

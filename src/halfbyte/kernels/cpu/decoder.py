@@ -223,18 +223,18 @@ class Entry(NamedTuple):
     length: int
 
 
-def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> Tensor:
-    """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other: [layers, B, t, K].
+def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> list[Tensor]:
+    """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other.
 
     rotary  cosines and sines, each [B or 1, t, D], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
     """
     batch, tokens, _ = x.shape
-    out = x.new_empty((len(layers), *x.shape))
+    out = [torch.empty_like(x) for _ in layers]
     if mask is not None and tokens > _FEW:
         mask = attend_whole.readable(mask)
     if batch * tokens <= _ROWS:
-        _run(layers, x, rotary, entries, mask, out.data_ptr())
+        _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out])
         return out
     sequences, most = max(1, _ROWS // tokens), min(tokens, _ROWS)
     pieces = -(-tokens // most)
@@ -249,15 +249,20 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
                 if seen is not None and seen.shape[2] > 1:
                     seen = seen[:, :, begin:end]
                 place = Entry(entry.keys[some], entry.values[some], entry.length + begin)
-                _run((layer,), x[some, begin:end], turns, (place,), seen, y[some, begin:end].data_ptr())
+                _run((layer,), x[some, begin:end], turns, (place,), seen, [y[some, begin:end].data_ptr()])
         x = y
     return out
 
 
 def _run(
-    layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None, target: int
+    layers: Sequence[Layer],
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    entries: Sequence[Entry],
+    mask: Tensor | None,
+    targets: Sequence[int],
 ) -> None:
-    """`run` for up to _ROWS rows; target: where what the first layer gives goes, and that of the others behind it."""
+    """`run` for up to _ROWS rows; targets: where what the layers give goes."""
     batch, tokens, _ = x.shape
     first = layers[0]
     threads = max(1, min(runtime.threads(), batch * tokens * first.gate_up.n * first.gate_up.k // WORK_A_THREAD))
@@ -266,9 +271,9 @@ def _run(
     after = (0, 0, 0)
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
-    source, step = x.data_ptr(), 4 * x.numel()
+    source = x.data_ptr()
     plans = []
-    for layer, (keys, values, length) in zip(layers, entries, strict=True):
+    for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
         size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
         plan: _Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
         places = []
@@ -276,7 +281,7 @@ def _run(
             nbytes, strides = tensor.element_size(), tensor.stride()
             places += [tensor.data_ptr(), strides[0] * nbytes, strides[1] * nbytes, strides[2] * nbytes]
         plan.point(source, target, (*before, *places, *after, length))
-        source, target = target, target + step
+        source = target
         plans.append(plan)
     _chain(first, tuple(plans), threads).run()
 
