@@ -234,6 +234,14 @@ def test_nothing_has_changed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(torch.equal(a.nan_to_num(7), before[name].nan_to_num(7)) for name, a in model.state_dict().items())
 
 
+def test_each_module_keeps_its_mode() -> None:
+    model = language_model().train()
+    frozen = model.model.layers[1].eval()
+    config = Config.auto(model, 5.5, tokens(1, 4), formats=["int4_g16", "q8_0"], method="gptq")
+    quantize_(model, config, tokens(1, 4))
+    assert [module for module in model.modules() if not module.training] == list(frozen.modules())
+
+
 def test_what_is_refused() -> None:
     model = language_model()
     with pytest.raises(ArgumentError, match=r"gptq needs calibration.*absmax, mse, hqq"):

@@ -68,6 +68,18 @@ class _Stop(Exception):
 
 
 @contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` is in evaluation; afterwards each of its modules is in the mode that it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
 def takes_tokens(model: nn.Module) -> Iterator[None]:
     """A context in which `model` is called with only token ids; its errors become ArgumentError: it may need images or two sequences."""
     try:
@@ -123,17 +135,14 @@ class Runs:
                 self._run_model(batch)
 
     def _run_model(self, tokens: Tensor) -> None:
-        training = self.model.training
         cacheless = {"use_cache": False} if hasattr(getattr(self.model, "config", None), "use_cache") else {}
         try:
-            self.model.eval()
-            self.model(tokens.to(self.home), **cacheless)
+            with in_evaluation(self.model):
+                self.model(tokens.to(self.home), **cacheless)
         except _Stop:
             pass
         except IndexError as e:
             raise ArgumentError(f"the calibration tokens do not fit the model ({e}): use its own tokenizer, or shorter passages") from e
-        finally:
-            self.model.train(training)
 
     def forward(self, i: int, block: nn.Module, batch: int) -> Tensor:
         """The output of `block`, in place of layer i, for a batch of hidden states."""

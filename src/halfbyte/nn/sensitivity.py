@@ -11,7 +11,7 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration
-from halfbyte.nn.runs import Progress, takes_tokens
+from halfbyte.nn.runs import Progress, in_evaluation, takes_tokens
 
 
 @torch.no_grad()
@@ -45,12 +45,8 @@ def measure_losses(
 
 def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
     """Log-probabilities of each next token, float32 [passages, tokens, vocabulary]."""
-    training, device = model.training, next(model.parameters()).device
-    try:
-        with takes_tokens(model):
-            answer = model.eval()(tokens.to(device))
-    finally:
-        model.train(training)
+    with in_evaluation(model), takes_tokens(model):
+        answer = model(tokens.to(next(model.parameters()).device))
     logits = answer if isinstance(answer, Tensor) else getattr(answer, "logits", None)
     if not isinstance(logits, Tensor):
         raise UnsupportedError(f"{type(model).__name__} returns no logits, by which sensitivity is measured: name the formats yourself")
