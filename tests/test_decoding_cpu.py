@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import decoder_parts
 from language_model import make_decoder
 from transformers import DynamicCache, StaticCache
 
@@ -184,32 +186,9 @@ def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int8_channel"])
 def test_products_on_the_way_are_those_of_linear(name: str) -> None:
-    """The layer from its parts: only the order of sums in norms and attention differs, which is a unit of the quantized activations at most
-    where a code is just between two."""
-    torch.manual_seed(3)
-    heads, k, inner = Heads(4, 2, 32, 32**-0.5), 160, 64
-    packed = [ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, name)) for n, c in ((256, k), (k, 128), (2 * inner, k), (k, inner))]
-    biases = torch.randn(256), torch.randn(k), None, None
-    weights = tuple(Weight(p, b, "auto", "block") for p, b in zip(packed, biases, strict=True))
-    norms = torch.rand(k) + 0.5, torch.rand(k) + 0.5
-    layer = DecoderLayer(weights, norms, (1e-5, 1e-6, 0.0), heads)  # type: ignore[arg-type]
-
-    def norm(x: Tensor, i: int) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + (1e-5, 1e-6)[i]).rsqrt() * norms[i]
-
-    for b, t in ((1, 1), (1, 3), (5, 1), (2, 20), (9, 40), (1, 300)):  # the last two piece by piece
-        x, turn = torch.randn(b, t, k), torch.randn(1, t, 16).repeat(1, 1, 2)
-        keys, values = torch.randn(b, 2, t + 9, 32), torch.randn(b, 2, t + 9, 32)
-        y = layer(x, (turn.cos(), turn.sin()), keys, values, 9)
-        qkv = ops.linear(norm(x, 0), packed[0], biases[0]).view(b, t, 8, 32).transpose(1, 2)
-        turned = qkv * turn.cos() + torch.cat((-qkv[..., 16:], qkv[..., :16]), -1) * turn.sin()
-        seen = torch.ones(t, t + 9, dtype=torch.bool).tril(9)
-        a = torch.nn.functional.scaled_dot_product_attention(turned[:, :4], keys, values, seen, enable_gqa=True)
-        h = ops.linear(a.transpose(1, 2).reshape(b, t, 128), packed[1], biases[1], residual=x)
-        gate, up = ops.linear(norm(h, 1), packed[2]).chunk(2, -1)
-        expected = ops.linear(torch.nn.functional.silu(gate) * up, packed[3], residual=h)
-        # A code that flips moves an output by 1/127 of the largest activation times a weight, of which there are few.
-        assert float((y - expected).norm()) <= 2e-3 * float(expected.norm()), (b, t)
+    sizes = decoder_parts.Sizes(4, 2, 32, 160, 64)
+    shapes = (1, 1), (1, 3), (5, 1), (2, 20), (9, 40), (1, 300)  # the last two piece by piece
+    decoder_parts.check(name, sizes, shapes, lambda _: nullcontext())
 
 
 def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:

@@ -1,19 +1,29 @@
-"""What encoder layers are made of beside products, in float64, with bounds of what float32 may be off by."""
+"""Encoder layers, and what they are made of beside products, in float64, with bounds of what float32 may be off by."""
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
+from samples import random_codes
 from support import poisoned
 from torch import Tensor
+from torch.nn import functional
 
-from halfbyte.kernels.cpu import chain, runtime
+from halfbyte import ops
+from halfbyte.formats import Codes, as_format
+from halfbyte.kernels import reference
+from halfbyte.kernels.cpu import chain, gelu, runtime
 from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.exponential import BOUND
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.ops.encoder import EncoderLayer
+from halfbyte.ops.layers import LayerNorm, Weight
 
 EPS = 2.0**-24
+HEADS, SCALE = 3, 0.3
+SIZES = {"k": 33, "width": 24, "inner": 50}
 
 
 def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
@@ -114,3 +124,60 @@ def normed(launch: Launch, x: Tensor, out: Tensor, weight: Tensor, shift: Tensor
         "eps": (eps, 0.0),
     }
     launch(fields, sizes)
+
+
+def codes_of(name: str, seed: int = 0) -> list[Codes]:
+    k, width, inner = SIZES.values()
+    shapes = (3 * width, k), (k, width), (inner, k), (k, inner)
+    return [random_codes(as_format(name), shape, seed + i) for i, shape in enumerate(shapes)]
+
+
+def parts_of(codes: list[Codes], compute: str, *, biased: bool = True) -> tuple[list[Weight], list[LayerNorm]]:
+    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]) if biased else None, compute, "block") for c in codes]
+    k = SIZES["k"]
+    return weights, [LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5) for _ in range(2)]
+
+
+def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[LayerNorm]]:
+    weights, norms = parts_of(codes, compute, biased=biased)
+    return EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before), weights, norms  # type: ignore[arg-type]
+
+
+def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]], *, before: bool, masked: bool) -> None:
+    """Whether a layer that is made and called in `running(tensors)` gives what it gives in float64."""
+    codes = [ops.quantize(torch.randn(c.shape) / 20, "q8_0") for c in codes_of("q8_0")]  # errors that do not multiply
+    weights, norms = parts_of(codes, "float")
+    x = torch.randn(3, 17, SIZES["k"])
+    mask = (torch.arange(17) < torch.tensor([17, 9, 1])[:, None])[:, None, None] if masked else None
+
+    def linear(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        w, bias = codes[i].dequantize(torch.float64), weights[i].bias
+        assert bias is not None
+        # What it would be off by for x itself; x that is off by e is at most 1.01 times as large wherever that counts.
+        own = reference.error_bound(x.float(), codes[i], bias, "float")
+        return x @ w.T + bias.double(), (own + e @ w.abs().T) * 1.01
+
+    def norm(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        return layer_norm(x, norms[i].weight, norms[i].bias, norms[i].eps, e)
+
+    def plus(x: Tensor, e: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x + y[0], (e + y[1] + EPS * (x + y[0]).abs()) * 1.01
+
+    z, e = x.double(), x.double() * 0
+    qkv, off = (t.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4) for t in linear(*(norm(z, e, 0) if before else (z, e)), 0))
+    a, off = (t.flatten(2) for t in attention(*qkv, mask, SCALE, tuple(off)))
+    h, e = plus(z, e, linear(a, off, 1))
+    if not before:
+        h, e = norm(h, e, 0)
+    g, off = linear(*(norm(h, e, 1) if before else (h, e)), 2)
+    g, off = functional.gelu(g), 1.13 * off + (gelu.BOUND + EPS) * (g.abs() + off)  # its slope is less than 1.13
+    y, e = plus(h, e, linear(g, off, 3))
+    if not before:
+        y, e = norm(y, e, 1)
+    made_of = [*(w.packed.data for w in weights), *(w.bias for w in weights), *(t for n in norms for t in n[:2]), x]
+    with running(made_of if mask is None else [*made_of, mask]):
+        layer = EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before)  # type: ignore[arg-type]
+        found, other = layer(x, mask).double(), layer(x * 1.001, mask).double()
+    assert bool(((found - y).abs() <= e).all())
+    assert float(e.max()) < 0.02 * float(y.abs().max()), "a bound that says nothing"
+    assert not torch.equal(found, other)

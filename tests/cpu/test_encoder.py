@@ -1,50 +1,31 @@
 """Encoder layers in one call: against float64, and number by number what their parts give one after the other."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from encoder_parts import attention as attended
-from encoder_parts import check_norm, layer_norm, native
+from encoder_parts import HEADS, SCALE, SIZES, check_layer, check_norm, codes_of, layer_of, native
 from encoder_parts import normed as run_norm
 from samples import random_codes
 from support import RUNNABLE, pairwise
 from torch import Tensor
-from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.formats import Codes, as_format
-from halfbyte.kernels import reference
-from halfbyte.kernels.cpu import attend_whole, embed, encoder, gelu, runtime
+from halfbyte.formats import as_format
+from halfbyte.kernels.cpu import attend_whole, embed, encoder, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer, run_layers
 from halfbyte.ops.layers import LayerNorm, Weight
 
-U = 2.0**-24
-HEADS, SCALE = 3, 0.3
-SIZES = {"k": 33, "width": 24, "inner": 50}
-
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 def test_norms(isa: ISA) -> None:
     for k in (1, 7, 32, 64, 77, 384):
         check_norm(k, 7, native(isa, 1 + k % 2))
-
-
-def codes_of(name: str, seed: int = 0) -> list[Codes]:
-    k, width, inner = SIZES.values()
-    shapes = (3 * width, k), (k, width), (inner, k), (k, inner)
-    return [random_codes(as_format(name), shape, seed + i) for i, shape in enumerate(shapes)]
-
-
-def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[LayerNorm]]:
-    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]) if biased else None, compute, "block") for c in codes]
-    k = SIZES["k"]
-    norms = [LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5) for _ in range(2)]
-    return EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before), weights, norms  # type: ignore[arg-type]
 
 
 def normed(x: Tensor, norm: LayerNorm) -> Tensor:
@@ -106,39 +87,7 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_against_float64(before: bool, masked: bool) -> None:
-    codes = [ops.quantize(torch.randn(c.shape) / 20, "q8_0") for c in codes_of("q8_0")]  # errors that do not multiply
-    layer, weights, norms = layer_of(codes, "float", before=before)
-    x = torch.randn(3, 17, SIZES["k"])
-    mask = (torch.arange(17) < torch.tensor([17, 9, 1])[:, None])[:, None, None] if masked else None
-
-    def linear(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        w, bias = codes[i].dequantize(torch.float64), weights[i].bias
-        assert bias is not None
-        # What it would be off by for x itself; x that is off by e is at most 1.01 times as large wherever that counts.
-        own = reference.error_bound(x.float(), codes[i], bias, "float")
-        return x @ w.T + bias.double(), (own + e @ w.abs().T) * 1.01
-
-    def norm(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        return layer_norm(x, norms[i].weight, norms[i].bias, norms[i].eps, e)
-
-    def plus(x: Tensor, e: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return x + y[0], (e + y[1] + U * (x + y[0]).abs()) * 1.01
-
-    z, e = x.double(), x.double() * 0
-    qkv, off = (t.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4) for t in linear(*(norm(z, e, 0) if before else (z, e)), 0))
-    a, off = (t.flatten(2) for t in attended(*qkv, mask, SCALE, tuple(off)))
-    h, e = plus(z, e, linear(a, off, 1))
-    if not before:
-        h, e = norm(h, e, 0)
-    g, off = linear(*(norm(h, e, 1) if before else (h, e)), 2)
-    g, off = functional.gelu(g), 1.13 * off + (gelu.BOUND + U) * (g.abs() + off)  # its slope is less than 1.13
-    y, e = plus(h, e, linear(g, off, 3))
-    if not before:
-        y, e = norm(y, e, 1)
-    found = layer(x, mask).double()
-    assert bool(((found - y).abs() <= e).all())
-    assert float(e.max()) < 0.02 * float(y.abs().max()), "a bound that says nothing"
-    assert not torch.equal(found, layer(x * 1.001, mask).double())
+    check_layer(lambda _: nullcontext(), before=before, masked=masked)
 
 
 def test_nan_stays_in_its_sequence() -> None:

@@ -9,10 +9,11 @@ import itertools
 from pathlib import Path
 
 import attention
+import decoder_parts
 import encoder_parts
 import pytest
 import torch
-from emulated import kernels, program
+from emulated import chains, kernels, program
 from emulated.program import Emulator
 from samples import largest_sums, random_codes
 from support import activations, pairwise, run_linear
@@ -239,6 +240,16 @@ def test_encoders_parts(emulator: Emulator, step: int) -> None:
         assert bool(((kernels.attend_whole(emulator, q, k_, v, mask, 0.3).double() - wanted).abs() <= error).all())
 
 
+def test_whole_layers(emulator: Emulator, step: int) -> None:
+    """Of decoders: one token, and a prompt, whose keys are laid out before they are multiplied; in some cases a few tokens."""
+    running, few = functools.partial(chains.emulated, emulator), step > 1
+    if not few:
+        encoder_parts.check_layer(running, before=False, masked=True)
+    name, kind = ("q4_0", torch.bfloat16) if few else ("int8_channel", torch.float32)
+    shapes = ((1, 1), (1, 11)) if few else ((1, 1), (1, 11), (3, 1))
+    decoder_parts.check(name, decoder_parts.Sizes(4, 2, 16, 45, 32), shapes, running, kind)
+
+
 def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, n, k = as_format("int8_channel_f32"), 32, 32
     kernel, packed = kernels.linear_kernel(emulator, fmt, n, k, torch.float32, "float", "block"), pack(random_codes(fmt, (n, k)))
@@ -301,6 +312,17 @@ def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
     at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
     assert len(at) == rows * vectors * 8
     assert not any(line.startswith("\tstr\tz") for line in lines[at[0] : at[-1]])
+
+
+@pytest.mark.parametrize("name", ["neon_dotprod", "neon_i8mm"])
+def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
+    isa = BY_NAME[name]
+    rows, vectors, *_ = isa.tile(8, "int8", Geometry(Format(4, 32), 32, 32))
+    spec = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows, vectors, "f32")
+    lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith(("\tsdot", "\tsmmla"))]
+    assert len(at) == rows * vectors * (8 if name == "neon_dotprod" else 4)
+    assert not any(line.startswith(("\tstr\tq", "\tstp\tq")) and "[sp" in line for line in lines[at[0] : at[-1]])
 
 
 @pytest.mark.parametrize("bits", [4, 8])

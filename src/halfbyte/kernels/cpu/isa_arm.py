@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, mangled
+from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, mangled
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
@@ -51,6 +51,13 @@ class Neon(ISA):
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         products = weights.to("i16") * a.bits(self.quads).to("i16")
         return acc + products if bits == 4 else acc + self._pairs(f, products)
+
+    def pinned(self, f: Function, acc: Value) -> Value:
+        if bytes_of(acc.type) <= 4 * self.lanes:
+            return super().pinned(f, acc)
+        count = lanes_of(acc.type) // 2
+        low, high = (super(Neon, self).pinned(f, acc.shuffle(range(h, h + count))) for h in (0, count))
+        return low.shuffle(range(2 * count), high)
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         pairs = self._pairs(f, acc) if bits == 4 else acc
@@ -140,6 +147,7 @@ class NeonI8mm(NeonDotprod):
                     at = (unit.rows - 1) * unit.vectors
                     accs[at:] = [self.dot(f, acc, w, four, unit.bits) for acc, w in zip(accs[at:], step, strict=True)]
                 sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
+            accs = [self.pinned(f, acc) for acc in accs]  # or LLVM puts rows off to where they are scaled, and their operands on the stack
             f.fence()
         return accs, sums
 
