@@ -66,7 +66,7 @@ def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(platform, "machine", lambda: "ARM64")
     monkeypatch.setattr(platform, "processor", lambda: "")
     m = machine.__wrapped__()
-    assert (m.arch, m.cpu, m.vendor, m.features, m.llvm_cpu) == ("aarch64", "generic", None, frozenset(), "generic")
+    assert (m.arch, m.cpu, m.vendor, m.features, m.llvm_cpu) == ("aarch64", "generic", None, frozenset({"neon"}), "generic")
     assert (m.cores, m.caches, m.memory) == (1, Caches(None, None, None), None)
 
 

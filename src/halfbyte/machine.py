@@ -28,13 +28,14 @@ _VENDORS = {
     "0x61": "Apple",
     "0xc0": "Ampere",
 }
-# Arm features that LLVM does not report: LLVM's name -> the names of Linux (/proc/cpuinfo) and of macOS (sysctl hw.optional.arm.*).
+# Arm features that LLVM does not report everywhere: LLVM's name -> the names of Linux (/proc/cpuinfo) and of macOS (sysctl
+# hw.optional.arm.*), and Windows' number (IsProcessorFeaturePresent).
 _ARM_FEATURES = {
-    "dotprod": ("asimddp", "FEAT_DotProd"),
-    "i8mm": ("i8mm", "FEAT_I8MM"),
-    "bf16": ("bf16", "FEAT_BF16"),
-    "fullfp16": ("asimdhp", "FEAT_FP16"),
-    "sve": ("sve", ""),
+    "dotprod": ("asimddp", "FEAT_DotProd", 43),
+    "i8mm": ("i8mm", "FEAT_I8MM", 66),
+    "bf16": ("bf16", "FEAT_BF16", 68),
+    "fullfp16": ("asimdhp", "FEAT_FP16", 67),
+    "sve": ("sve", "", 0),
 }
 _PR_SVE_GET_VL = 51
 _ARCHES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
@@ -188,13 +189,21 @@ def _arm_features() -> frozenset[str]:
     found = set[str]()
     with suppress(OSError, AttributeError):
         if sys.platform == "darwin":
-            found = {name for name, (_, apple) in _ARM_FEATURES.items() if apple and any(_sysctl(f"hw.optional.arm.{apple}"))}
+            found = {name for name, (_, apple, _) in _ARM_FEATURES.items() if apple and any(_sysctl(f"hw.optional.arm.{apple}"))}
+        elif sys.platform == "win32":
+            found = {name for name, (*_, number) in _ARM_FEATURES.items() if number and _windows_has(number)}
         elif sys.platform == "linux":
             words = _fields(Path("/proc/cpuinfo").read_text(errors="replace")).get("features", "").split()
-            found = {name for name, (linux, _) in _ARM_FEATURES.items() if linux in words}
+            found = {name for name, (linux, *_) in _ARM_FEATURES.items() if linux in words}
             if "sve" in found:
                 found.add(f"sve{8 * _sve_bytes()}")
-    return frozenset(found)
+    return frozenset(found | {"neon"})  # which these systems' calling conventions take for granted
+
+
+def _windows_has(number: int) -> bool:
+    import ctypes
+
+    return bool(ctypes.CDLL("kernel32").IsProcessorFeaturePresent(number))
 
 
 def _sve_bytes() -> int:

@@ -377,7 +377,12 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("system", "found"),
-    [("linux", {"dotprod", "i8mm", "bf16", "sve", "sve256"}), ("darwin", {"dotprod", "fullfp16"}), ("win32", set()), ("plan9", set())],
+    [
+        ("linux", {"dotprod", "i8mm", "bf16", "sve", "sve256"}),
+        ("darwin", {"dotprod", "fullfp16"}),
+        ("win32", {"dotprod", "bf16"}),
+        ("plan9", set()),
+    ],
 )
 def test_features_of_arm_that_llvm_does_not_tell(system: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16 svei8mm\nCPU part\t: 0xd40\n"
@@ -386,4 +391,5 @@ def test_features_of_arm_that_llvm_does_not_tell(system: str, found: set[str], m
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
     monkeypatch.setattr(machine_module, "_sve_bytes", lambda: 32)
     monkeypatch.setattr(machine_module, "_sysctl", lambda name: apple.get(name, b""))
-    assert machine_module._arm_features() == found
+    monkeypatch.setattr(machine_module, "_windows_has", {43, 68}.__contains__)
+    assert machine_module._arm_features() == found | {"neon"}
