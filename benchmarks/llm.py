@@ -76,7 +76,7 @@ def compare(args: argparse.Namespace) -> int:
             print(f"{name}: {said['failed']}", file=sys.stderr)
             del workers[name]
         facts[name] = said
-    for _ in range(args.rounds):
+    for _ in range(1 if args.where else args.rounds):
         for name, worker in workers.items():
             print("go", file=worker.stdin, flush=True)
             answers[name].append(read(worker))
@@ -101,7 +101,8 @@ def compare(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
-    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder, *(["--where"] if args.where else [])]
+    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder]
+    forwarded += ["--rounds", args.rounds, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
@@ -189,7 +190,7 @@ class Torch:
         self.tokenizer = make_tokenizer(VOCABULARY[args.size])
         self.compiled = args.worker.endswith("compiled")
         self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__}
-        self.round()
+        _ = self.generated(self.args.new) if args.where else self.round()
 
     def round(self) -> dict[str, float]:
         if self.args.device == "cuda" and self.compiled:
@@ -200,31 +201,36 @@ class Torch:
         return {"prompt tok/s": done.prompt_rate, "decode tok/s": done.decode_rate}
 
     def where(self) -> dict[str, float]:
-        few, many = self.parts(8), self.parts(8 + self.args.new)
-        step = {name: (value - few[name]) / self.args.new for name, value in many.items()}
+        few, many = 8, 8 + self.args.new
+        rounds = [[self.parts(new) for new in (few, many)] for _ in range(self.args.rounds)]
+        # Once torch's profiler has run, torch.compile's code is slower.
+        profiled = [self.profiled(new) for new in (few, many)]
+        less, more = ({key: statistics.median(r[i][key] for r in rounds) for key in rounds[0][i]} | profiled[i] for i in (0, 1))
+        step = {name: (value - less[name]) / self.args.new for name, value in more.items()}
         found = {f"step {name}": value for name, value in step.items()}
         if not self.compiled:  # what compiles reads the prompt more than once, as torch does without
-            found |= {f"prompt {name}": value - 7 * step[name] for name, value in few.items()}
+            found |= {f"prompt {name}": value - (few - 1) * step[name] for name, value in less.items()}
         return found
 
     def parts(self, new: int) -> dict[str, float]:
         """Milliseconds of reading a prompt and writing so many tokens."""
-        from torch.profiler import ProfilerActivity, profile
-
         assert self.kernels is not None
         kernels, calls = self.kernels.seconds, self.kernels.calls
         done = self.generated(new)
-        kernels, calls = self.kernels.seconds - kernels, self.kernels.calls - calls
-        profiled = self.kernels.seconds
+        took = {"all": done.prompt_seconds + done.decode_seconds, "kernels": self.kernels.seconds - kernels}
+        return {name: value * 1e3 for name, value in took.items()} | {"calls": self.kernels.calls - calls}
+
+    def profiled(self, new: int) -> dict[str, float]:
+        from torch.profiler import ProfilerActivity, profile
+
+        assert self.kernels is not None
+        kernels = self.kernels.seconds
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             self.generated(new)
-        profiled = self.kernels.seconds - profiled
-        ops = attention = 0.0
-        for event in profiler.key_averages():
-            ops += event.cpu_time_total / 1e6 * event.key.startswith("halfbyte::")
-            attention += event.cpu_time_total / 1e6 * event.key.startswith("aten::_scaled_dot_product")
-        seconds = {"all": done.prompt_seconds + done.decode_seconds, "kernels": kernels, "ops": ops - profiled if self.compiled else 0.0}
-        return {name: value * 1e3 for name, value in (seconds | {"sdpa": attention}).items()} | {"calls": calls}
+        kernels = self.kernels.seconds - kernels
+        times = {event.key: event.cpu_time_total / 1e3 for event in profiler.key_averages()}
+        ops, sdpa = (sum(t for key, t in times.items() if key.startswith(name)) for name in ("halfbyte::", "aten::_scaled_dot_product"))
+        return {"ops": ops - kernels * 1e3 if self.compiled else 0.0, "sdpa": sdpa}
 
     def generated(self, new: int) -> Any:
         import torch
