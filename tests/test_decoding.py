@@ -258,7 +258,8 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None
     products = "bf16" if current().bf16_dot and current().bf16_pays else "float"
-    assert [step.kernel for step in here.steps[:2]] == [f"{products}, with the norm", "attend, with positions and the cache's new entry"]
+    attend = "attend, with positions and the new entry of a float or 8-bit cache"
+    assert [step.kernel for step in here.steps[:2]] == [f"{products}, with the norm", attend]
     assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 sequences at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)

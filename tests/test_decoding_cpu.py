@@ -24,6 +24,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import decoding_cpu
+from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -122,6 +123,33 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]]) ->
         found = [model(input_ids=ids.view(13, 1).expand(-1, 11), use_cache=False).logits for model in (short, plain)]
     assert close(*found)
     assert calls[-2:] == [(13, 11)] * 2
+
+
+@pytest.mark.parametrize("dim", [16, 40])
+def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair(head_dim=dim)
+    kept = [Int8Cache(plain.config) for _ in range(2)]
+    ids, mask = torch.randint(99, (2, 13)), torch.ones(2, 13, dtype=torch.long)
+    mask[1, :4] = 0
+    widths = (1, 1, 70, 9, 1)
+    found = [steps(model, cache, ids, mask, widths) for model, cache in zip((short, plain), kept, strict=True)]
+    # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
+    assert float((found[0] - found[1]).norm()) <= 1e-2 * float(found[1].norm())
+    assert calls == [(2, width) for width in (13, *widths) for _ in range(2)]
+    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert mine.keys.shape == theirs.keys.shape == (2, 2, 95, dim + 2 * -(-dim // 32))
+        assert mine.keys.dtype == torch.int8
+        differ = [(a != b).float().mean() for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values))]
+        assert max(differ) < 0.02
+    exact = steps(plain, DynamicCache(config=plain.config), ids, mask, widths)
+    assert float((found[0] - exact).norm()) <= 0.05 * float(exact.norm())
+    ids = ids[:1]
+    length = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for settings in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        kept = [Int8Cache(plain.config) for _ in range(2)]
+        both = [m.generate(ids, past_key_values=c, **length, **settings) for m, c in zip((short, plain), kept, strict=True)]  # type: ignore[arg-type]
+        assert both[0].shape == both[1].shape == (1, 33)
+        assert kept[0].get_seq_length() == 32
 
 
 @pytest.mark.parametrize("cache", ["grows", "static"])

@@ -232,6 +232,7 @@ def test_generate(run: Run, folder: Path, opened: tuple[Any, Any], monkeypatch: 
     found = json.loads(run(*asked, "--json")[1])
     assert (found["text"], found["new_tokens"]) == (expected, 12)
     assert found["weight_bytes"] == weight_bytes(opened[0])
+    assert json.loads(run(*asked, "--json", "--cache", "int8")[1])["new_tokens"] == 12
     drawn = [json.loads(run(*asked, "--json", "--temperature", 5, "--seed", seed)[1])["text"] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert json.loads(run(*asked, "--json", "--temperature", 5, "--top-k", 1)[1])["text"] == expected
@@ -245,6 +246,7 @@ def test_generate(run: Run, folder: Path, opened: tuple[Any, Any], monkeypatch: 
         (("--max-new-tokens", 0), "--max-new-tokens"),
         (("--temperature", -1), "--temperature"),
         (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
+        (("--cache", "int8", "--compile"), "--cache int8 is one that grows"),
         (("--top-k", 0), "--top-k is"),
         (("--top-k", 9), "add --temperature"),
         (("--repetition-penalty", -1), "--repetition-penalty"),

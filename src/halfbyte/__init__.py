@@ -4,7 +4,7 @@
     print(halfbyte.report(model))
     halfbyte.save(model, "small"); model = halfbyte.load("small", device="cuda")
 
-Models        quantize_, Config, report, fuse_, shorten_, fold_batch_norms_; transformers' quantization_config: HalfbyteConfig
+Models        quantize_, Config, report, fuse_, shorten_, fold_batch_norms_; for transformers HalfbyteConfig, Int8Cache
 Files         save, load, load_tensors, load_gguf; convert and export, file to file
 Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_
 Tensors       quantize -> Codes, pack -> Packed, linear, qlinear, grouped_linear, embedding, dequantize, unpack
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from halfbyte.formats.sharding import unshard as unshard
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
+    from halfbyte.integrations.cache import Int8Cache as Int8Cache
     from halfbyte.integrations.decoding import shorten_ as shorten_
     from halfbyte.integrations.gguf import load_gguf as load_gguf
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
@@ -106,6 +107,7 @@ _HOMES = {
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),
+    "halfbyte.integrations.cache": ("Int8Cache",),
     "halfbyte.integrations.decoding": ("shorten_",),
     "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),

@@ -11,8 +11,9 @@ from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec, build
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.layouts.records import from_records, record_bytes, to_records
 
-KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
 CASES = pairwise((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5))
 # Runs the kernel of a spec with these arguments; the bytes from the address that an argument is.
 Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, int]], None]
@@ -72,6 +73,10 @@ def attended(
     return out
 
 
+def entered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_records(x) if dtype == torch.int8 else x.to(dtype)
+
+
 def check(number: int, case: Sequence[object], launch: Launch) -> None:
     """Whether what `launch` computes is the attention of float64."""
     dim, group, kind, normed, masked, length, t = case
@@ -83,9 +88,11 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     rotary = angles.cos(), angles.sin()
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else None
     # Between tokens and heads, and from the tokens' own place on, there may be anything.
-    cache = tuple(torch.full((b, kv_heads, size + 3, dim + 8), torch.nan, dtype=KINDS[kind])[:, :, :size, :dim] for _ in range(2))
+    width = record_bytes(dim) if kind == "int8" else dim
+    anything = {"dtype": KINDS[kind], "fill_value": -1 if kind == "int8" else torch.nan}  # a scale of bytes 255 is NaN too
+    cache = tuple(torch.full((b, kv_heads, size + 3, width + 8), **anything)[:, :, :size, :width] for _ in range(2))  # type: ignore[call-overload]
     for part in cache:
-        part[:, :, :length] = torch.randn(b, kv_heads, length, dim).to(part.dtype)
+        part[:, :, :length] = entered(torch.randn(b, kv_heads, length, dim), part.dtype)
     mask = torch.rand(b, t, size) > 0.4 if masked else None
     if mask is not None:
         mask[:, :, length : length + t] |= torch.eye(t, dtype=torch.bool)
@@ -99,11 +106,15 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin for x in (q, k))
     there = slice(length, length + t)
     # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products.
-    unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11}[kind]
+    unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11, "int8": 0.0}[kind]
     wanted = k.transpose(1, 2)
     error = (unit + 2.0**-20) * wanted.abs() + 2.0**-21 * (wanted.abs().amax(-1, keepdim=True)) + 2.0**-24
+    assert torch.equal(cache[1][:, :, there], entered(v.transpose(1, 2).float(), cache[1].dtype)), (spec, length, t)
+    if kind == "int8":  # half a scale, which is rounded to 8 bits; 2^-16: of a quotient of up to 127
+        largest = torch.nn.functional.pad(wanted.abs(), (0, -dim % 32)).unflatten(-1, (-1, 32)).amax(-1)
+        error = error + (largest / 254 * (1 + 2.0**-8 + 2.0**-16)).repeat_interleave(32, -1)[..., :dim]
+        cache = from_records(cache[0], dim, torch.float64), from_records(cache[1], dim, torch.float64)
     assert bool(((cache[0][:, :, there].double() - wanted).abs() <= error).all()), (spec, length, t)
-    assert torch.equal(cache[1][:, :, there], v.transpose(1, 2).to(cache[1].dtype)), (spec, length, t)
 
     seen = torch.ones(t, length + t, dtype=torch.bool).tril(length)
     seen = seen.expand(b, t, -1) if mask is None else seen & mask[:, :, : length + t]

@@ -342,10 +342,10 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
 
 def attentions(tell: Callable[[str], None]) -> None:
     launch, half = attention.native(current(), 1), "f16" if current().half_conversions else "bf16"
-    for dim, kind, masked, length, t in ((24, half, True, 5, 3), (8, "f32", False, 33, 1)):
+    for dim, kind, masked, length, t in ((24, half, True, 5, 3), (8, "f32", False, 33, 1), (40, "int8", False, 33, 1)):
         spec, b, kv_heads, size = AttendSpec(dim, 2, kind, normed=masked, masked=masked), 2, 2, length + t
         qkv, turn, norms = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, dim), torch.rand(2, dim)
-        cache, mask = torch.randn(2, b, kv_heads, size, dim).to(attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
+        cache, mask = attention.entered(torch.randn(2, b, kv_heads, size, dim), attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
 
         def run(
             place: Callable[[Tensor], Tensor],

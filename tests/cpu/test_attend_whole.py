@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from attention import KINDS
+from attention import KINDS, entered
 from encoder_parts import attention as reference
 from encoder_parts import heads
 from support import RUNNABLE, poisoned
@@ -14,6 +14,7 @@ from torch.nn import functional
 from halfbyte.kernels.cpu import attend_whole, linear, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.layouts.records import from_records
 from halfbyte.ops import attention
 
 isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
@@ -44,7 +45,7 @@ def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA
 @isas
 @pytest.mark.parametrize(
     ("dim", "group", "kind", "before", "tokens"),
-    [(64, 3, "f32", 0, 41), (8, 1, "bf16", 37, 1), (20, 4, "f32", 5, 30), (16, 2, "f16", 64, 33)],
+    [(64, 3, "f32", 0, 41), (8, 1, "bf16", 37, 1), (20, 4, "f32", 5, 30), (16, 2, "f16", 64, 33), (40, 2, "int8", 3, 40)],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_prompts_see_what_is_before_them(
@@ -56,8 +57,9 @@ def test_prompts_see_what_is_before_them(
     monkeypatch.setattr(attend_whole, "MOST_AT_ONCE", 32)
     batch, kv_heads, length = 2, 2, before + tokens
     q = torch.randn(batch, tokens, kv_heads * group, dim)
-    cache = torch.full((2, batch, kv_heads, length + 2, dim + 4), torch.nan, dtype=KINDS[kind])
-    cache[..., :length, :dim] = torch.randn(2, batch, kv_heads, length, dim).to(KINDS[kind])
+    kept = entered(torch.randn(2, batch, kv_heads, length, dim), KINDS[kind])
+    cache = kept.new_full((2, batch, kv_heads, length + 2, kept.shape[-1] + 4), -1 if kind == "int8" else torch.nan)
+    cache[..., :length, : kept.shape[-1]] = kept
     mask = torch.rand(batch, 1, tokens, length) < 0.7
     padded, nbytes = attend_whole.sizes(length, tokens * group, dim, isa)
     scratch, seen = torch.full((2 * nbytes,), 255, dtype=torch.uint8), attend_whole.readable(mask)
@@ -82,7 +84,7 @@ def test_prompts_see_what_is_before_them(
     spec = attend_whole.WholeSpec(dim, masked, group=group, kind=kind, causal=True)
     block = arguments(attend_whole.WHOLE, compiled(attend_whole.build, spec, isa), fields)
     runtime.runner()(ctypes.addressof(block), 2)
-    k, v = (part[:, :, :length, :dim].float().repeat_interleave(group, 1) for part in cache)
+    k, v = (from_records(kept, dim, torch.float32) if kind == "int8" else kept.float()).repeat_interleave(group, 2)
     before_them = torch.ones(tokens, length, dtype=torch.bool).tril(before)
     wanted, error = reference(q.transpose(1, 2), k, v, before_them & mask if masked else before_them[None, None], 0.3)
     # Outputs are rounded, and their weights' exponentials anew, for each of the times that keys come.

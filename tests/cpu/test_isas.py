@@ -270,7 +270,7 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 # Compiled, for any CPU
 
 CENTRED = Step("rows", centred=True), Step("norm", centred=True)
-WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="bf16", causal=True)
+WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True)
 STEPS = (Step("chain"), Step("rows"), Step("panels", gated=True), Step("product"), *CENTRED)
 
 
@@ -285,7 +285,7 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=False, enters=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     for module in modules:
         assert len(jit.compile_object(module, isa)) > 200
@@ -295,7 +295,7 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
 def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
     isa = BY_NAME[name]
     modules = [attend.build(AttendSpec(64, 2, kind, normed=True, masked=True), isa) for kind in attention.KINDS]
-    modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=False, enters=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     modules.pop(-len(STEPS))  # a chain calls others, no more
     for module in modules:

@@ -6,7 +6,7 @@ import argparse
 import io
 import sys
 
-from halfbyte.cli.generate import add_model, in_words, measured, open_asked, show
+from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, show
 from halfbyte.cli.output import Commands, add_command
 from halfbyte.errors import UnsupportedError
 
@@ -42,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid bytes do not end the chat
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    cache, seen = DynamicCache(config=model.config), None
+    cache, seen = None, None
     while line := _next_line():
         messages.append({"role": "user", "content": line})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         ids = prompt["input_ids"][0]
         if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
-            cache = DynamicCache(config=model.config)  # the template has changed the earlier text: process it again
+            # At first, or as the template has changed the earlier text: process it again.
+            cache = new_cache(args, model) or DynamicCache(config=model.config)
         if args.compile:  # a longer cache would be compiled again
             settings["max_cache_len"] = max(1024, 1 << (len(ids) + args.max_new_tokens - 1).bit_length())
         done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)

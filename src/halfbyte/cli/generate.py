@@ -39,6 +39,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", metavar="P", type=float, help="sample from the most likely tokens with the total probability P")
     parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
 
 
@@ -59,6 +60,8 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
     if args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
+    if args.cache and args.compile:
+        raise ArgumentError("--compile decodes with a static cache, and --cache int8 is one that grows: leave out one of them")
     drawn = _choice_of_tokens(args)
     check_device(args.device)
     import torch
@@ -72,6 +75,15 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
         print("compiling the decoding step, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
+
+
+def new_cache(args: argparse.Namespace, model: Any) -> Any:
+    """The cache asked for; None if it is what the model takes by itself."""
+    if args.cache is None:
+        return None
+    from halfbyte.integrations.cache import Int8Cache
+
+    return Int8Cache(model.config)
 
 
 def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +152,7 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     shown = rank == 0 and not args.json
     if shown:
         show(args.prompt)
-    done = generate(model, tokenizer, prompt, show if shown else (lambda text: None), **settings)
+    done = generate(model, tokenizer, prompt, show if shown else (lambda text: None), cache=new_cache(args, model), **settings)
     facts = {**measured(done), **sizes(model, args.device), "processes": count}
     if rank > 0:
         return 0

@@ -3,7 +3,7 @@
 on_import.py        registers with transformers and peft when they are imported
 transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for several processes; peft.py: adapters
 gguf.py, text.py    models are opened; text is generated and timed
-attention.py        an implementation of attention for transformers
+attention.py        an implementation of attention for transformers; cache.py: a cache of keys and values in 8 bits
 Layers in few calls (`shorten_`)
   decoding.py       decoder layers; decoding_cpu.py: on a CPU
   encoding.py       encoder layers; embedding.py: what is before them

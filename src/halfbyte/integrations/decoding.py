@@ -137,7 +137,7 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
 def one_call() -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
     added, gated = "with the residual added", "with the norm and silu(gate) * up"
-    attention = Step("attention", "attend, with positions and the cache's new entry")
+    attention = Step("attention", "attend, with positions and the new entry of a float or 8-bit cache")
     return Step(QKV, "with the norm"), attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
 
 

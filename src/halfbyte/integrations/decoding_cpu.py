@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
+from halfbyte.integrations.cache import Int8Layer
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -30,7 +31,7 @@ from halfbyte.ops.library import OPS
 _ROOM = "_halfbyte_room"
 _LEAST_ROOM = 64  # tokens
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
-_CACHES = (DynamicLayer, StaticLayer)
+_CACHES = (DynamicLayer, StaticLayer, Int8Layer)
 
 
 @dataclass(eq=False, slots=True)
@@ -188,7 +189,7 @@ def _is_of(cache: Any, x: Tensor) -> bool:
         keys.dim() == 4
         and keys.shape == values.shape
         and keys.shape[0] == x.shape[0]
-        and keys.dtype == x.dtype
+        and keys.dtype == (torch.int8 if type(cache) is Int8Layer else x.dtype)
         and keys.is_cpu
         and keys.stride(3) == values.stride(3) == 1
     )

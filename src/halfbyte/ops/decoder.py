@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 
 MOST_SEQUENCES = 64
@@ -65,7 +66,8 @@ class DecoderLayer:
         """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
         rotary        cosines and sines of the positions, each [B or 1, t, D]
-        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written
+        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written; int8 ones hold the records of
+                      `layouts/records.py` in the place of D elements
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
         """
         return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
@@ -76,12 +78,13 @@ class DecoderLayer:
 
     def _check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
         heads = self._heads
-        fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype and keys.dtype in _DTYPES
+        fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype
+        fits = fits and keys.dtype in (*_DTYPES, torch.int8)
         if fits:
             b, t, k = x.shape
-            size = keys.shape[2]
+            size, width = keys.shape[2], heads.dim if keys.dtype != torch.int8 else record_bytes(heads.dim)
             fits = k == self._k and 0 < b <= MOST_SEQUENCES and t > 0
-            fits = fits and keys.shape == (b, heads.key, size, heads.dim) and 0 <= length <= size - t
+            fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, heads.dim) for r in rotary)
             fits = fits and len(rotary[0]) == len(rotary[1]) and x.is_cpu and keys.is_cpu and values.is_cpu

@@ -6,23 +6,25 @@
     cache   takes k and v
     y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it
 
-Arithmetic: float32, but that keys and values are rounded to the cache's type before they are multiplied. Scores of 32 tokens at a time
-are exponentiated less the largest so far, sums scaled anew where that grows (Milakov and Gimelshein, arXiv:1805.02867); each is one pass of
-fused multiply-adds over D. A query that may see nothing gets 0, as torch's attention gives it. A NaN in q or in a key that may be seen
-makes y NaN; what may not be seen has weight 0.
+Arithmetic: float32, but that keys and values are rounded to the cache's type before they are multiplied, which may be the 8 bits of
+`layouts/records.py`. Scores of 32 tokens at a time are exponentiated less the largest so far, sums scaled anew where that grows (Milakov
+and Gimelshein, arXiv:1805.02867); each is one pass of fused multiply-adds over D, lane by lane. A query that may see nothing gets 0, as
+torch's attention gives it. A NaN in q or in a key that may be seen makes y NaN; what may not be seen has weight 0.
 
 Query heads that share a key head are taken together: keys and values come from memory once. Threads share sequences and key heads.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.exponential import exp
-from halfbyte.kernels.cpu.ir import Function, Value, vector
+from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, phase
+from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 
 ATTEND = Block(
     (
@@ -43,12 +45,14 @@ ATTEND = Block(
 _CHUNK = 32  # tokens of the cache
 _LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
 MOST_GROUP = 16
+_ROUNDING = 1.5 * 2.0**23  # plus what is between -2^22 and 2^22: a float whose unit is 1
 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16" or "f16"; normed: heads have norms; masked: there is a mask; enters: all
-    that is done is that the cache gets its entries, and queries norms and positions where they are, for `attend_whole.py`."""
+    """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
+    mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
+    `attend_whole.py`."""
 
     dim: int
     group: int
@@ -80,9 +84,9 @@ class _Attend(Emitter):
         super().__init__(spec, isa, f)
         self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
-        self.element, self.element_bytes = ("float", 4) if spec.kind == "f32" else ("i16", 2)
         self.vectors = spec.dim // self.lanes
         self.queries, self.totals, self.scores = (f.alloca("float", spec.group * n, 64) for n in (spec.dim, spec.dim, _CHUNK))
+        self.products = f.alloca(self.floats, spec.group * self.lanes, self.bytes)
         self.largest, self.sums = (f.alloca(self.floats, spec.group, self.bytes) for _ in range(2))
 
     def emit(self) -> None:
@@ -97,11 +101,10 @@ class _Attend(Emitter):
             for j in f.loop(tokens):
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
-                for at, x in enumerate(self._turned(key, "k_norm", b, j)):
-                    self._keep(keys + (length + j) * self.get("key_token"), at, x)
+                keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._turned(key, "k_norm", b, j))
                 value = key + kv_heads * head_bytes
-                for at in range(self.vectors):
-                    self._keep(values + (length + j) * self.get("value_token"), at, value.load(self.floats, at * self.bytes, 4))
+                parts = [value.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+                keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
             for j in f.loop(tokens):
                 row = b * tokens + j
                 queries = self.pointer("qkv") + row * self.get("qkv_stride") + h * (spec.group * head_bytes)
@@ -139,13 +142,8 @@ class _Attend(Emitter):
             out.append(f.fma(part, c, other * s))
         return out
 
-    def _keep(self, to: Value, at: int, x: Value) -> None:
-        size = self.element_bytes
-        to.store(self.isa.from_float(x, self.spec.kind), at * self.lanes * size, size)
-
     def _kept(self, row: Value, at: int) -> Value:
-        size = self.element_bytes
-        return self.isa.to_float(row.load(vector(self.element, self.lanes), at * self.lanes * size, size), self.spec.kind)
+        return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
 
     def _attend(self, keys: Value, values: Value, seen: Value, mask: Value | None) -> None:
         f, spec = self.f, self.spec
@@ -156,30 +154,33 @@ class _Attend(Emitter):
                 self.totals.store(f.value(self.floats, 0.0), (g * self.vectors + at) * self.bytes, self.bytes)
         for start in f.loop(seen, step=_CHUNK):
             count = f.umin(seen - start, f.value("i64", _CHUNK))
-            self._score(keys, start, count, seen - 1, mask)
+            self._score(keys, values, start, count, seen - 1, mask)
             for g in range(spec.group):
                 self._weigh(g, count)
-            for g in range(spec.group):
-                self._add(g, values + start * self.get("value_token"), count)
+            self._add(values + start * self.get("value_token"), keys + (start + _CHUNK) * self.get("key_token"), count)
 
-    def _score(self, keys: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
-        """Scores of a chunk, some tokens at a time; behind `count` they are those of the last token."""
-        f, spec = self.f, self.spec
-        together = max(1, 8 // (1 << (spec.group - 1).bit_length()))
-        for i in f.loop(count, step=together):
-            for p in range(together):
-                token = f.umin(start + i + p, last)
-                row, sums = keys + token * self.get("key_token"), [f.value(self.floats, 0.0)] * spec.group
-                for at in range(self.vectors):
-                    key = self._kept(row, at)
-                    for g in range(spec.group):
-                        query = self.queries.load(self.floats, (g * self.vectors + at) * self.bytes, self.bytes)
-                        sums[g] = f.fma(key, query, sums[g])
-                may = None if mask is None else (mask + token).load("i8").equals(0)
-                for g, total in enumerate(sums):
-                    score = total.fold(lambda a, b: a + b)
-                    score = score if may is None else may.select(f.value("float", float("-inf")), score)
-                    self.scores.store(score, (i + p) * 4 + 4 * _CHUNK * g, 4)
+    def _score(self, keys: Value, values: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
+        """Scores of a chunk, as many tokens at a time as a vector has lanes; behind `count` there may be anything."""
+        f, spec, lanes = self.f, self.spec, self.lanes
+        together = min(lanes, max(1, 8 // (1 << (spec.group - 1).bit_length())))
+        for first in f.loop(count, step=lanes):
+            for i in f.loop(f.umin(count - first, f.value("i64", lanes)), step=together):
+                for p in range(together):
+                    token = f.umin(start + first + i + p, last)
+                    self._ask(values + token * self.get("value_token"))
+                    row, sums = keys + token * self.get("key_token"), [f.value(self.floats, 0.0)] * spec.group
+                    for at in range(self.vectors):
+                        key = self._kept(row, at)
+                        for g in range(spec.group):
+                            query = self.queries.load(self.floats, (g * self.vectors + at) * self.bytes, self.bytes)
+                            sums[g] = f.fma(key, query, sums[g])
+                    may = None if mask is None else (mask + token).load("i8").equals(0)
+                    for g, total in enumerate(sums):
+                        score = total if may is None else may.select(f.value(self.floats, float("-inf")), total)
+                        self.products.store(score, ((i + p) + lanes * g) * self.bytes, self.bytes)
+            for g in range(spec.group):
+                parts = [self.products.load(self.floats, (lanes * g + t) * self.bytes, self.bytes) for t in range(lanes)]
+                self.scores.store(_sums(parts), first * 4 + 4 * _CHUNK * g, self.bytes)
 
     def _weigh(self, g: int, count: Value) -> None:
         """exp(score - largest so far) in the place of a head's scores, and what that makes of its sums."""
@@ -206,20 +207,32 @@ class _Attend(Emitter):
             place = (g * self.vectors + at) * self.bytes
             self.totals.store(self.totals.load(self.floats, place, self.bytes) * shrunk, place, self.bytes)
 
-    def _add(self, g: int, values: Value, count: Value) -> None:
-        """A chunk's values by their weights to a head's sums, eight vectors at a time."""
-        f, step = self.f, 8
-        for first in range(0, self.vectors, step):
-            some = range(first, min(first + step, self.vectors))
-            places = [(g * self.vectors + at) * self.bytes for at in some]
-            totals = [f.variable(self.totals.load(self.floats, place, self.bytes)) for place in places]
-            for i in f.loop(count):
-                weight = self.scores.load("float", i * 4 + 4 * _CHUNK * g, 4).splat(self.lanes)
-                row = values + i * self.get("value_token")
-                for at, total in zip(some, totals, strict=True):
-                    total.value = f.fma(weight, self._kept(row, at), total.value)
-            for place, total in zip(places, totals, strict=True):
-                self.totals.store(total.value, place, self.bytes)
+    def _ask(self, row: Value) -> None:
+        """For a token's head, which is needed in some hundred cycles: CPUs themselves read ahead in one of keys and values, not in both."""
+        size = record_bytes(self.spec.dim) if self.spec.kind == "int8" else self.spec.dim * (4 if self.spec.kind == "f32" else 2)
+        for at in range(0, size, 64):
+            self.f.prefetch(row + at)
+
+    def _add(self, values: Value, after: Value, count: Value) -> None:
+        """A chunk's values by their weights to the heads' sums, as many of these at a time as there are registers for."""
+        f, most = self.f, 2 * self.isa.register_totals
+        for begin in range(0, self.spec.group, most):
+            heads = range(begin, min(begin + most, self.spec.group))
+            step = max(1, most // len(heads))
+            for first in range(0, self.vectors, step):
+                some = range(first, min(first + step, self.vectors))
+                places = [(g * self.vectors + at) * self.bytes for at in some for g in heads]
+                totals = [f.variable(self.totals.load(self.floats, place, self.bytes)) for place in places]
+                for i in f.loop(count):
+                    weights = [self.scores.load("float", i * 4 + 4 * _CHUNK * g, 4).splat(self.lanes) for g in heads]
+                    if (begin, first) == (0, 0):
+                        self._ask(after + i * self.get("key_token"))
+                    row = values + i * self.get("value_token")
+                    value = [self._kept(row, at) for at in some]
+                    for n, total in enumerate(totals):
+                        total.value = f.fma(weights[n % len(heads)], value[n // len(heads)], total.value)
+                for place, total in zip(places, totals, strict=True):
+                    self.totals.store(total.value, place, self.bytes)
 
     def _write(self, to: Value) -> None:
         f = self.f
@@ -233,3 +246,46 @@ class _Attend(Emitter):
 
 def inverse_root(f: Function, x: Value) -> Value:
     return f.value(x.type, 1.0) / f.call(x.type, "llvm.sqrt.f32", x)
+
+
+def kept(isa: ISA, kind: str, dim: int, row: Value, at: int, lanes: int) -> Value:
+    """So many elements from `at` on of a cached head of `dim`, whose bytes begin at `row`: float."""
+    if kind != "int8":
+        element, size = ("float", 4) if kind == "f32" else ("i16", 2)
+        return isa.to_float(row.load(vector(element, lanes), at * size, size), kind)
+    scale = isa.to_float(row.load("i16", dim + at // BLOCK * 2), "bf16")
+    return row.load(vector("i8", lanes), at).to("i32").to("float") * scale.splat(lanes)
+
+
+def keep(isa: ISA, kind: str, row: Value, parts: list[Value]) -> None:
+    """A head's elements, vector by vector, to their place in the cache; what `kept` reads."""
+    lanes = lanes_of(parts[0].type)
+    if kind != "int8":
+        size = 4 if kind == "f32" else 2
+        for at, x in enumerate(parts):
+            row.store(isa.from_float(x, kind), at * lanes * size, size)
+        return
+    ints = vector("i32", lanes)
+    for first in range(0, len(parts), BLOCK // lanes):
+        block = parts[first : first + BLOCK // lanes]
+        # As integers sizes have the same order, and NaN is the largest.
+        largest = functools.reduce(Value.max_or, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_or).bits("float")
+        scale = largest / float(MOST)
+        stored = isa.from_float((scale < LEAST_SCALE).select(row.fn.value("float", 0.0), scale), "bf16")
+        row.store(stored, len(parts) * lanes + first * lanes // BLOCK * 2)
+        divisor = isa.to_float(stored, "bf16").splat(lanes)
+        for at, x in enumerate(block, first):
+            rounded = (x / divisor + _ROUNDING).bits(ints)  # its last bits are the integer
+            row.store(rounded.to("i8"), at * lanes)
+
+
+def _sums(parts: list[Value]) -> Value:
+    """The sum of each of as many vectors as they have lanes, in one."""
+    n = len(parts)
+    while len(parts) > 1:
+        half, merged = len(parts) // 2, []
+        for a, b in zip(parts[:half], parts[half:], strict=True):
+            own = a.shuffle([j if not j & half else n + j for j in range(n)], b)
+            merged.append(own + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
+        parts = merged
+    return parts[0]

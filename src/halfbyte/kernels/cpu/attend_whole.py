@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.attend import kept
 from halfbyte.kernels.cpu.exponential import exp
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
@@ -60,7 +61,7 @@ _WORK_A_THREAD = 1 << 17  # multiplications
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
     """dim: D; masked: there is a mask; biased: something is added to scores; group: heads of queries that share one of keys; kind: of keys
-    and values, "f32", "bf16" or "f16"; causal: no token sees those behind it."""
+    and values, as in AttendSpec; causal: no token sees those behind it."""
 
     dim: int
     masked: bool
@@ -145,8 +146,7 @@ class _Whole(Emitter):
         return self.pointer(name) + b * self.get(f"{name}_batch") + head * self.get(f"{name}_head")
 
     def _loaded(self, row: Value, at: int) -> Value:
-        element, size = ("float", 4) if self.spec.kind == "f32" else ("i16", 2)
-        return self.isa.to_float(row.load(vector(element, self.lanes), at * size, size), self.spec.kind)
+        return kept(self.isa, self.spec.kind, self.spec.dim, row, at, self.lanes)
 
     def _transpose(self, k: Value, count: Value) -> None:
         """So many keys, `lanes` of them and of their elements at a time; behind the last token it comes again. Those that are multiplied

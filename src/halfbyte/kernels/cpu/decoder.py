@@ -43,6 +43,7 @@ _pack_cache = ATTEND.struct("cos", "length").pack_into
 _CACHE = ATTEND.offset("cos")
 _pack_seen = WHOLE.struct("before", "mask_token").pack_into
 _SEEN = WHOLE.offset("before")
+CACHES = {**KINDS, torch.int8: "int8"}  # of keys and values
 _ROWS, _STEP = 256, 64  # at a time; memory is for multiples of so many
 _FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
 
@@ -216,7 +217,7 @@ def supports(gates: int, heads: int, kv_heads: int, dim: int) -> str | None:
 
 class Entry(NamedTuple):
     """Where the tokens enter a layer's cache: keys and values [B, Hkv, T, D] with D contiguous, T >= length + t, of one type that is
-    float32, bfloat16 or float16."""
+    float32, bfloat16 or float16; or int8, with the records of `layouts/records.py` in the place of D elements."""
 
     keys: Tensor
     values: Tensor
@@ -274,7 +275,7 @@ def _run(
     source = x.data_ptr()
     plans = []
     for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
-        size = _Size(batch, tokens, KINDS[keys.dtype], mask is not None, threads)
+        size = _Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
         plan: _Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
         places = []
         for tensor in (keys, values):
