@@ -324,8 +324,11 @@ def test_eval(run: Run, folder: Path, tmp_path: Path) -> None:
     halfbyte.convert(folder, tmp_path / "q", "q4_0")
     against = json.loads(run("eval", tmp_path / "q", "--against", folder, "--text", text, "--context", 64, "--stride", 32, "--json")[1])
     assert against["models"][1]["perplexity"] == q4["perplexity"]
-    alone = json.loads(run("eval", tmp_path / "q", "--text", text, "--context", 64, "--stride", 32, "--json")[1])
-    assert alone["models"][0]["perplexity"] == q4["perplexity"]
+    asked = ("eval", tmp_path / "q", "--text", text, "--context", 64, "--stride", 32, "--json", "--cache", "int8")
+    alone, cached = json.loads(run(*asked)[1])["models"]
+    assert alone["perplexity"] == q4["perplexity"]
+    assert 0 < cached["divergence"] < q8["divergence"]
+    assert cached["weight_bytes"] == q4["weight_bytes"]
 
 
 def test_eval_of_last_words(run: Run, folder: Path, tmp_path: Path) -> None:

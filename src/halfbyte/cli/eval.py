@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or the model's maximum)")
     parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and more realistic)")
+    parser.add_argument("--cache", choices=("int8",), help="evaluate each model with keys and values in 8 bits, too")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="write a plot of perplexity against size, as SVG")
     add_device(parser)
     parser.add_argument("--batch", type=int, default=32, help="lines at a time, for other than language models (default: %(default)s)")
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.lambada_like or args.text)
     if writes_text(source):
         return _language(args, text)
-    if args.against is None or args.format or args.lambada_like or args.plot:
+    if args.against is None or args.format or args.lambada_like or args.plot or args.cache:
         raise ArgumentError(f"{source} is not a language model: compare a quantized one, eval QUANTIZED --against {source} --text FILE")
     return _lines(args, text)
 
@@ -99,8 +100,12 @@ def _language(args: argparse.Namespace, text: str) -> int:
         candidates[args.model.name] = open_model(args.model, args.device, None, dtype)[0]
     for name in args.format:
         candidates[name] = open_model(args.model, args.device, Config(name), dtype)[0]
-    named = {"original" if candidates else args.model.name: reference, **candidates}
-    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": weight_bytes(model)} for name, model in named.items()]
+    own = "original" if candidates else args.model.name
+    if args.cache:
+        candidates |= {f"{name}, {args.cache} cache": _Cached(model) for name, model in {own: reference, **candidates}.items()}
+    named = {own: reference, **candidates}
+    bare = {name: model.uncached if isinstance(model, _Cached) else model for name, model in named.items()}
+    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": weight_bytes(model)} for name, model in bare.items()]
     with progress(args, "evaluating") as advance:
         if args.lambada_like:
             passages = _passages(text, args.lambada_like, 1)
@@ -120,6 +125,18 @@ def _language(args: argparse.Namespace, text: str) -> int:
     if args.plot:  # last: should it fail, the figures are there
         _plot(args, rows)
     return 0
+
+
+class _Cached:
+    """A language model that reads keys and values from a cache of 8 bits, those of its own window too."""
+
+    def __init__(self, model: Any) -> None:
+        self.uncached, self.device, self.config = model, model.device, model.config
+
+    def __call__(self, *, input_ids: Any, use_cache: bool) -> Any:
+        from halfbyte.integrations.cache import Int8Cache
+
+        return self.uncached(input_ids=input_ids, past_key_values=Int8Cache(self.config), use_cache=True)
 
 
 def _qualities(
