@@ -2,6 +2,7 @@
 
     python benchmarks/llm.py                       CPU: a Llama of 0.63 billion weights beside llama.cpp (pip install xllamacpp)
     python benchmarks/llm.py --contenders halfbyte halfbyte-2:4 --format int4_g128        CPU: beside 2:4 sparse linear layers
+    python benchmarks/llm.py --contenders halfbyte halfbyte-int8-cache --prompt 2048      CPU: beside keys and values in 8 bits
     python benchmarks/llm.py --device cuda --size 8b
 
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
@@ -35,7 +36,10 @@ SIZES = {
     "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
 }
 VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
-CONTENDERS = ("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "torch", "torch-compiled", "torch-int4-compiled", "llama.cpp")
+CONTENDERS = (
+    *("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "halfbyte-int8-cache"),
+    *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp"),
+)
 
 
 def main() -> int:
@@ -235,12 +239,14 @@ class Torch:
     def generated(self, new: int) -> Any:
         import torch
 
+        import halfbyte
         from halfbyte.integrations.text import generate
 
         self.seed += 1
         prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
         prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-        settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled}
+        cache = halfbyte.Int8Cache(self.model.config) if self.args.worker.endswith("int8-cache") else None
+        settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled, "cache": cache}
         return generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
 
     def step(self) -> dict[str, float]:
