@@ -490,10 +490,12 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
         sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [OTHERS, S.columns // 8, 512], PLAIN)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, _PARTITIONS)
-    met = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PANELS):
-        mbarrier.init(met.index(i), count=max(1, S.parts - 1))
-        mbarrier.init(met.index(PANELS + i), count=1)
+    met = full  # none that nobody waits for: the compiler would give its memory to sums on their way to be written
+    if S.parts > 1 or S.gated:
+        met = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(PANELS):
+            mbarrier.init(met.index(i), count=max(1, S.parts - 1))
+            mbarrier.init(met.index(PANELS + i), count=1)
     fence_async_shared()
     sizes = (M, N, n_padded, records, gl.cdiv(records, DEPTH))
     # Of one panel the first partition adds up and writes the sums of all, for which integers take registers of the others.
