@@ -245,6 +245,7 @@ def test_weights_that_change(calls: list[int]) -> None:
         layers[0].output.dense.load_state_dict(layers[1].output.dense.state_dict())
         layers[1].output.LayerNorm.weight.data = torch.arange(32.0)
         layers[1].intermediate.dense.bias.data.add_(1)
+        layers[1].attention.self.key.bias.add_(1)
     assert close(states(short, given), states(plain, given))
     for model in (plain, short):
         torch.manual_seed(3)

@@ -189,6 +189,12 @@ def test_gradients_and_copies() -> None:
         gradients.append(x.grad)
     assert torch.equal(gradients[1], gradients[2])
     torch.testing.assert_close(gradients[0], gradients[1])
+    with torch.no_grad():
+        for model in (alone, together, copied := copy.deepcopy(together)):
+            model[0].k_proj.bias.add_(1)
+            model[0].up_proj.bias = nn.Parameter(model[0].up_proj.bias + 1, requires_grad=False)
+            model[0].v_proj.bias.data = torch.ones(17)
+        assert all(torch.equal(model(x), alone(x)) for model in (together, copied))
 
 
 def test_threads_do_not_mix() -> None:

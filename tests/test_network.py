@@ -89,6 +89,13 @@ def test_weights_that_change_and_hooks_are_seen() -> None:
     other.load_state_dict(made.state_dict())
     for _ in range(3):
         assert same(other(x), made(x))
+    for _ in range(3):
+        other.get_submodule("d").bias.add_(0.5)  # type: ignore[operator, union-attr]
+        changed = [other(x) for _ in range(4)]
+        assert programs(other)
+        assert not same(changed[0], made(x))
+        other.get_submodule("d").refresh()  # type: ignore[operator]
+        assert all(same(other(x), one) for one in changed)
     file = io.BytesIO()
     torch.save(made, file)
     file.seek(0)

@@ -9,16 +9,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import watched
+from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unchanged:
-    """A snapshot of a module's parts and tensors, with the dictionaries and names to find each again."""
+    """A snapshot of a module's parts and tensors, with the dictionaries and names to find each again, and of biases that are joined."""
 
     modules: tuple[tuple[dict[str, Any], str, Any], ...]
     hooks: tuple[Mapping[int, Any], ...]
     tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+    biases: tuple[tuple[FusedLinear, Tensor], ...]
     settings: tuple[tuple[Any, str, Any], ...]
 
     @classmethod
@@ -37,6 +39,7 @@ class Unchanged:
                 for name, tensor in place.items()
                 if tensor is not None and name != "dtype_mark"
             ),
+            tuple((part, bias) for part in read if isinstance(part, FusedLinear) and (bias := part.together[1]) is not None),
             tuple((owner, name, getattr(owner, name)) for owner, name in (*computes, *settings)),
         )
 
@@ -47,6 +50,9 @@ class Unchanged:
                 return False
         for place, name, tensor, address in self.tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        for linear, bias in self.biases:
+            if linear.together[1] is not bias:
                 return False
         for owner, name, value in self.settings:
             if getattr(owner, name) != value:

@@ -11,7 +11,7 @@ argument. Convolutions: `fused_convolutions.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, has_hooks
+from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, has_hooks, version
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls in this order with the same tensor.
@@ -66,9 +66,8 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             parts = [getattr(parent, name, None) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
             if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:
-                group = _Group.of(linears)
-                for i, (name, linear) in enumerate(zip(names, linears, strict=True)):
-                    setattr(parent, name, FusedLinear(group, i, linear))
+                for name, part in zip(names, _Group.of(linears).parts, strict=True):
+                    setattr(parent, name, part)
                 _remark(parent, names)
         for name, function in activated:
             dense, after = getattr(parent, name, None), getattr(parent, function, None)
@@ -110,37 +109,45 @@ class _Group:
     """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
 
     sizes   rows of each
-    biases  float32 of each, 0 where others alone have one; concatenated in `bias`
+    parts   the layers
     held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
     """
 
     packed: Packed
     sizes: list[int]
-    biases: list[Tensor]
     compute: str
     activation: str
-    biased: bool
-    bias: Tensor | None = None
+    parts: list[FusedLinear] = field(default_factory=list)
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
+    _bias: Tensor | None = None
+    _seen: list[object] = field(default_factory=list)
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
         codes = [linear.codes() for linear in linears]
-        sizes = [c.shape[0] for c in codes]
         packed = ops.pack(Codes.joined(codes, torch.cat), linears[0].packed.device)
-        biased = any(linear.bias is not None for linear in linears)
-        group = cls(packed, sizes, [packed.data.new_empty(0)] * len(sizes), linears[0].compute, linears[0].activation, biased)
+        group = cls(packed, [c.shape[0] for c in codes], linears[0].compute, linears[0].activation)
         for i, linear in enumerate(linears):
-            group.set_bias(i, linear.bias)
+            group.parts.append(FusedLinear(group, i, linear))
+        group.join()
         return group
 
-    def set_bias(self, index: int, bias: Tensor | None) -> None:
-        if self.biased:
-            device = self.packed.device
-            none = torch.zeros(self.sizes[index], dtype=torch.float32, device=device)
-            self.biases[index] = none if bias is None else bias.detach().float()
-            together = all(b.device == device and len(b) == n for b, n in zip(self.biases, self.sizes, strict=True))
-            self.bias = torch.cat(self.biases) if together else None
+    def join(self) -> None:
+        """Concatenates the biases: float32, 0 where others alone have one. None while layers move from device to device, one by one."""
+        biases, device = [part.bias for part in self.parts], self.packed.device
+        self._seen, self._bias = [version(bias) for bias in biases], None
+        given = [bias for bias in biases if bias is not None]
+        if given and all(bias.device == device for bias in given):
+            none = (torch.zeros(size, dtype=torch.float32, device=device) for size in self.sizes)
+            self._bias = torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in zip(biases, none, strict=True)])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The concatenated biases, as they are now."""
+        # torch.compile takes them as they were.
+        if self._bias is not None and not torch.compiler.is_compiling() and self._seen != [version(part.bias) for part in self.parts]:
+            self.join()
+        return self._bias
 
     def rows(self, index: int) -> slice:
         start = sum(self.sizes[:index])
@@ -196,7 +203,7 @@ class FusedLinear(DerivedLinear):
         self._group.move(device)
         self._set_packed(_part(self._group, self._index))
         super()._apply(fn, recurse)
-        self._group.set_bias(self._index, self.bias)
+        self._group.join()
         return self
 
 

@@ -19,7 +19,7 @@ from halfbyte import ops
 from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.modules import AnyPacked, QuantModule
+from halfbyte.nn.modules import AnyPacked, QuantModule, version
 from halfbyte.ops import conv, elementwise
 from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.cpu_conv import qconv2d_step
@@ -148,7 +148,7 @@ _made = 0
 
 
 def weights_made() -> int:
-    """How many times a layer on codes was given a weight, in whatever network: what was made of weights before may be out of date."""
+    """How many times a layer on codes was given a weight or a bias, in whatever network: what was made before may be out of date."""
     return _made
 
 
@@ -164,6 +164,7 @@ class IntegerModule(QuantModule):
 
     bias: nn.Parameter | None
     table: Tensor
+    _seen: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -193,6 +194,13 @@ class IntegerModule(QuantModule):
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
+        self._seen = version(self.bias)
+
+    def current_table(self) -> Tensor:
+        """`table`, made again where the bias has changed; torch.compile takes it as it was."""
+        if not torch.compiler.is_compiling() and self._seen != version(self.bias):
+            self.refresh()
+        return self.table
 
 
 class IntegerConv2d(IntegerModule):
@@ -203,16 +211,16 @@ class IntegerConv2d(IntegerModule):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.window is not None
-        return conv.qconv2d_with(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp)
+        return conv.qconv2d_with(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp)
 
     def added(self, x: Tensor, addition: Addition) -> Tensor:
         """The same, added to other codes at once."""
         assert self.window is not None
-        return conv.qconv2d_added(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp, addition)
+        return conv.qconv2d_added(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp, addition)
 
     def step(self, x: Tensor) -> Step | None:
         assert self.window is not None
-        return qconv2d_step(x, self.packed, self.table, self.window.numbers, self.source.zero, self.clamp)
+        return qconv2d_step(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp)
 
     def extra_repr(self) -> str:
         out, channels, kh, kw = self.packed.shape
@@ -239,10 +247,10 @@ class IntegerLinear(IntegerModule):
 
     def forward(self, x: Tensor) -> Tensor:
         n, k = self.packed.shape
-        return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.table, self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
+        return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.current_table(), self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
 
     def step(self, x: Tensor) -> Step | None:
-        return qlinear_step(x, self.packed, self.table, self.clamp)
+        return qlinear_step(x, self.packed, self.current_table(), self.clamp)
 
     def extra_repr(self) -> str:
         n, k = self.packed.shape

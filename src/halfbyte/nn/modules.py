@@ -36,6 +36,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def version(bias: Tensor | None) -> tuple[int, int] | None:
+    """Differs once the bias was changed in place or lies elsewhere; torch does not count what is written by way of `.data`."""
+    return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
+
+
 _FROZEN = "a quantized weight is frozen"
 _NOT_SET = f"{_FROZEN}, and cannot be set: change the float weight and quantize again"
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_modules
 
 from halfbyte.kernels.problem import Addition
-from halfbyte.nn.integer import IntegerConv2d, Requantize, weights_made
+from halfbyte.nn.integer import IntegerConv2d, IntegerModule, Requantize, weights_made
 from halfbyte.nn.traced import Inner, copy_node, module_of
 from halfbyte.ops.library import plain
 
@@ -69,9 +69,15 @@ class _Kept:
 
     def __init__(self, network: fx.GraphModule) -> None:
         self.inner = Inner.of(network)
-        self.weights = weights_made()
+        biases = (module.bias for module in network.modules() if isinstance(module, IntegerModule))
+        self.biases = [bias for bias in biases if bias is not None and not bias.is_inference()]
+        self.weights = self._weights()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
         self.sums: Callable[[Tensor], Any] | None = None
+
+    def _weights(self) -> tuple[int, list[int]]:
+        """Differs where weights or biases have changed."""
+        return weights_made(), [bias._version for bias in self.biases]
 
     def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
         if self.sums is None:
@@ -81,8 +87,8 @@ class _Kept:
     def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], Any] | None:
         from halfbyte.kernels.cpu import runtime
 
-        if self.weights != weights_made():
-            self.weights = weights_made()
+        if self.weights != (weights := self._weights()):
+            self.weights = weights
             self.found.clear()
         key = x.shape, x.stride(), x.dtype, runtime.threads()
         found = self.found.get(key)
