@@ -221,6 +221,20 @@ def test_rules(module: str, path: Path) -> None:
     assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not inside functions or under TYPE_CHECKING either. A package's `__init__` stands for the files that it hands names on from."""
+    texts = {module: path.read_text("utf-8") for module, path in _sources() if path.name != "__init__.py"}
+    imports: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        named = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names} | {str(node.module) for node in nodes}
+        imports[module] = named & texts.keys() - {module}
+    while lowest := [module for module, needed in imports.items() if not needed & imports.keys()]:
+        for module in lowest:
+            del imports[module]
+    assert not imports
+
+
 @pytest.mark.parametrize("folder", ["checkpoint", "integrations", "kernels/cpu", "kernels/cpu/conv", "kernels/gpu", "nn", "ops"])
 def test_the_map_of_a_package_names_its_files(folder: str) -> None:
     text = ast.get_docstring(ast.parse((SRC / folder / "__init__.py").read_text("utf-8"))) or ""

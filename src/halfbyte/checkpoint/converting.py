@@ -22,8 +22,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
-from halfbyte.nn.candidates import choose
-from halfbyte.nn.config import Config, as_config, take_calibration
+from halfbyte.nn.config import Config, as_config, choose, take_calibration
 from halfbyte.nn.convert import UNCALIBRATED
 from halfbyte.nn.kinds import quantize_weight, relative_error
 from halfbyte.nn.report import Report

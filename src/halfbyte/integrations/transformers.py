@@ -35,8 +35,8 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
 from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
-from halfbyte.nn.candidates import candidates, choose, formats_of
-from halfbyte.nn.config import Config, take_calibration, with_known_settings
+from halfbyte.nn.candidates import candidates
+from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.convert import finished, quantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded

@@ -1,13 +1,9 @@
-"""Which modules of a model can be quantized, and what each of them becomes by a Config: a format, or the reason why it stays."""
+"""Which modules of a model can be quantized, and the reasons why others cannot."""
 
 from __future__ import annotations
 
-import difflib
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +11,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from halfbyte.errors import ArgumentError
-from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
@@ -25,18 +19,12 @@ from halfbyte.nn.kinds import CONVOLUTIONS, FLOAT_MODULES, kind_of
 from halfbyte.nn.modules import QuantModule, has_hooks
 from halfbyte.nn.scaled import factor_of
 
-if TYPE_CHECKING:
-    from halfbyte.nn.config import Config
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
-
-Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -98,59 +86,10 @@ def quantized(model: nn.Module) -> list[Candidate]:
     return found
 
 
-def choose(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
-    """`decide`, after `check_patterns`."""
-    check_patterns(config, found)
-    return decide(found, config)
-
-
-def formats_of(decisions: Decisions) -> dict[str, Format]:
-    """The modules that are to be quantized."""
-    return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
-
-
-def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
-    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision."""
-    groups: dict[Hashable, list[Candidate]] = defaultdict(list)
-    for candidate in found:
-        groups[candidate.weight].append(candidate)
-    decisions: dict[str, Format | str] = {}
-    for group in groups.values():
-        reasons = {c.name: reason for c in group if (reason := c.reason or _skipped(c.name, config))}
-        overrides = [fmt for c in group if (fmt := _override(c.name, config))]
-        for candidate in group:
-            if reasons:
-                kept, why = next(iter(reasons.items()))
-                decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {kept}, which stays ({why})")
-            else:
-                decisions[candidate.name] = (
-                    overrides[0] if overrides else config.default_for(group[0].kind, narrow=any(c.narrow for c in group))
-                )
-    return decisions
-
-
-def check_patterns(config: Config, found: Sequence[Candidate]) -> None:
-    """Raises ArgumentError for a pattern of `config` that matches none of these modules."""
-    names = [candidate.name for candidate in found]
-    for setting, patterns in (("skip", config.skip), ("overrides", config.overrides)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or ["none"]
-                raise ArgumentError(f"the {setting} pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
-
-
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and persistent buffers of a module itself, without its children's."""
     yield from module.named_parameters(recurse=False)
     yield from ((name, b) for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
-
-
-def _skipped(name: str, config: Config) -> str | None:
-    return next((f"skip pattern {pattern!r}" for pattern in config.skip if fnmatchcase(name, pattern)), None)
-
-
-def _override(name: str, config: Config) -> Format | None:
-    return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)
 
 
 def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:

@@ -1,9 +1,12 @@
-"""What a model is quantized to: formats by module, the method, and how the products are computed."""
+"""What a model is quantized to: formats by module, the method, and how the products are computed; and what that makes of each module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,7 +16,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrated_names, check_given
-from halfbyte.nn.candidates import candidates, choose, formats_of
+from halfbyte.nn.candidates import Candidate, candidates
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.modules import check_compute
 from halfbyte.nn.runs import Progress
@@ -22,6 +25,8 @@ from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 
 _Class = TypeVar("_Class")
+
+Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
 
 # How the range of a result on codes is chosen.
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -190,3 +195,52 @@ def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> t
     elif config.method in CALIBRATED:
         raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {", ".join(METHODS)}')
     return replace(config, calibration=None), calibration
+
+
+def choose(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
+    """`decide`, after `check_patterns`."""
+    check_patterns(config, found)
+    return decide(found, config)
+
+
+def formats_of(decisions: Decisions) -> dict[str, Format]:
+    """The modules that are to be quantized."""
+    return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
+
+
+def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
+    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision."""
+    groups: dict[Hashable, list[Candidate]] = defaultdict(list)
+    for candidate in found:
+        groups[candidate.weight].append(candidate)
+    decisions: dict[str, Format | str] = {}
+    for group in groups.values():
+        reasons = {c.name: reason for c in group if (reason := c.reason or _skipped(c.name, config))}
+        overrides = [fmt for c in group if (fmt := _override(c.name, config))]
+        for candidate in group:
+            if reasons:
+                kept, why = next(iter(reasons.items()))
+                decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {kept}, which stays ({why})")
+            else:
+                decisions[candidate.name] = (
+                    overrides[0] if overrides else config.default_for(group[0].kind, narrow=any(c.narrow for c in group))
+                )
+    return decisions
+
+
+def check_patterns(config: Config, found: Sequence[Candidate]) -> None:
+    """Raises ArgumentError for a pattern of `config` that matches none of these modules."""
+    names = [candidate.name for candidate in found]
+    for setting, patterns in (("skip", config.skip), ("overrides", config.overrides)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or ["none"]
+                raise ArgumentError(f"the {setting} pattern {pattern!r} matches no module: the closest names are {', '.join(close)}")
+
+
+def _skipped(name: str, config: Config) -> str | None:
+    return next((f"skip pattern {pattern!r}" for pattern in config.skip if fnmatchcase(name, pattern)), None)
+
+
+def _override(name: str, config: Config) -> Format | None:
+    return next((as_format(fmt) for pattern, fmt in config.overrides.items() if fnmatchcase(name, pattern)), None)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.candidates import candidates, choose, formats_of
-from halfbyte.nn.config import Config, as_config
+from halfbyte.nn.candidates import candidates
+from halfbyte.nn.config import Config, as_config, choose, formats_of
 from halfbyte.nn.convert import check_in_place, finished, put_quantized_
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target, prepare_

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -16,12 +15,10 @@ from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.nn.candidates import candidates, decide, own_tensors
+from halfbyte.nn.candidates import candidates, own_tensors
+from halfbyte.nn.config import Config, decide
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.modules import QuantModule
-
-if TYPE_CHECKING:
-    from halfbyte.nn.config import Config
 
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
 NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report

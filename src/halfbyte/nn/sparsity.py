@@ -13,8 +13,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
 from halfbyte.nn.calibrate import Calibration, as_calibration, check_given
-from halfbyte.nn.candidates import candidates, choose, formats_of
-from halfbyte.nn.config import Config
+from halfbyte.nn.candidates import candidates
+from halfbyte.nn.config import Config, choose, formats_of
 from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import FLOAT_MODULES
