@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,7 +71,6 @@ def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Ch
     return Choice(taken, tuple(rejected))
 
 
-@lru_cache(maxsize=4096)
 def kernel_for(
     format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: Activation, *, gelu: bool = False, sparse: bool = False
 ) -> LinearKernel:

@@ -123,7 +123,6 @@ def emulated(emulator: Emulator, tensors: Sequence[Tensor]) -> Iterator[None]:
 
         patch.setattr(isas, "_named", lambda _: emulator.isa)
         patch.setattr(jit, "load", emulator.load)
-        patch.setattr(dispatch, "kernel_for", dispatch.kernel_for.__wrapped__)
         patch.setattr(dispatch, "linear_kernel", linear.linear_kernel.__wrapped__)
         patch.setattr(decoder, "_memories", PlanCache())
         patch.setattr(encoder, "_memory", encoder._Memory())
