@@ -141,8 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
         "Gemma4ForCausalLM",
         GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        OF_GEMMA4
-        | {"embedding_length_per_layer_input": 32, "attention.shared_kv_layers": 2, "feed_forward_length": [96, 96, 192, 192]},
+        OF_GEMMA4 | {"embedding_length_per_layer_input": 32, "attention.shared_kv_layers": 2, "feed_forward_length": [96, 96, 192, 192]},
     ),
     "gemma4, with experts": (
         "Gemma4ForCausalLM",

@@ -170,11 +170,13 @@ def test_a_row_with_nan_or_infinity_touches_no_other(case: Case, monkeypatch: py
 FEW = [
     Case(bits, zero, block, torch.float16, dtype, way, isa)
     for isa in range(len(RUNNABLE))
-    for number, (bits, zero, block, dtype, way) in enumerate((
-        (4, "none", 32, torch.float32, "block"),
-        (4, "point", 128, torch.bfloat16, "float"),
-        (8, "offset", 20, torch.float16, "row"),
-    ))
+    for number, (bits, zero, block, dtype, way) in enumerate(
+        (
+            (4, "none", 32, torch.float32, "block"),
+            (4, "point", 128, torch.bfloat16, "float"),
+            (8, "offset", 20, torch.float16, "row"),
+        )
+    )
     if isa == 0 or number != isa % 3
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)

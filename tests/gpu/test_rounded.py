@@ -18,9 +18,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
 
-def check(
-    name: str, activation: Activation, dtype: torch.dtype, sizes: tuple[int, int, int], programs: int, device: torch.device
-) -> None:
+def check(name: str, activation: Activation, dtype: torch.dtype, sizes: tuple[int, int, int], programs: int, device: torch.device) -> None:
     """`reference.error_bound` is that of sums of integers; here they are float32 sums of all products, aligned before they are added (twice
     the bound of compute="float"), of rounded activations (once) and weights (twice: the scale, the product)."""
     m, n, k = sizes

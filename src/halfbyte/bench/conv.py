@@ -75,9 +75,7 @@ def collected(measured: Iterable[list[dict[str, Any]]], about: Mapping[str, Any]
     return rows
 
 
-def _in_turn(
-    workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any
-) -> dict[str, dict[str, Any]]:
+def _in_turn(workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any) -> dict[str, dict[str, Any]]:
     """Of each contender its "seconds", the median of the rounds, or None and the "reason"; `before` is called at each round."""
     seconds: dict[str, list[float]] = defaultdict(list)
     absent: dict[str, str] = {}

@@ -228,4 +228,3 @@ def _legend(report: Report) -> list[str]:
     rounds = report.settings.get("rounds")
     legend = [f"ms: median of {rounds} rounds. ×: the best peer's time over this one, above 1 is faster. %: of what the ceilings allow."]
     return legend + report.notes
-

@@ -54,9 +54,7 @@ class Parts:
     def scale_dtype(self, part: str) -> torch.dtype:
         dtype = self.spec(part).dtype
         if dtype not in zero_points.SCALES:
-            raise CheckpointError(
-                f"{self.names[part]} is {dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged"
-            )
+            raise CheckpointError(f"{self.names[part]} is {dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged")
         return dtype
 
     def entry(

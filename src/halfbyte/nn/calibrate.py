@@ -93,9 +93,7 @@ def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: i
     """
     check_type(text, str, "calibration_tokens takes (tokenizer, text), the text a string", "pass the tokenizer first")
     if not callable(tokenizer):
-        raise ArgumentError(
-            f"a tokenizer is a callable, got {type(tokenizer).__name__}: pass one of transformers, and then the text"
-        )
+        raise ArgumentError(f"a tokenizer is a callable, got {type(tokenizer).__name__}: pass one of transformers, and then the text")
     if passages < 1 or length < 1:
         raise ArgumentError(f"calibration takes 1 or more passages of 1 or more tokens, got {passages} of {length}")
     # transformers warns about texts longer than a model's limit, but this one is split into passages.

@@ -26,6 +26,7 @@ STACKED = "it has stacked weights, and is not a module of experts as transformer
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A module that holds a weight, and can be quantized unless `reason` says why not.

@@ -24,9 +24,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """(name, list) of the decoder layers: of all nn.ModuleList the one with the most parameters."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no nn.ModuleList of layers to calibrate: use mse or hqq without calibration"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has no nn.ModuleList of layers to calibrate: use mse or hqq without calibration")
     return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 
 
