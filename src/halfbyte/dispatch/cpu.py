@@ -13,7 +13,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.tile import Inner
-from halfbyte.kernels.problem import Activation, check_compute
+from halfbyte.kernels.problem import check_compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Ch
 
 
 def kernel_for(
-    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: Activation, *, gelu: bool = False, sparse: bool = False
+    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: str, *, gelu: bool = False, sparse: bool = False
 ) -> LinearKernel:
     """The kernel of a linear layer with a weight [n, k], packed as a 2:4 sparse one if `sparse`, on this CPU, followed by GELU if `gelu`.
 
