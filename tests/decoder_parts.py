@@ -29,6 +29,7 @@ def check(
     kind: torch.dtype = torch.float32,
 ) -> None:
     """Whether a layer made and called in `running(tensors)` gives what its parts give; `shapes`: [B, t] of tokens; `kind`: of caches.
+    `name`: of the format, or of two with a +, the second that of values.
 
     Only the order of sums in norms and attention differs, which is a unit of the quantized activations at most where a code is just
     between two.
@@ -36,8 +37,14 @@ def check(
     torch.manual_seed(3)
     heads, kv_heads, dim, k, inner = sizes
     width, both = heads * dim, (heads + 2 * kv_heads) * dim
-    packed = [ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, name)) for n, c in ((both, k), (k, width), (2 * inner, k), (k, inner))]
-    biases = torch.randn(both), torch.randn(k), None, None
+    name, *values = name.split("+")
+    cut = both - kv_heads * dim if values else both
+    shapes_of_weights = ((cut, k), (both - cut, k), (k, width), (2 * inner, k), (k, inner))
+    named = [(n, c, fmt) for (n, c), fmt in zip(shapes_of_weights, (name, *(values or [name]), *[name] * 3), strict=True) if n]
+    packed = [ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, fmt)) for n, c, fmt in named]
+    *qkv, o, gate_up, down = packed
+    bias = torch.randn(both)
+    biases = *bias.split([p.shape[0] for p in qkv]), torch.randn(k), None, None
     weights = tuple(Weight(p, b, "auto", "block") for p, b in zip(packed, biases, strict=True))
     norms = torch.rand(k) + 0.5, torch.rand(k) + 0.5
 
@@ -52,19 +59,20 @@ def check(
     for b, t in shapes:
         angles, cache = torch.randn(1, t, dim // 2).repeat(1, 1, 2), [torch.randn(b, kv_heads, t + 9, dim).to(kind) for _ in range(2)]
         calls.append((torch.randn(b, t, k), (angles.cos(), angles.sin()), *cache, 9))
-    tensors = [p.data for p in packed] + [*biases[:2], *norms]
+    tensors = [p.data for p in packed] + [*biases[:-2], *norms]
     tensors += [tensor for x, rotary, keys, values, _ in calls for tensor in (x, *rotary, keys, values)]
     with running(tensors):
         layer = DecoderLayer(weights, norms, (1e-5, 1e-6, 0.0), Heads(heads, kv_heads, dim, dim**-0.5))  # type: ignore[arg-type]
         found = [layer(*call) for call in calls]
     for y, (x, rotary, keys, values, _) in zip(found, calls, strict=True):
         b, t, _ = x.shape
-        qkv = ops.linear(norm(x, 0), packed[0], biases[0]).view(b, t, heads + 2 * kv_heads, dim).transpose(1, 2)
+        made = [ops.linear(norm(x, 0), weight, part) for weight, part in zip(qkv, biases, strict=False)]
+        projected = torch.cat(made, -1).view(b, t, heads + 2 * kv_heads, dim).transpose(1, 2)
         seen = torch.ones(t, t + 9, dtype=torch.bool).tril(9)
-        queries = turn(qkv, rotary)[:, :heads]
+        queries = turn(projected, rotary)[:, :heads]
         a = torch.nn.functional.scaled_dot_product_attention(queries, keys.float(), values.float(), seen, enable_gqa=True)
-        h = ops.linear(a.transpose(1, 2).reshape(b, t, width), packed[1], biases[1], residual=x)
-        gate, up = ops.linear(norm(h, 1), packed[2]).chunk(2, -1)
-        expected = ops.linear(torch.nn.functional.silu(gate) * up, packed[3], residual=h)
+        h = ops.linear(a.transpose(1, 2).reshape(b, t, width), o, biases[-3], residual=x)
+        gate, up = ops.linear(norm(h, 1), gate_up).chunk(2, -1)
+        expected = ops.linear(torch.nn.functional.silu(gate) * up, down, residual=h)
         # A code that flips moves an output by 1/127 of the largest activation times a weight, of which there are few.
         assert float((y - expected).norm()) <= 2e-3 * float(expected.norm()), (b, t)

@@ -38,7 +38,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "mistral": partial(make_decoder, "Mistral", **SIZES, sliding_window=None),
     "qwen2": partial(make_decoder, "Qwen2", **SIZES),
     "qwen3": partial(make_decoder, "Qwen3", **SIZES),
+    "llama of several formats": partial(make_decoder, "Llama", **SIZES),
 }
+OTHERS = {"*.0.self_attn.v_proj": "q8_0", "*.1.self_attn.q_proj": "q8_0"}
 
 
 def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any, Any]:
@@ -49,7 +51,8 @@ def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any,
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     model.set_attn_implementation("sdpa")
-    quantize_(model, Config("q4_0", compute=compute, skip=["lm_head"]))
+    several = OTHERS if kind.endswith("formats") else {}
+    quantize_(model, Config("q4_0", compute=compute, skip=["lm_head"], overrides=several))
     fuse_(model)
     short = shorten_(copy.deepcopy(model))
     assert all(map(is_short, short.model.layers))
@@ -212,7 +215,7 @@ def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
     assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
 
 
-@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int8_channel"])
+@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp+q8_0", "int8_channel"])
 def test_products_on_the_way_are_those_of_linear(name: str) -> None:
     sizes = decoder_parts.Sizes(4, 2, 32, 160, 64)
     shapes = (1, 1), (1, 3), (5, 1), (2, 20), (9, 40), (1, 300)  # the last two piece by piece

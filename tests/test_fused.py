@@ -161,6 +161,9 @@ def test_what_differs_stays() -> None:
     model = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.k_proj": "q8_0"}, skip=["*.up_proj"]))
     assert not fused(model)
     assert type(model[0].q_proj) is QuantLinear
+    some = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.v_proj": "q8_0"}, skip=["*.up_proj"]))
+    assert fused(some) == ("0: computed together: q_proj+k_proj",)
+    assert type(some[0].v_proj) is QuantLinear
     scaled = quantize_(nn.Sequential(Block()), Config("int4_tensor"))
     assert not fused(scaled), "each has a scale of its own"
     hooked = quantize_(nn.Sequential(Block()), "q4_0")

@@ -31,8 +31,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, embedding, encoding
-from halfbyte.integrations.shortened import Shortened, shorten, why_hooked, why_not_fused
+from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.machine import Gpu, gpu
+from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
@@ -93,6 +94,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         if device != "cpu" and linear.compute not in ("auto", "float"):
             return f"its {name} is to compute in {linear.compute}"
     for name, parts in groups.items():
+        if device == "cpu" and name == QKV and products_of(name, parts) is not None:
+            continue  # one step each
         if (reason := why_not_fused(name, parts)) is not None:
             return reason
     for name in ("o_proj", "down_proj"):
@@ -134,11 +137,13 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     return found[0], seen, Step("o_proj", "with the residual added"), found[1], Step("down_proj", "with the residual added")
 
 
-def one_call() -> tuple[Step, ...]:
+def one_call(layer: Any) -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
     added, gated = "with the residual added", "with the norm and silu(gate) * up"
     attention = Step("attention", "attend, with positions and the new entry of a float or 8-bit cache")
-    return Step(QKV, "with the norm"), attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
+    products = products_of(QKV, decoding_cpu.qkv_of(layer)) or {}
+    first = (Step(name, "with the norm") for name in products)
+    return *first, attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:
@@ -229,7 +234,8 @@ def _in_floats(layer: Any) -> bool:
     """Whether these kernels also support a layer that was shortened, possibly for a CPU."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
-    return all(linear.compute != "int8" for linear in linears)
+    fused = type(attention.v_proj) is FusedLinear and attention.v_proj.index == 2
+    return fused and all(linear.compute != "int8" for linear in linears)
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:

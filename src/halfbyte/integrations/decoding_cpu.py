@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.cache import Int8Layer
+from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -98,15 +99,25 @@ class _Entry:
             cache.keys, cache.values = room.keys, room.values = self.keys, self.values
 
 
-def weights_of(layer: Any) -> tuple[tuple[Weight, Weight, Weight, Weight], Heads]:
-    attention, mlp = layer.self_attn, layer.mlp
-    together, alone = (attention.q_proj, mlp.gate_proj), (attention.o_proj, mlp.down_proj)
-    parts: list[tuple[Any, Any]] = [*(linear.together for linear in together), *((linear.packed, linear.bias) for linear in alone)]
-    qkv, gate_up, o, down = (Weight(*p, x.compute, x.activation) for p, x in zip(parts, (*together, *alone), strict=True))
+def qkv_of(layer: Any) -> tuple[Any, Any, Any]:
+    attention = layer.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def linears_of(layer: Any) -> tuple[Any, ...]:
+    """One layer for each product, in their order."""
+    qkv = products_of("q+k+v", qkv_of(layer)) or {}
+    return *qkv.values(), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj
+
+
+def weights_of(layer: Any) -> tuple[tuple[Weight, ...], Heads]:
+    attention = layer.self_attn
+    linears = linears_of(layer)
+    weights = tuple(Weight(packed, bias, x.compute, x.activation) for x in linears for packed, bias in (x.together,))
     dim = attention.head_dim
     query, key = (linear.packed.shape[0] // dim for linear in (attention.q_proj, attention.k_proj))
     norms: Any = tuple(norm.weight for norm in _of_heads(attention))
-    return (qkv, o, gate_up, down), Heads(query, key, dim, attention.scaling, norms or None)
+    return weights, Heads(query, key, dim, attention.scaling, norms or None)
 
 
 def why_not_one_call(layer: Any) -> str | None:
@@ -202,8 +213,7 @@ def _computed(layer: Any) -> DecoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
     if made is None or not made[1].is_still():
-        attention, mlp = layer.self_attn, layer.mlp
-        linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
+        attention, linears = layer.self_attn, linears_of(layer)
         inner = (part for part in layer.modules() if part is not layer)
         if any(map(watched, inner)) or not all(isinstance(linear, QuantLinear) for linear in linears):
             return None

@@ -145,7 +145,7 @@ def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, .
         reason = f"one call is for {MOST_SEQUENCES} sequences at most"
     if reason is not None:
         return _products(layer, here, rows), reason
-    parts = one_call() if here is None else steps(layer, here, rows)
+    parts = one_call(layer) if here is None else steps(layer, here, rows)
     products = {step.name: step for step in _products(layer, here, rows)}
     # Products that keep their own kernel say which it is.
     return tuple(_with_kernel(step, products) for step in parts), None
@@ -173,7 +173,7 @@ def _products(layer: nn.Module, here: Gpu | None, rows: int, *, whole: bool = Fa
 
 
 def _product(linear: QuantLinear, here: Gpu | None, rows: int) -> str:
-    packed = linear.together[0] if isinstance(linear, FusedLinear) else linear.packed
+    packed = linear.together[0]
     n, k = packed.shape
     if here is None:
         return choose_linear(packed.format, linear.dtype, linear.compute, current()).taken.inner

@@ -9,6 +9,7 @@ from torch import nn
 
 from halfbyte.integrations.ahead import watched
 from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.report import REMARK
 
 _classes: dict[tuple[type, type], Any] = {}
@@ -47,6 +48,22 @@ def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:
     if [linear.index for linear in parts] == list(range(len(linears))) and len({id(linear.together[0]) for linear in parts}) == 1:
         return None
     return f"{names} are not computed together, which fuse_ does where their formats are the same"
+
+
+def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLinear] | None:
+    """The first layer of each product that these linear layers are computed in, alone or together with those after it, by their names; None
+    where one is of another kind, or lacks a layer that it was fused with."""
+    found, left = dict[str, QuantLinear](), list(zip(names.split("+"), linears, strict=True))
+    while left:
+        first = left[0][1]
+        count = first.count if type(first) is FusedLinear else 1
+        some, left = left[:count], left[count:]
+        name = "+".join(name for name, _ in some)
+        fused = type(first) is QuantLinear or why_not_fused(name, [linear for _, linear in some]) is None
+        if not fused or not isinstance(first, QuantLinear):
+            return None
+        found[name] = first
+    return found
 
 
 def why_hooked(module: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     siblings   names of children that their parent calls in this order with the same tensor
     activated  names of a child and of the GELU to which its parent passes its output
 
-    Siblings that differ in format, width, device or compute are not fused. Convolutions are in modules in evaluation that torch.fx can
+    Neighbours that differ in format, width, device or compute are not fused. Convolutions are in modules in evaluation that torch.fx can
     trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)` list what was fused. Raises
     ArgumentError for a model without quantized layers.
     """
@@ -65,10 +66,12 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
         for names in () if _CROSS.intersection(path.split(".")) else siblings:
             parts = [getattr(parent, name, None) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
-            if len(linears) == len(names) and len({_kind(linear) for linear in linears}) == 1:
-                for name, part in zip(names, _Group.of(linears).parts, strict=True):
-                    setattr(parent, name, part)
-                _remark(parent, names)
+            alike = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
+            for some in [dict(run) for _, run in alike]:
+                if len(some) > 1:
+                    for name, part in zip(some, _Group.of(list(some.values())).parts, strict=True):
+                        setattr(parent, name, part)
+                    _remark(parent, list(some))
         for name, function in activated:
             dense, after = getattr(parent, name, None), getattr(parent, function, None)
             if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
@@ -178,6 +181,11 @@ class FusedLinear(DerivedLinear):
     def index(self) -> int:
         """Its index among the layers that it is fused with."""
         return self._index
+
+    @property
+    def count(self) -> int:
+        """How many layers are fused."""
+        return len(self._group.sizes)
 
     @property
     def together(self) -> tuple[Packed, Tensor | None]:

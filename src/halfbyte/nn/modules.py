@@ -264,6 +264,11 @@ class QuantLinear(QuantModule):
             bias = nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias if bias is None else bias.requires_grad_(False))  # type: ignore[arg-type]
 
+    @property
+    def together(self) -> tuple[Packed, Tensor | None]:
+        """The weight and bias of all layers that it is computed together with: its own."""
+        return self.packed, self.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype."""
         return ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)

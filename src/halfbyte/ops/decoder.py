@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 class DecoderLayer:
     """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h)),  h = x + o(attention(qkv(norm(x))))
 
-    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other
+    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
     o        [K, H * D]
     gate_up  [2 I, K]: gate, then up
     down     [K, I]
@@ -42,7 +42,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        weights: tuple[Weight, Weight, Weight, Weight],
+        weights: Sequence[Weight],
         norms: tuple[Tensor, Tensor],
         eps: tuple[float, float, float],
         heads: Heads,
@@ -54,11 +54,11 @@ class DecoderLayer:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self._heads, self._k = heads, weights[0].packed.shape[1]
         self._tensors = tensors = Addresses()
-        qkv, o, gate_up, down = map(tensors.product, weights)
+        *qkv, o, gate_up, down = map(tensors.product, weights)
         before, between = map(tensors.of, norms)
         of_heads = (0, 0) if heads.norms is None else (tensors.of(heads.norms[0]), tensors.of(heads.norms[1]))
         numbers = heads.query, heads.key, heads.dim, heads.scale
-        self._layer = decoder.Layer(qkv, o, gate_up, down, (before, between), of_heads, eps, *numbers)
+        self._layer = decoder.Layer(tuple(qkv), o, gate_up, down, (before, between), of_heads, eps, *numbers)
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
@@ -120,21 +120,22 @@ def run_layers(
     return tuple(one.to(x.dtype) for one in y)
 
 
-def why_not(weights: tuple[Weight, Weight, Weight, Weight], heads: Heads) -> str | None:
+def why_not(weights: Sequence[Weight], heads: Heads) -> str | None:
     """Why `DecoderLayer` does not support these weights; None if it does."""
     from halfbyte.kernels.cpu import decoder
 
     if (reason := why_not_packed([weight.packed for weight in weights])) is not None:
         return reason
-    return decoder.supports(weights[2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
+    return decoder.supports(weights[-2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
 
 
-def _check_weights(weights: tuple[Weight, Weight, Weight, Weight], norms: tuple[Tensor, Tensor], heads: Heads) -> None:
+def _check_weights(weights: Sequence[Weight], norms: tuple[Tensor, Tensor], heads: Heads) -> None:
     shapes = [tuple(weight.packed.shape) for weight in weights]
-    k, inner = shapes[0][1], shapes[2][0] // 2
-    expected = [((heads.query + 2 * heads.key) * heads.dim, k), (k, heads.query * heads.dim), (2 * inner, k), (k, inner)]
+    k, inner, both = shapes[0][1], shapes[-2][0] // 2, (heads.query + 2 * heads.key) * heads.dim
+    expected = [(both, k), (k, heads.query * heads.dim), (2 * inner, k), (k, inner)]
     small = [*norms, *(heads.norms or ()), *(weight.bias for weight in weights if weight.bias is not None)]
     sizes = [k, k, *([heads.dim] * 2 if heads.norms else []), *(n for (n, _), w in zip(shapes, weights, strict=True) if w.bias is not None)]
-    if shapes != expected or [tuple(t.shape) for t in small] != [(size,) for size in sizes] or not all(t.is_cpu for t in small):
+    joined = [(sum(n for n, _ in shapes[:-3]), k), *shapes[-3:]] if {c for _, c in shapes[:-3]} == {k} else shapes
+    if joined != expected or [tuple(t.shape) for t in small] != [(size,) for size in sizes] or not all(t.is_cpu for t in small):
         got = f"{shapes}, and {[list(t.shape) for t in small]}"
         raise ArgumentError(f"a decoder layer takes weights {expected} and norms and biases of {sizes} elements on the CPU, got {got}")

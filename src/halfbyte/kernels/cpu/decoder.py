@@ -1,6 +1,7 @@
 """Decoder layers of Llama and its like for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
 
-    qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once
+    qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once; where formats
+                                             differ, queries, keys and values are up to three products
     a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`; of many tokens `attend_whole.py`)
     h   = a · Woᵀ + bias + x
     g   = norm(h) · Wgate_upᵀ                silu(gate) * up where the gates were
@@ -37,7 +38,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
-_X, _OUT, _RESIDUAL = (LINEAR.offset(field) for field in ("x", "out", "residual"))
+_X, _OUT, _RESIDUAL, _OUT_STRIDE = (LINEAR.offset(field) for field in ("x", "out", "residual", "out_stride"))
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 _pack_cache = ATTEND.struct("cos", "length").pack_into
 _CACHE = ATTEND.offset("cos")
@@ -62,13 +63,14 @@ class _Size(NamedTuple):
 class Layer:
     """The weights of a layer, by their addresses: whoever calls sees to it that they are there. What is not packed is float32.
 
+    qkv         one product, or one after the other those whose outputs stand side by side
     norms       weights [K] before qkv and before gate_up
     eps         of both, and of head_norms
     head_norms  weights [D] of queries and keys; 0 where heads have no norms
     scale       of scores
     """
 
-    qkv: Product
+    qkv: tuple[Product, ...]
     o: Product
     gate_up: Product
     down: Product
@@ -80,6 +82,11 @@ class Layer:
     dim: int
     scale: float
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of _Plan
+
+    @property
+    def both(self) -> int:
+        """Outputs of qkv."""
+        return sum(product.n for product in self.qkv)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,12 +109,12 @@ class _Plan:
     def __init__(self, layer: Layer, size: _Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
         self._tokens = size.tokens
-        products = layer.qkv, layer.o, layer.gate_up, layer.down
+        products = *layer.qkv, layer.o, layer.gate_up, layer.down
         alone, most_k = m == 1, max(p.k for p in products)
         linears = [p.kernel.arguments(m, threads) for p in products]
         private = max(laid_out for _, laid_out in linears) + 63 & ~63
         room = m if m <= _FEW else round_up(m, _STEP)  # rows, so that prompts of all lengths share memory
-        widths = layer.qkv.n, layer.o.k, layer.o.n, layer.gate_up.n
+        widths = layer.both, layer.o.k, layer.o.n, layer.gate_up.n
         laid_out = threads * private if alone else -(-private // m) * room
         scratch = _attention_sizes(layer, room)[1] if size.tokens > _FEW else 0
         self._memory = memory = _shared((threads * most_k * 4, laid_out, *(room * n * 4 for n in widths), threads * scratch))
@@ -116,34 +123,38 @@ class _Plan:
         self._tables: list[ctypes.Array[ctypes.c_int64]] = []
         common = {"normed": memory.normed, "normed_thread": 4 * most_k, "private": private if alone else 0}
         blocks: list[ctypes.Array[ctypes.c_char]] = []
-        places = (0, memory.qkv), (memory.attended, memory.hidden), (memory.hidden, memory.gates), (memory.gates, 0)
+        columns = accumulate((4 * product.n for product in layer.qkv[:-1]), initial=memory.qkv)
+        places = *((0, to) for to in columns), (memory.attended, memory.hidden), (memory.hidden, memory.gates), (memory.gates, 0)
         for i, (product, buffer, (x, out)) in enumerate(zip(products, self._linears, places, strict=True)):
             stride = 4 * (layer.gate_up.n if product is layer.down else product.k)
             pack_call(buffer, CALL, 0, x, stride, memory.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
-            gated = product is layer.gate_up
+            gated, first = product is layer.gate_up, i < len(layer.qkv)
+            if first:
+                _pack_one(buffer, _OUT_STRIDE, 4 * layer.both)
             panels = -(-product.n // PANEL) // (2 if gated else 1)
             cut = shares(panels, threads)
             self._tables.append((ctypes.c_int64 * len(cut))(*cut))
             fields: dict[str, int | tuple[float, float]] = {
                 **common,
                 "linear": ctypes.addressof(buffer),
-                "norm": (layer.norms[0], 0, layer.norms[1], 0)[i],
-                "eps": (layer.eps[i // 2], 0.0),
+                "norm": layer.norms[0] if first else layer.norms[1] if gated else 0,
+                "eps": (layer.eps[gated], 0.0),
                 "groups": len(cut) - 1,
                 "shares": ctypes.addressof(self._tables[-1]),
                 "gate": panels if gated else 0,
             }
             steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
             blocks.extend(arguments(PRODUCT, phase(step), fields) for step in steps)
-            if product is layer.qkv:
+            if product is layer.qkv[-1]:
                 blocks += self._attention
         self.blocks = tuple(blocks)
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
-        qkv, o, _, down = self._linears
+        *qkv, o, _, down = self._linears
         hidden = self._memory.hidden
-        _pack_one(qkv, _X, x)
+        for product in qkv:
+            _pack_one(product, _X, x)
         _pack_one(o, _RESIDUAL, x - hidden)
         _pack_two(down, _OUT, out, hidden - out)
         _pack_cache(self._attention[0], _CACHE, *cache)
@@ -160,7 +171,7 @@ def _attention(layer: Layer, memory: _Memory, size: _Size) -> tuple[Buffer, ...]
     fields: dict[str, int | tuple[float, float]] = {
         **sizes,
         "qkv": memory.qkv,
-        "qkv_stride": 4 * layer.qkv.n,
+        "qkv_stride": 4 * layer.both,
         "out": memory.attended,
         "out_stride": 4 * layer.o.k,
         "kv_heads": layer.kv_heads,
@@ -175,9 +186,9 @@ def _attention(layer: Layer, memory: _Memory, size: _Size) -> tuple[Buffer, ...]
     fields = {
         **sizes,
         "q": memory.qkv,
-        "q_batch": 4 * layer.qkv.n * size.tokens,
+        "q_batch": 4 * layer.both * size.tokens,
         "q_head": 4 * layer.dim,
-        "q_token": 4 * layer.qkv.n,
+        "q_token": 4 * layer.both,
         "out": memory.attended,
         "heads": layer.kv_heads,
         "padded": padded,
