@@ -108,43 +108,19 @@ class LinearKernel:
         self.isa, self.geometry = isa or current(), Geometry(fmt, n, k, sparse)
         if sparse and not self.isa.spreads:
             raise KernelError(f"{self.isa.name} has no kernels for 2:4 sparse weights: unpack the codes and pack them on this machine")
-        geo, kind = self.geometry, KINDS[dtype]
-        self.unit = self.isa.unit(geo, inner)
-        single = geo.padded == geo.last_padded == self.unit and self.unit % 32 == 0
-        shifted = inner == "int8" and activation.endswith("_offset")
-        whole_row = inner == "int8" and activation.startswith("row")
-        by_row = whole_row and not shifted
-        sums = "none"
-        if fmt.zero != "none":
-            sums = "codes" if inner == "int8" and (fmt.zero == "point" or by_row) else "values"
+        geo = self.geometry
         self.dtype = dtype
-        self.out_dtype = torch.float32 if kind == "f16" and not self.isa.half_conversions else dtype
-        out = KINDS[self.out_dtype]
-        weight = fmt.bits, KINDS[fmt.scale], fmt.zero
-        pairs = geo.pairs
-        self.paired = pairs and inner == "int8" and self.isa.multiplies_sums
-        plain = inner == "int8" and kind != "i8" and not by_row and not shifted
-        biased = plain and self.isa.biases and tile.biasable(fmt, geo.padded)
-        correction = self.isa.correction(fmt.bits, fmt.signed) if inner == "int8" else 0
-        correction -= tile.highest_point(self.isa, fmt.bits, fmt.zero, biased)
-        # Where a block's sums are made apart, nothing is gained by their beginning at the correction. That of 8 bits may be far larger
-        # than what is left when it is taken off: it stays an integer.
-        folded = fmt.bits == 4 and correction != 0 and self.isa.apart(fmt.bits) and plain
-        scheme = inner, *weight, pairs, self.unit, single, by_row, shifted
-        self.tile_spec = TileSpec(*scheme, rows=1, vectors=1, out=out, gelu=gelu, folded=folded, biased=biased, sparse=sparse)
-        self._zeroed = zeroed
-        zeroed = zeroed and (geo.blocks == 1 or geo.block % self.unit == 0)
-        one_scale = whole_row or (inner == "int8" and geo.blocks == 1)
-        of_rows = inner, fmt.bits, self.paired, self.unit, single, one_scale, shifted
-        row_spec = RowSpec(kind, *of_rows, correction, sums, zeroed, folded, biased)
+        self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
+        self.tile_spec, row_spec = specs(self.isa, geo, KINDS[dtype], KINDS[self.out_dtype], inner, activation, gelu=gelu, zeroed=zeroed)
         self.row_function = compiled(activations.build, row_spec, self.isa)
+        self.unit, self.paired = row_spec.unit, row_spec.paired
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
         self.element_bytes = dtype.itemsize
         element = self.isa.activation_bytes(inner, fmt.bits)
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
-        self._of = fmt, n, k, dtype, inner, activation
+        self._of, self._zeroed = (fmt, n, k, dtype, inner, activation), zeroed
 
     def taking(self, m: int) -> LinearKernel:
         """The kernel that multiplies M rows: this one, or that of the matrix unit where it is faster."""
@@ -274,6 +250,38 @@ class LinearKernel:
             "panel_function": compiled(expanded.build_panel, panel, self.isa),
             "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
         }
+
+
+def specs(
+    isa: ISA, geo: Geometry, source: str, out: str, inner: Inner, activation: Activation, *, gelu: bool = False, zeroed: bool = False
+) -> tuple[TileSpec, RowSpec]:
+    """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
+    fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
+    bits = fmt.bits
+    # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
+    shifted, whole_row = integers and activation.endswith("_offset"), integers and activation.startswith("row")
+    by_row = whole_row and not shifted
+    by_block = integers and source != "i8" and not by_row and not shifted
+    # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
+    # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
+    # taken off: it stays an integer.
+    biased = by_block and isa.biases and tile.biasable(fmt, geo.padded)
+    correction = (isa.correction(bits, fmt.signed) if integers else 0) - tile.highest_point(isa, bits, fmt.zero, biased)
+    folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
+    single = geo.padded == geo.last_padded == unit and unit % 32 == 0
+    weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse}
+    shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
+    shared |= {"folded": folded, "biased": biased}
+    row = RowSpec(
+        **shared,
+        source=source,
+        paired=geo.pairs and integers and isa.multiplies_sums,
+        by_row=whole_row or (integers and geo.blocks == 1),
+        correction=correction,
+        sums="none" if fmt.zero == "none" else "codes" if integers and (fmt.zero == "point" or by_row) else "values",
+        zeroed=zeroed and (geo.blocks == 1 or geo.block % unit == 0),
+    )
+    return TileSpec(**shared, **weight, by_row=by_row, rows=1, vectors=1, out=out, gelu=gelu), row
 
 
 @functools.lru_cache(maxsize=1024)
