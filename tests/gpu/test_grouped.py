@@ -127,7 +127,7 @@ def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.
     """Every pair once, in order within its expert; tiles of one expert each, full but for an expert's last; the rest empty."""
     ids = random_ids(pairs, count + 1) - (pairs % 2)  # some are unknown
     table = grouped.sorted_by_expert(ids.to(device), count, columns)
-    order, experts_of, first, size, ends, (count_of_tiles,) = (part.tolist() for part in table)
+    order, experts_of, first, size, ends, (count_of_tiles, *_) = (part.tolist() for part in table)
     numbers = [e if 0 <= e < count else count for e in ids.tolist()]
     assert order == sorted(range(pairs), key=numbers.__getitem__)
     used = [i for i, e in enumerate(experts_of) if e >= 0]
@@ -146,7 +146,7 @@ def test_wide_tiles_come_before_narrow_ones(pairs: int, count: int, device: torc
     """Each expert's rows once, its last tile of 16, 32 or 64 columns as narrow as may be."""
     ids = random_ids(pairs, count + 1)
     ids[ids == 1] = 0
-    order, experts_of, first, size, ends, (used,) = (part.tolist() for part in grouped.sorted_by_expert(ids.to(device), count, 64, 16))
+    order, experts_of, first, size, ends, (used, *_) = (part.tolist() for part in grouped.sorted_by_expert(ids.to(device), count, 64, 16))
     assert order == ids.argsort(stable=True).tolist()
     tiles = list(zip(experts_of, first, size, strict=True))[:used]
     assert set(experts_of[used:]) <= {-1}

@@ -303,6 +303,7 @@ def _consume(buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds
     DTYPE: gl.constexpr = out.dtype.element_ty
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
     high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     step = 0
     owed = 0
     end, whole, start, rest = _share(sizes, S)
@@ -313,31 +314,32 @@ def _consume(buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds
     while at < end:
         if scratch is not None:  # divisions take long: before the first records are there
             sharing = _sharing(tile - whole * gl.num_programs(0), gl.maximum(rest, 1), sizes)
-        acc, step = sums(buffers, full, empty, owed, count, step, high, HALF, OPERAND, DTYPE, S)
         before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
+        scales = scale + gl.minimum(first_n + row, sizes[2] - 1)
+        acc, step = sums(buffers, full, empty, owed, scales, count, step, high, HALF, OPERAND, DTYPE, S)
         at += count
         tile, pm, pn, _first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
         if scratch is not None:
             if done < sizes[3]:
-                _meet(acc, scale, out, added, first_n, first_m, before, sharing, at < end, scratch, sizes, bounds, HALF, S)
+                _meet(acc, out, added, first_n, first_m, before, sharing, at < end, scratch, sizes, bounds, HALF, S)
         if S.sent:
             place = step + HALF // S.beside
             mbarrier.wait(full.index(place % S.stages), (place // S.stages) & 1)
             if done == sizes[3]:
-                send_tile(acc, scale, yd, added[0], buffers[0].index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
+                send_tile(acc, yd, added[0], buffers[0].index(place % S.stages), first_n, first_m, sizes, bounds, HALF, S)
             step += S.places
             owed = 1
         elif done == sizes[3]:
-            _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S)
+            _write(acc, out, added, first_n, first_m, sizes, bounds, S)
     if S.sent:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _write(acc, scale, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
+def _write(acc, out, added, first_n, first_m, sizes, bounds, S: gl.constexpr):
     pieces = pieces_of(acc, S)
     for i in gl.static_range(PIECES):
-        write_tile(pieces[i], scale, out, added, first_n, first_m + i * (S.block_m // PIECES), None, sizes, bounds, S)
+        write_tile(pieces[i], out, added, first_n, first_m + i * (S.block_m // PIECES), None, sizes, bounds, S)
 
 
 @gluon.jit
@@ -351,7 +353,7 @@ def _sharing(number, rest, sizes):
 
 
 @gluon.jit
-def _meet(acc, scale, out, added, first_n, first_m, tile, sharing, busy, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def _meet(acc, out, added, first_n, first_m, tile, sharing, busy, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     """Sums of a part of a tile's records -> `out`, with those of the programs that share the tile (`_sharing`): each adds up some of its
     columns.
 
@@ -405,11 +407,11 @@ def _meet(acc, scale, out, added, first_n, first_m, tile, sharing, busy, scratch
                     right = _plus(right, as_held(pieces[i + 1]), place + (i + 1) * (ROWS * WIDTH), away, j, me, others, two)
             if one:
                 total = gl.convert_layout(as_summed(left, ROWS), pieces[i].type.layout, assert_trivial=True)
-                write_tile(total, scale, out, added, first_n, first_m + i * WIDTH, None, sizes, bounds, S)
+                write_tile(total, out, added, first_n, first_m + i * WIDTH, None, sizes, bounds, S)
             if TOGETHER == 2:
                 if two:
                     total = gl.convert_layout(as_summed(right, ROWS), pieces[i].type.layout, assert_trivial=True)
-                    write_tile(total, scale, out, added, first_n, first_m + (i + 1) * WIDTH, None, sizes, bounds, S)
+                    write_tile(total, out, added, first_n, first_m + (i + 1) * WIDTH, None, sizes, bounds, S)
     if gl.atomic_add(lock + 1, 1, sem="relaxed") == others:  # nobody looks any more
         gl.store(lock, 0)
         gl.store(lock + 1, 0)

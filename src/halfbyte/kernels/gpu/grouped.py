@@ -110,10 +110,12 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     )
 
 
-def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1) -> tuple[Tensor, ...]:
+def sorted_by_expert(
+    ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1, marks: int = 0
+) -> tuple[Tensor, ...]:
     """int32 in the device's scratch memory: the pairs in the order of their experts, [P] or more; for each tile its expert (-1: none), its
-    first of these, and their number; where each expert's end, [E + 1]; and how many tiles there are, [1]. Pairs of ids that are no
-    expert's come last, as those of one more.
+    first of these, and their number; where each expert's end, [E + 1]; how many tiles there are, and zeros: two, and `marks`
+    for each that there may be. Pairs of ids that are no expert's come last, as those of one more.
 
     least   an expert's last tile is half as wide as others, or a quarter, …, where that holds its pairs, but as wide as this; and narrow
             tiles come after wide ones. None: all are alike, in the order of experts
@@ -129,7 +131,7 @@ def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None 
     several = pairs > 2 * _CHUNK
     starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
     length = pairs + (align - 1) * (experts + 1)
-    lengths = (length, blocks, blocks, blocks, experts + 1, 1, programs * bins if several else 1)
+    lengths = (length, blocks, blocks, blocks, experts + 1, 3 + marks * blocks, programs * bins if several else 1)
     for size in lengths:
         starts.append(starts[-1] + round_up(size, 4))
     memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
@@ -147,6 +149,7 @@ def sorted_by_expert(ids: Tensor, experts: int, columns: int, least: int | None 
         blocks,
         each,
         length,
+        2 + marks * blocks,
         BINS=bins,
         CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(pairs))),
         PART=_PART,
@@ -169,9 +172,9 @@ def _count(ids, counts, pairs, experts, each, BINS: tl.constexpr, PART: tl.const
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each", "length"])
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each", "length", "zeros"])
 def _sort(
-    ids, table, counted, pairs, experts, blocks, each, length,
+    ids, table, counted, pairs, experts, blocks, each, length, zeros,
     BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A program's pairs to their places, and some of the tiles."""
@@ -211,6 +214,8 @@ def _sort(
     for tile in range(p * ROWS, blocks, tl.num_programs(0) * ROWS):
         at = tile + rows
         tl.store(table[1] + at, tl.zeros_like(at) - 1, mask=(at >= used) & (at < blocks))
+    for zero in range(p * PART, zeros, tl.num_programs(0) * PART):
+        tl.store(table[5] + 1 + zero + i, tl.zeros_like(i), mask=zero + i < zeros)
     if p == 0:
         for gap in tl.static_range(ALIGN - 1):
             tl.store(table[0] + first + total + gap, tl.zeros_like(bins) - 1, mask=total + gap < aligned)

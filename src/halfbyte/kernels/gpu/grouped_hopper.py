@@ -1,9 +1,11 @@
 """y [P, N] as in `grouped.py`, on Hopper with many rows an expert: the tiles of `hopper_tile.py`, one after the other of a list.
 
-Rows of x are put in the order of their experts first, so that TMA reads those of one expert as a box; what of the next expert is in the
-box is computed and not written. An expert's last tile is half or a quarter as wide where that holds its rows. The list of tiles (expert,
-first row, how many) is made on the device, as `grouped.py` makes it, the wide ones first, so that programs, which take them in turn, end
-at about the same time. It says how many there are: the host never waits. Rows of y are written where they belong.
+Rows of x are put in the order of their experts, so that TMA reads those of one expert as a box; what of the next expert is in the box is
+computed and not written. Two warps of each program do that while others multiply: what several tiles begin with, then what follows. An
+expert's last tile is half or a quarter as wide where that holds its rows. The list of tiles (expert, first row, how many) is made on the
+device, as `grouped.py` makes it, the wide ones first. It says how many there are: the host never waits. A program that has room takes the
+next one, so that all end at about the same time: the warp that loads finds out which, and tells the others. Rows of y are written where
+they belong.
 
 Weight: the words or bytes of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
 expert's gives a row of NaN.
@@ -20,20 +22,23 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, PIECES, Static, load_stage, pieces_of, ring, sums, tails_read, write_tile
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, OUT, PIECES, Static, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
+TOLD = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of shared memory [4 times the stages, 1] for what `tell` tells
 _ROWS = 64  # of the weight, for each of two warpgroups
 LEAST_ROWS = 48  # of an expert on the average
-NARROWEST = 64  # rows of x of a tile
+NARROWEST = gl.constexpr(64)  # rows of x of a tile
+CHUNK = gl.constexpr(256)  # elements of rows of x that are put in order together
 _NARROWER = {128: 1.02, 256: 1.15}  # times as long as where all tiles are as narrow (H200)
 
 
@@ -60,7 +65,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     mean, bits, geo = problem.m / problem.experts, problem.format.bits, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     found = []
     for rows, block_m in gemm_hopper.RECORD_US[bits]:
-        if rows == _ROWS and block_m >= NARROWEST:
+        if rows == _ROWS and block_m >= NARROWEST.value:
             us = sum(_record_us(bits, block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
             found.append((us, Config(block_m, gemm_hopper.most_stages(geo, _ROWS, block_m, gpu), gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
@@ -70,7 +75,7 @@ def _record_us(bits: int, block_m: int, rows: int) -> float:
     """Microseconds of a record of all tiles of an expert with so many rows."""
     of_tile, last = gemm_hopper.RECORD_US[bits], rows % block_m
     us = rows // block_m * of_tile[_ROWS, block_m]
-    width = max(NARROWEST, triton.next_power_of_2(last))
+    width = max(NARROWEST.value, triton.next_power_of_2(last))
     if last:
         us += of_tile[_ROWS, width] * (1.0 if width == block_m else _NARROWER[block_m])
     return us
@@ -82,8 +87,8 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo = gpu_tiles.geometry(problem.format, (n, k))
     first = gpu_tiles.views(weight[: geo.nbytes], geo)
     scale, zero = _of_all(first.scale, experts, geo.nbytes), None if first.zero is None else _of_all(first.zero, experts, geo.nbytes)
-    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST)
-    rows = x.index_select(0, table[0] // (problem.m // len(x)))
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, marks=-(-k // CHUNK.value) + 1)
+    rows = torch.empty(problem.m, k, dtype=x.dtype, device=x.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     static = Static(
         rows=_ROWS,
@@ -106,12 +111,13 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     launcher.run(
         _grouped,
         (config.programs,),
-        TensorDescriptor.from_tensor(rows, [NARROWEST, static.width], layout),
+        TensorDescriptor.from_tensor(rows, [NARROWEST.value, static.width], layout),
         codes,
         *tails_read(scale, zero, static),
         weight[geo.scale_offset :].view(geo.format.scale),  # of the first expert, and so on
         geo.nbytes // 128,
         table,
+        (x, rows, x.stride(0), problem.m // len(x), k),
         out,
         bias,
         experts,
@@ -128,56 +134,138 @@ def _of_all(part: Tensor, experts: int, nbytes: int) -> Tensor:
 
 
 @gluon.jit
-def tiles_of(table, sizes, WIDTH: gl.constexpr):
-    """How many tiles of WIDTH rows of the weight there are."""
-    return gl.load(table[5]) * gl.cdiv(sizes[1], WIDTH)
+def tile_of(number, table, sizes, WIDTH: gl.constexpr):
+    """A tile's expert, its first row among those in the order of experts, how many there are (0: there is no such tile), its place along N
+    in WIDTH rows of the weight, and along M."""
+    tiles = gl.load(table[5])
+    width = gl.cdiv(sizes[1], WIDTH)
+    pm, pn = in_groups(gl.minimum(number, tiles * width - 1), tiles, width)
+    count = gl.load(table[3] + pm, mask=number < tiles * width, other=0)
+    return gl.load(table[1] + pm), gl.load(table[2] + pm), count, pn, pm
 
 
 @gluon.jit
-def tile_of(number, table, sizes, WIDTH: gl.constexpr):
-    """A tile's expert, its first row among those in the order of experts, how many there are, and its place along N."""
-    at, pn = in_groups(number, gl.load(table[5]), gl.cdiv(sizes[1], WIDTH))
-    return gl.load(table[1] + at), gl.load(table[2] + at), gl.load(table[3] + at), pn
+def untaken(table):
+    """The number of a tile that no program has taken. Its own is a program's first."""
+    return gl.num_programs(0) + gl.atomic_add(table[5] + 1, 1, sem="relaxed")
+
+
+@gluon.jit
+def tell(told, full, empty, tile, stage, phase):
+    """What of a tile those that multiply must know, with its first stage."""
+    mbarrier.wait(empty.index(stage), phase)
+    for i in gl.static_range(4):
+        told.index(stage * 4 + i).store(gl.full([1], tile[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(stage), count=1, pred=tile[2] == 0)
+
+
+@gluon.jit
+def learn(told, full, stage, phase):
+    """What was told."""
+    mbarrier.wait(full.index(stage), phase)
+    tile = ()
+    for i in gl.static_range(4):
+        tile += (gl.sum(told.index(stage * 4 + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0),)  # type: ignore[assignment]
+    return tile
 
 
 # `S` is a hopper_tile.Static; `sizes` is (unused, N, N padded, records of a tile); matrices are `away` rows of words from each other.
 
 
 @gluon.jit
-def _produce(read, away, table, buffers, full, empty, experts, sizes, S: gl.constexpr):
+def _produce(read, away, table, chunks, told, buffers, full, empty, experts, sizes, S: gl.constexpr):
     step = 0
-    for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
-        e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
+    e, first, count, pn, pm = tile_of(gl.program_id(0), table, sizes, 2 * S.rows)
+    tell(told, full, empty, (e, first, count, pn), 0, 1)
+    while count > 0:
+        following = tile_of(untaken(table), table, sizes, 2 * S.rows)
         e = gl.minimum(e, experts - 1)
-        step = _load(read, buffers, full, empty, first, count, (e * away, e), pn, step, sizes, S)
+        marks = table[5] + 3 + pm * (chunks + 1)
+        step = _load(read, buffers, full, empty, first, count, (e * away, e), pn, (marks, chunks), step, sizes, S)
+        e, first, count, pn, pm = following
+        tell(told, full, empty, (e, first, count, pn), step % S.stages, ((step // S.stages) & 1) ^ 1)
 
 
 @gluon.jit
-def _load(read, buffers, full, empty, first, count, matrix, pn, step, sizes, S: gl.constexpr):
+def _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
     """A tile on its way to shared memory, as narrow a one as holds `count` rows of x; the step after it."""
     HALVED: gl.constexpr = S.halved
     if S.block_m > read[0].block_shape[0]:
         if count <= S.block_m // 2:
-            step = _load(read, buffers, full, empty, first, count, matrix, pn, step, sizes, HALVED)
+            step = _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, HALVED)
         else:
-            step = _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S)
+            step = _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S)
     else:
-        step = _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S)
+        step = _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S)
     return step
 
 
 @gluon.jit
-def _load_all(read, buffers, full, empty, first, matrix, pn, step, sizes, S: gl.constexpr):
+def _passed(mark, least):
+    """What stands there, as soon as it is `least`. TMA then reads what was written before."""
+    there = gl.atomic_add(mark, 0, sem="acquire")
+    while there < least:
+        there = gl.atomic_add(mark, 0, sem="acquire")
+    return _fenced(there)
+
+
+@gluon.jit
+def _fenced(value):
+    """Between what lanes and what TMA do to global memory."""
+    return gl.inline_asm_elementwise("fence.proxy.async.global;", "=r,0", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _gather(table, gathering, chunks, S: gl.constexpr):
+    """Rows of x to their places in the order of experts, NARROWEST by CHUNK, as long as there are any, in the order in which tiles need
+    them. `marks` of a tile count for each chunk of K, and behind that for all, how many of these parts are there."""
+    x, rows, stride, share, k = gathering
+    ROWS: gl.constexpr = 16
+    PARTS: gl.constexpr = S.block_m // NARROWEST
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
+    tiles = gl.load(table[5])
+    own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
+    number = gl.atomic_add(table[5] + 2, 1, sem="relaxed")
+    while number < tiles * chunks * PARTS:
+        pm, chunk = in_groups(number // PARTS, tiles, chunks)
+        before = number % PARTS * NARROWEST
+        count = gl.minimum(gl.load(table[3] + pm) - before, NARROWEST)
+        first = gl.load(table[2] + pm) + before
+        column = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LANES))
+        wanted = gl.load(table[0] + first + own, mask=own < count, other=0)
+        for r in range(0, count, ROWS):
+            mask = gl.expand_dims(own + r < count, 1) & gl.expand_dims(column < k, 0)
+            some = gl.load(x + gl.expand_dims((wanted // share).to(gl.int64) * stride, 1) + gl.expand_dims(column, 0), mask=mask, other=0.0)
+            wanted = gl.load(table[0] + first + r + ROWS + own, mask=own + r + ROWS < count, other=0)
+            gl.store(rows + gl.expand_dims((first + r + own).to(gl.int64) * k, 1) + gl.expand_dims(column, 0), some, mask=mask)
+        if count > 0:
+            marks = table[5] + 3 + pm * (chunks + 1)
+            one = _fenced(count - count + 1)
+            gl.thread_barrier()
+            gl.atomic_add(marks + chunk, one, sem="release")
+            gl.atomic_add(marks + chunks, one, sem="release")
+        number = gl.atomic_add(table[5] + 2, 1, sem="relaxed")
+
+
+@gluon.jit
+def _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
+    EACH: gl.constexpr = CHUNK // S.width
+    marks, chunks = gathered
+    parts = gl.cdiv(count, NARROWEST)
+    there = _passed(marks + chunks, 0) == parts * chunks
     for r in range(sizes[3] * S.parts):
+        if (r % EACH == 0) & (not there):
+            _passed(marks + r // EACH, parts)
         load_stage(read, buffers, full, empty, first, matrix, pn, r, step + r, sizes, S)
     return step + sizes[3] * S.parts
 
 
 @gluon.jit
-def _consume(buffers, full, empty, scale, away, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(told, buffers, full, empty, scale, away, table, out, bias, experts, sizes, HALF: gl.constexpr, S: gl.constexpr):
     step = 0
-    for number in range(gl.program_id(0), tiles_of(table, sizes, 2 * S.rows), gl.num_programs(0)):
-        e, first, count, pn = tile_of(number, table, sizes, 2 * S.rows)
+    e, first, count, pn = learn(told, full, 0, 0)
+    while count > 0:
         at = gl.minimum(e, experts - 1)
         added = (None, None)
         if bias is not None:
@@ -185,6 +273,7 @@ def _consume(buffers, full, empty, scale, away, table, out, bias, experts, sizes
         to = (table[0] + first, count)
         of_expert = scale + at.to(gl.int64) * away * (1024 // scale.dtype.element_ty.primitive_bitwidth)
         step = _multiply(buffers, full, empty, of_expert, out, added, to, e < experts, pn, step, sizes, HALF, S)
+        e, first, count, pn = learn(told, full, step % S.stages, (step // S.stages) & 1)
 
 
 @gluon.jit
@@ -213,26 +302,35 @@ def _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, 
     high = HIGH
     if S.bits == 8:
         high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-    acc, step = sums(buffers, full, empty, 0, sizes[3], step, high, HALF, OPERAND, DTYPE, S)
+    column = gl.arange(0, BM // PIECES, layout=gl.SliceLayout(0, OUT))
+    places = ()  # read at once, as scales are
+    for i in gl.static_range(PIECES):
+        at = i * (BM // PIECES) + column
+        places += (gl.load(to[0] + at, mask=at < to[1], other=-1),)  # type: ignore[assignment]
+    scales = scale + gl.minimum(first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
+    acc, step = sums(buffers, full, empty, 0, scales, sizes[3], step, high, HALF, OPERAND, DTYPE, S)
     pieces = pieces_of(acc, S)
     for i in gl.static_range(PIECES):
         y = gl.where(known, pieces[i], float("nan"))
-        write_tile(y, scale, out, added, first_n, i * (BM // PIECES), to, sizes, (0.0, 0.0), S)
+        write_tile(y, out, added, first_n, 0, places[i], sizes, (0.0, 0.0), S)
     return step
 
 
 @gluon.jit(do_not_specialize=["experts"])
-def _grouped(xd, wd, sd, zd, scale, away, table, out, bias, experts, sizes, S: gl.constexpr):
+def _grouped(xd, wd, sd, zd, scale, away, table, gathering, out, bias, experts, sizes, S: gl.constexpr):
     gdc_launch_dependents()
     read = (xd, wd, sd, zd)
     buffers, full, empty = ring(read, S)
+    told = gl.allocate_shared_memory(gl.int32, [S.stages * 4, 1], TOLD)
+    chunks = gl.cdiv(gathering[4], CHUNK)
     gdc_wait()
     gl.warp_specialize(
         [
-            (_consume, (buffers, full, empty, scale, away, table, out, bias, experts, sizes, 0, S)),
-            (_consume, (buffers, full, empty, scale, away, table, out, bias, experts, sizes, 1, S)),
-            (_produce, (read, away, table, buffers, full, empty, experts, sizes, S)),
+            (_consume, (told, buffers, full, empty, scale, away, table, out, bias, experts, sizes, 0, S)),
+            (_consume, (told, buffers, full, empty, scale, away, table, out, bias, experts, sizes, 1, S)),
+            (_produce, (read, away, table, chunks, told, buffers, full, empty, experts, sizes, S)),
+            (_gather, (table, gathering, chunks, S)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 2],
+        [224, 56, 56] if S.block_m > 128 else [200, 104, 104],
     )

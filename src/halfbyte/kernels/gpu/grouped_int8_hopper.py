@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
 from halfbyte.kernels.gpu.gemm_int8_hopper import Config, compiled_for, descriptor, load_tile, multiply_tile, ring
-from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, tile_of, tiles_of
+from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, TOLD, learn, tell, tile_of, untaken
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -59,7 +59,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     """As `grouped.launch`."""
     experts, n, k, linear = problem.experts, problem.n, problem.k, _linear(problem)
     geo, static = gpu_tiles.geometry(problem.format, (n, k)), compiled_for(linear, config, clamp=False)
-    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST, _ALIGNED)
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, _ALIGNED)
     plan = activations.plan(replace(linear, m=len(table[0])))
     memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=out.device)
     rows = activations.quantize_activation(x, plan, memory, order=table[0], share=problem.m // len(x))
@@ -70,7 +70,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     run(
         _grouped,
         (config.programs,),
-        descriptor(rows.q, NARROWEST, 128),
+        descriptor(rows.q, NARROWEST.value, 128),
         descriptor(weight.view(torch.int8).view(-1, 128), 32, 128),
         None if static.whole or static.row else descriptor(rows.scale, 1, config.block_m),
         None if static.whole or geo.zero_dtype is None else descriptor(rows.sums, 1, config.block_m),
@@ -94,14 +94,18 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
 
 
 @gluon.jit
-def _produce(xd, wd, ad, md, sd, steps, first_scale, buffers, full, empty, table, experts, sizes, S: gl.constexpr):
+def _produce(xd, wd, ad, md, sd, steps, first_scale, told, buffers, full, empty, table, experts, sizes, S: gl.constexpr):
     stage = 0
     phase = 1
-    for number in range(gl.program_id(0), tiles_of(table, sizes, 64 * S.panels), gl.num_programs(0)):
-        e, first, count, pn = tile_of(number, table, sizes, 64 * S.panels)
+    e, first, count, pn, _pm = tile_of(gl.program_id(0), table, sizes, 64 * S.panels)
+    tell(told, full, empty, (e, first, count, pn), stage, phase)
+    while count > 0:
+        following = tile_of(untaken(table), table, sizes, 64 * S.panels)
         e = gl.minimum(e, experts - 1)
         before = (e * steps[0], first_scale + e * steps[1])
         stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, S)
+        e, first, count, pn, _pm = following
+        tell(told, full, empty, (e, first, count, pn), stage, phase)
 
 
 @gluon.jit
@@ -119,11 +123,11 @@ def _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, st
 
 
 @gluon.jit
-def _consume(buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, W: gl.constexpr, S: gl.constexpr):
+def _consume(told, buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, W: gl.constexpr, S: gl.constexpr):
     stage = 0
     phase = 0
-    for number in range(gl.program_id(0), tiles_of(table, sizes, 64 * S.panels), gl.num_programs(0)):
-        e, first, count, pn = tile_of(number, table, sizes, 64 * S.panels)
+    e, first, count, pn = learn(told, full, stage, phase)
+    while count > 0:
         at = gl.minimum(e, experts - 1).to(gl.int64)
         mine = (of_w[0] + at * steps[2], of_w[1] + at * steps[3])
         added = (None, None)
@@ -132,6 +136,7 @@ def _consume(buffers, full, empty, of_x, of_w, steps, table, out, bias, experts,
         to = (None, None, out, (table[0], first + count, e < experts), added, sizes, (0.0, 0.0))
         n = (pn * S.panels + W) * 64
         stage, phase = _multiply(buffers, full, empty, of_x, mine, to, first, count, n, stage, phase, W, S)
+        e, first, count, pn = learn(told, full, stage, phase)
 
 
 @gluon.jit
@@ -152,12 +157,13 @@ def _multiply(buffers, full, empty, of_x, of_w, to, first, count, n, stage, phas
 def _grouped(xd, wd, ad, md, sd, of_x, of_w, steps, first_scale, table, out, bias, experts, sizes, S: gl.constexpr):
     gdc_launch_dependents()
     buffers, full, empty = ring(xd, wd, ad, md, sd, S)
+    told = gl.allocate_shared_memory(gl.int32, [S.stages * 4, 1], TOLD)
     gdc_wait()
     gl.warp_specialize(
         [
-            (_consume, (buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 0, S)),
-            (_consume, (buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 1, S)),
-            (_produce, (xd, wd, ad, md, sd, steps, first_scale, buffers, full, empty, table, experts, sizes, S)),
+            (_consume, (told, buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 0, S)),
+            (_consume, (told, buffers, full, empty, of_x, of_w, steps, table, out, bias, experts, sizes, 1, S)),
+            (_produce, (xd, wd, ad, md, sd, steps, first_scale, told, buffers, full, empty, table, experts, sizes, S)),
         ],
         [4, 1],
         [232, 40],

@@ -33,6 +33,7 @@ from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
+OUT = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))  # of what lanes write
 
 
 def _plane_text(shift: int, mask: str, magic: str) -> str:
@@ -403,10 +404,13 @@ def _columns(xs, stage, PLANE: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def sums(buffers, full, empty, owed, count, step, high, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+def sums(
+    buffers, full, empty, owed, scales, count, step, high, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr
+):
     """float32 [rows, block_m] of `count` records, whose stages begin with `step`; and the step after them.
 
-    owed  if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
+    scales  where those of whole rows stand: read at once, as that takes longer than what is left to do when the products are there
+    owed    if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
     """
     xs, ws, _ss, _zs = buffers
     ROWS: gl.constexpr = S.rows
@@ -416,6 +420,9 @@ def sums(buffers, full, empty, owed, count, step, high, HALF: gl.constexpr, OPER
     ONE: gl.constexpr = S.parts == 1
     MMA: gl.constexpr = OPERAND.parent
     acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
+    factor = gl.full([ROWS], LIFT if S.lifted else 1.0, gl.float32, layout=gl.SliceLayout(1, MMA))
+    if S.whole:
+        factor *= gl.load(scales).to(gl.float32)
     stage, phase = step % STAGES, (step // STAGES) & 1
     mbarrier.wait(full.index(stage), phase)
     if ONE:
@@ -482,6 +489,8 @@ def sums(buffers, full, empty, owed, count, step, high, HALF: gl.constexpr, OPER
         step += S.parts
         if ONE:
             stage, phase = following, its_phase
+    if S.lifted or S.whole:
+        acc *= gl.expand_dims(factor, 1)
     return acc, step
 
 
@@ -501,32 +510,27 @@ def _halves(total, S: gl.constexpr):
 
 
 @gluon.jit
-def write_tile(total, scale, out, added, first_n, first_m, places, sizes, bounds, S: gl.constexpr):
+def write_tile(total, out, added, first_n, first_m, places, sizes, bounds, S: gl.constexpr):
     """Sums [rows, columns] as they come out of the matrix unit into `out`.
 
-    places  None: rows of `out` follow each other; or (where their numbers stand, how many there are)
+    places  None: rows of `out` follow each other; or their numbers, -1 for none
 
     Only 16 bits go from lane to lane, so that the shared memory that this takes fits beside the ring.
     """
     ROWS: gl.constexpr = S.rows
     WIDTH: gl.constexpr = total.shape[1]
     MMA: gl.constexpr = total.type.layout
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
     DTYPE: gl.constexpr = out.dtype.element_ty
     rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
     if places is None:
+        rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
         inside = rm < sizes[0]
     else:
-        inside = rm < places[1]
-        rm = gl.load(places[0] + rm, mask=inside, other=0)
+        rm = places
+        inside = rm >= 0
     mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(inside, 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
     row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    if S.lifted:
-        total *= LIFT
-    if S.whole:
-        total *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     if added[1] is not None:
         total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
     y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
@@ -534,15 +538,11 @@ def write_tile(total, scale, out, added, first_n, first_m, places, sizes, bounds
 
 
 @gluon.jit
-def send_tile(acc, scale, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
+def send_tile(acc, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     """A warpgroup's sums by TMA, from a stage of x."""
     ROWS: gl.constexpr = S.rows
     MMA: gl.constexpr = acc.type.layout
     row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    if S.lifted:
-        acc *= LIFT
-    if S.whole:
-        acc *= gl.expand_dims(gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32), 1)
     y = finish(acc, (bias, None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, yd.dtype, None)
     place = place.slice(HALF % S.beside * ROWS, ROWS, dim=1)
     place.permute([1, 0]).store(y)
