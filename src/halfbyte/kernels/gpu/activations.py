@@ -2,10 +2,10 @@
 
     q [M, K padded] int8    the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
     scale, offset           float32 [groups, M with padding]: a group is a block of the weight, or the whole row
-    sums                    float32 [granules or 1, M with padding], of the codes: exact integers
+    sums                    float32 [granules or 1, M with padding], of the codes: exact integers; where the weight has a zero
 
-A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are made for each
-granule where x or the weight has several blocks, else for the row.
+A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are of each granule
+where x or the weight has several blocks, else of the row.
 
 Order of the codes: K's own for weights of 8 bits. For 4 bits that in which kernels get nibbles out of 32-bit registers, so
 that the operands of one integer mma agree (the words of a lane are khalf, rowhalf, k: see gpu_tiles):
@@ -54,6 +54,7 @@ class Plan:
     block      elements of a block of the weight, or of a piece whose products are summed in int32; `padded` with its padding
     whole_row  the row has one scale
     whole      x and the weight have one block: a product is one sum of integers
+    summed     the weight has a zero, which takes sums of codes
     """
 
     m: int
@@ -64,6 +65,7 @@ class Plan:
     padded: int
     whole_row: bool
     whole: bool
+    summed: bool
     with_offset: bool
     nibbles: bool
 
@@ -82,7 +84,7 @@ class Plan:
 
     @cached_property
     def sum_groups(self) -> int:
-        return 1 if self.whole else self.granules
+        return 0 if not self.summed else 1 if self.whole else self.granules
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
@@ -100,12 +102,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M with padding], sums float32, offset float32 or None."""
+    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M with padding], sums and offset float32 or None."""
 
     plan: Plan
     q: Tensor
     scale: Tensor
-    sums: Tensor
+    sums: Tensor | None
     offset: Tensor | None
 
 
@@ -131,6 +133,7 @@ def plan(problem: Problem) -> Plan:
         padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
+        summed=problem.format.zero != "none",
         with_offset=problem.activation in ("block_offset", "row_offset"),
         nibbles=problem.format.bits == 4,
     )
@@ -152,8 +155,9 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
         return memory[start:][: 4 * groups * plan.columns].view(torch.float32).view(groups, plan.columns)
 
     q = memory[: plan.m * plan.k_padded].view(torch.int8).view(plan.m, plan.k_padded)
+    sums = part(at_sums, plan.sum_groups) if plan.summed else None
     offset = part(at_offset, plan.groups) if plan.with_offset else None
-    return Quantized(plan, q, part(at_scale, plan.groups), part(at_sums, plan.sum_groups), offset)
+    return Quantized(plan, q, part(at_scale, plan.groups), sums, offset)
 
 
 def quantize_activation(
@@ -180,13 +184,10 @@ def _run(
     order, share = source
     single = not plan.whole_row and plan.padded == plan.granule
     # Granules of one program: some whole groups of one granule, or all of one group's.
-    group = plan.granules if plan.whole_row else 1 if single else plan.padded // plan.granule
-    most = _LONGEST_TILE // plan.granule
-    if single:
-        few = max(1, min(4096, 1024 if plan.m < 64 else 4096) // plan.granule)
-        held, programs = min(few, triton.next_power_of_2(plan.granules)), -(-plan.granules // few)
-    else:
-        held, programs = min(most, triton.next_power_of_2(group)), plan.groups
+    group = plan.granules if single or plan.whole_row else plan.padded // plan.granule
+    held = min((_LONGEST_TILE if not single else 1024 if plan.m < 64 else 4096) // plan.granule, triton.next_power_of_2(group))
+    programs = -(-plan.granules // held) if single else plan.groups
+    gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
     launch.run(
         _quantize,
         (plan.m, programs),
@@ -199,8 +200,7 @@ def _run(
         plan.k,
         plan.granules,
         x.stride(0),
-        plan.block,
-        plan.padded,
+        *gaps,
         held if single else group,
         G=plan.granule,
         HELD=held,
@@ -284,11 +284,17 @@ def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr)
 
 @triton.jit
 def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
-    """Some elements of some granules: values float32 [len(granule), len(column)], which of them exist, and where."""
+    """Some elements of some granules: values float32 [len(granule), len(column)], which of them exist, and where. `padded` is None where
+    blocks have no padding."""
     start = granule * G
-    within = (start % padded)[:, None] + column[None, :]
-    at = (start // padded)[:, None] * block + within
-    real = (granule < end)[:, None] & (within < block) & (at < k)
+    real = (granule < end)[:, None]
+    if padded is None:
+        at = start[:, None] + column[None, :]
+    else:
+        within = (start % padded)[:, None] + column[None, :]
+        at = (start // padded)[:, None] * block + within
+        real &= within < block
+    real &= at < k
     return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real, at
 
 
@@ -392,13 +398,14 @@ def _quantize(
             _write(floats, at0, real0, c0, step, middle)
             _write(floats, at1, real1, c1, step, middle)
         else:
-            part = tl.sum(c0 + c1, axis=1)
-            total += part
-            if not WHOLE:
-                tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
+            if sums is not None:
+                part = tl.sum(c0 + c1, axis=1)
+                total += part
+                if not WHOLE:
+                    tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
             at = row * (granules * G) + gc[:, None] * G + tl.arange(0, G)[None, :]
             tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
-    if WHOLE and floats is None:
+    if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
 
 

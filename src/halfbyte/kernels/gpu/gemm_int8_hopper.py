@@ -74,7 +74,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         waves = -(-tiles // gpu.sms)
         stages = min(8, (gpu.shared - (32 << 10)) // compiled_for(problem, Config(block_m, 1, 1, panels), clamp=False).stage_bytes)
         # Programs that start one after the other ask for the same weights at different times.
-        early = rows == 1 or (rows == 2 and geo.nbytes <= gpu.l2)
+        early = rows == 1 or rows * geo.nbytes <= 2 * gpu.l2
         found.append((waves * geo.records * us, Config(block_m, stages, -(-tiles // waves), panels, early)))
         if block_m == 256 and _halves(tiles, gpu.sms):
             halved_us = (waves - 1) * us + times[128, panels]
@@ -167,7 +167,7 @@ def multiply(
         descriptor(x.q, min(config.block_m, 128), 128),
         descriptor(rows, 8 * static.bits, 128),
         None if static.whole or static.row else descriptor(x.scale, 1, config.block_m),
-        None if static.whole or weight.zero is None else descriptor(x.sums, 1, config.block_m),
+        None if static.whole or x.sums is None else descriptor(x.sums, 1, config.block_m),
         None if static.whole else descriptor(weight.scale.view(-1, 64), 1, 64),
         descriptor(out, static.part, 64) if by_tma else None,
         (x.scale, x.sums),
@@ -182,6 +182,7 @@ def multiply(
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
+        maxnreg=static.registers,
         early=starts_early,
     )
 
@@ -344,11 +345,11 @@ def _add_up(scratch, tile, PIECE: gl.constexpr, W: gl.constexpr, S: gl.constexpr
 
 @gluon.jit
 def _row_scale(of_x, first, S: gl.constexpr):
-    """The scales of the rows of x from `first` on whose sums are finished together, [1, part]."""
+    """The scales of the rows of x from `first` on whose sums are finished together, [part]: one or two a thread until they are wanted."""
     PART: gl.constexpr = S.part
-    MMA: gl.constexpr = S.sums
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if S.row:
-        return gl.expand_dims(gl.load(of_x[0] + first + gl.arange(0, PART, layout=gl.SliceLayout(0, MMA))), 0)
+        return gl.load(of_x[0] + first + gl.arange(0, PART, layout=LINE))
     else:
         return of_x[0]
 
@@ -373,7 +374,7 @@ def _finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.
             m = gl.expand_dims(gl.load(of_x[1] + first_m + gl.arange(0, PART, layout=gl.SliceLayout(0, MMA))), 0)
         total = scaled(total.to(gl.float32), by_w, z, m, S)
     if S.row:
-        total *= by_x * (0.0625 if S.bits == 4 else 1.0)
+        total *= gl.expand_dims(gl.convert_layout(by_x, gl.SliceLayout(0, MMA)), 0) * (0.0625 if S.bits == 4 else 1.0)
     elif S.bits == 4:
         total *= 0.0625
     if yd is not None:
@@ -487,6 +488,7 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, scratch, M, N, n_padde
     gdc_launch_dependents()
     PANELS: gl.constexpr = S.panels
     PART: gl.constexpr = S.part
+    OTHERS: gl.constexpr = [S.of_second, 40]
     buffers, full, empty = ring(xd, wd, ad, md, sd, S)
     ys = buffers[0]  # what is not there is not written
     if yd is not None:
@@ -509,5 +511,5 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, scratch, M, N, n_padde
                 (_produce, (xd, wd, ad, md, sd, buffers, full, empty, sizes, S)),
             ],
             [4, 1],
-            [232, 40],
+            OTHERS,
         )

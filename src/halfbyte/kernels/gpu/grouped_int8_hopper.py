@@ -73,7 +73,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         descriptor(rows.q, NARROWEST.value, 128),
         descriptor(weight.view(torch.int8).view(-1, 128), 32, 128),
         None if static.whole or static.row else descriptor(rows.scale, 1, config.block_m),
-        None if static.whole or geo.zero_dtype is None else descriptor(rows.sums, 1, config.block_m),
+        None if static.whole or rows.sums is None else descriptor(rows.sums, 1, config.block_m),
         None if static.whole else descriptor(lines, 1, 64),
         (rows.scale, rows.sums),
         (scale, zero),
