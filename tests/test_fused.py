@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -180,6 +181,9 @@ def test_one_asked_alone() -> None:
         assert torch.equal(together[0].k_proj(x), alone[0].k_proj(x))
         assert torch.equal(together[0].v_proj(other), alone[0].v_proj(other)), "another input"
         assert torch.equal(together[0].q_proj(other), alone[0].q_proj(other))
+    weight = weakref.ref(together[0].k_proj.together[0].data)
+    del together
+    assert weight() is None, "no garbage collector needed"
 
 
 def test_gradients_and_copies() -> None:

@@ -69,8 +69,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             alike = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
             for some in [dict(run) for _, run in alike]:
                 if len(some) > 1:
-                    for name, part in zip(some, _Group.of(list(some.values())).parts, strict=True):
-                        setattr(parent, name, part)
+                    group = _Group.of(list(some.values()))
+                    for i, (name, linear) in enumerate(some.items()):
+                        setattr(parent, name, FusedLinear(group, i, linear))
                     _remark(parent, list(some))
         for name, function in activated:
             dense, after = getattr(parent, name, None), getattr(parent, function, None)
@@ -112,7 +113,7 @@ class _Group:
     """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
 
     sizes   rows of each
-    parts   the layers
+    biases  the layers' own
     held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
     """
 
@@ -120,35 +121,32 @@ class _Group:
     sizes: list[int]
     compute: str
     activation: str
-    parts: list[FusedLinear] = field(default_factory=list)
+    biases: list[Tensor | None]
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
     _seen: list[object] = field(default_factory=list)
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
-        codes = [linear.codes() for linear in linears]
-        packed = ops.pack(Codes.joined(codes, torch.cat), linears[0].packed.device)
-        group = cls(packed, [c.shape[0] for c in codes], linears[0].compute, linears[0].activation)
-        for i, linear in enumerate(linears):
-            group.parts.append(FusedLinear(group, i, linear))
+        first, codes = linears[0], [linear.codes() for linear in linears]
+        packed, biases = ops.pack(Codes.joined(codes, torch.cat), first.packed.device), [linear.bias for linear in linears]
+        group = cls(packed, [c.shape[0] for c in codes], first.compute, first.activation, [*biases])
         group.join()
         return group
 
     def join(self) -> None:
         """Concatenates the biases: float32, 0 where others alone have one. None while layers move from device to device, one by one."""
-        biases, device = [part.bias for part in self.parts], self.packed.device
-        self._seen, self._bias = [version(bias) for bias in biases], None
-        given = [bias for bias in biases if bias is not None]
+        device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
+        self._seen, self._bias = [version(bias) for bias in self.biases], None
         if given and all(bias.device == device for bias in given):
             none = (torch.zeros(size, dtype=torch.float32, device=device) for size in self.sizes)
-            self._bias = torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in zip(biases, none, strict=True)])
+            pairs = zip(self.biases, none, strict=True)
+            self._bias = torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in pairs])
 
     @property
     def bias(self) -> Tensor | None:
-        """The concatenated biases, as they are now."""
-        # torch.compile takes them as they were.
-        if self._bias is not None and not torch.compiler.is_compiling() and self._seen != [version(part.bias) for part in self.parts]:
+        """The concatenated biases, as they are now; torch.compile takes them as they were."""
+        if self._bias is not None and not torch.compiler.is_compiling() and self._seen != [version(bias) for bias in self.biases]:
             self.join()
         return self._bias
 
@@ -211,8 +209,14 @@ class FusedLinear(DerivedLinear):
         self._group.move(device)
         self._set_packed(_part(self._group, self._index))
         super()._apply(fn, recurse)
-        self._group.join()
+        self.register_parameter("bias", self.bias)
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name == "bias" and "_group" in vars(self):
+            self._group.biases[self._index] = param
+            self._group.join()
 
 
 class GeluLinear(DerivedLinear):
