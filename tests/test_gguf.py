@@ -94,6 +94,10 @@ def test_the_scales_of_k_quants_are_exact_products() -> None:
         half = torch.tensor(d).half()
         for s in range(64):
             assert float(half.float() * s) == float(half) * s
+    # As float16, too, they are rounded once by 2^-11 at most, small ones not at all: all are multiples of 2^-24.
+    products = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).double()[:, None] * torch.arange(64)
+    products = products[products < 65520]
+    assert bool(((products.half().double() - products).abs() <= products * 2**-11).all())
 
 
 def test_q5_0_is_written() -> None:
@@ -419,6 +423,14 @@ def test_k_quants_in_a_model(tmp_path: Path) -> None:
             mine = loaded.get_submodule(name)
             expected = module.weight
             assert torch.equal(mine.weight + 0, expected), name  # type: ignore[operator]
+    halves, _ = load_gguf(tmp_path / "k.gguf", half_scales=True)
+    for name, module in loaded.named_modules():
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            mine, exact = halves.get_submodule(name).codes(), module.codes()  # type: ignore[operator]
+            assert torch.equal(mine.data, exact.data)
+            assert mine.format.scale == mine.scale.dtype == torch.float16
+            assert torch.equal(mine.scale, exact.scale.half())
+            assert exact.zero is None or torch.equal(mine.zero, exact.zero.half())
     formats = {str(row.format) for row in describe(tmp_path / "k.gguf").quantized}
     assert {"int4_g32_offset_f32", "int8_g16_f32", "int4_g16_offset_f32"} <= formats
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from samples import random_codes
 
 import halfbyte as hb
-from halfbyte.formats import as_format
+from halfbyte import ops
+from halfbyte.formats import Codes, as_format
 from halfbyte.kernels.cpu import pack
 from halfbyte.layouts import cpu_tiles
 
@@ -37,6 +38,16 @@ def test_what_it_leaves_to_the_layout(name: str, shape: tuple[int, ...]) -> None
     assert hb.pack(codes).data.equal(cpu_tiles.pack(codes).data)
     for key, tensor in codes.tensors().items():
         assert tensor.numel() == 0 or hb.unpack(hb.pack(codes)).tensors()[key].equal(tensor)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("q4_0", 32), ("int4_g128_zp", 64), ("int8_channel", 96), ("int8_g16", 33)])
+def test_joined_rows(name: str, rows: int) -> None:
+    parts = [random_codes(as_format(name), (n, 200), n) for n in (64, rows)]
+    whole = ops.join([hb.pack(part) for part in parts])
+    expected = hb.pack(Codes.joined(parts, torch.cat))
+    assert whole.shape == expected.shape == (64 + rows, 200)
+    assert whole.data.equal(expected.data)
+    assert whole.data.data_ptr() % 64 == 0
 
 
 def test_experts_are_rows() -> None:

@@ -22,11 +22,13 @@ from halfbyte.io import gguf
 from halfbyte.io.tensors import Spec
 
 
-def read_file(file: gguf.File, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
+def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool = False) -> tuple[dict[str, Any], Entries]:
     """The config and the tensors of a GGUF file whose header has been read.
 
     dtype  of the model's computation; by default that of the file's unquantized matrices, or else float32
+    half   scales that are float32 otherwise are rounded to float16
     """
+    file = replace(file, entries={name: replace(entry, half=half) for name, entry in file.entries.items()})
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
     architecture = of_file(file.metadata)
     halves = [e.spec.dtype for e in file.entries.values() if e.blocks is None and len(e.shape) > 1 and e.spec.dtype in _HALVES]

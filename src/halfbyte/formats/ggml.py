@@ -73,7 +73,8 @@ def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor) -> Codes:
         raise FormatError(f"{kind.name} of shape {list(shape)} is uint8 {list(wanted)}, got {data.dtype} {list(data.shape)}")
     values, scale, zero = kind.decode(data.reshape(-1, kind.nbytes))
     sizes = kind.format.scale_shape(shape)
-    return Codes.from_values(kind.format, values.reshape(shape), scale.reshape(sizes), None if zero is None else zero.reshape(sizes))
+    parts = [part.reshape(sizes).to(kind.format.scale) for part in (scale, zero) if part is not None]
+    return Codes.from_values(kind.format, values.reshape(shape), *parts)
 
 
 def encode_q5_0(codes: Codes) -> Tensor:

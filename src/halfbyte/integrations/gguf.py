@@ -31,12 +31,15 @@ def load_gguf(
     *,
     format: Config | Format | str | None = None,
     mesh: DeviceMesh | None = None,
+    half_scales: bool = False,
 ) -> tuple[nn.Module, Any]:
     """(model, tokenizer) from a GGUF file, with the codes and scales of the file.
 
-    dtype   of the model's computation; by default that of the file's unquantized matrices, or else float32
-    format  to which a floating-point file is quantized; see `load`
-    mesh    of processes that share the model; see `load`
+    dtype        of the model's computation; by default that of the file's unquantized matrices, or else float32
+    format       to which a floating-point file is quantized; see `load`
+    mesh         of processes that share the model; see `load`
+    half_scales  round scales and offsets to float16 where they would be float32, as those of K-quants: by at most 2^-11 of each. That takes
+                 less memory and time (docs/other-files.md); the command line does it
 
     The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, truncated, or
     holds a model of an unsupported architecture.
@@ -46,7 +49,7 @@ def load_gguf(
     source = Path(path)
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:
-        stored = OtherModel(source, *read_file(read_header(source), dtype))
+        stored = OtherModel(source, *read_file(read_header(source), dtype, half=half_scales))
     else:
         stored = OtherModel(source, *open_floats(source, dtype), as_config(format))
     model = fill(stored, device_of(mesh, device), sharding=sharding)

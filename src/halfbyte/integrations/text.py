@@ -79,7 +79,8 @@ def open_model(
             config.json, and bfloat16 for a .gguf file
     mesh    of processes that share the model, each on its own `device`
 
-    The network is not used, no code from the folder is run, and no pickle is opened. Raises CheckpointError, ArgumentError.
+    Scales and offsets of a .gguf file that would be float32 are rounded to float16. The network is not used, no code from the folder is
+    run, and no pickle is opened. Raises CheckpointError, ArgumentError.
     """
     if dtype is None and _is_cpu(device):
         dtype = torch.float32
@@ -88,7 +89,7 @@ def open_model(
     if path.is_file() and is_gguf(path):
         from halfbyte.integrations.gguf import load_gguf
 
-        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, format=config, mesh=mesh)
+        model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, format=config, mesh=mesh, half_scales=True)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return ready(model, device, dtype), tokenizer

@@ -106,16 +106,21 @@ class Entry:
 
     kind   the number of its type in ggml
     shape  the slowest dimension first, as in torch
+    half   scales and offsets that are float32 otherwise are rounded to float16: those of K-quants, multiples of 2^-24, by 2^-11 of them
     """
 
     kind: int
     shape: tuple[int, ...]
     place: Place
+    half: bool = False
 
     @property
     def blocks(self) -> ggml.BlockType | None:
         """The block type of a quantized tensor."""
-        return ggml.TYPES.get(self.kind)
+        found = ggml.TYPES.get(self.kind)
+        if found is None or not self.half or found.format.scale != torch.float32:
+            return found
+        return replace(found, format=replace(found.format, scale=torch.float16))
 
     @property
     def spec(self) -> Spec:

@@ -165,12 +165,12 @@ def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
 
 
 def allocate(nbytes: int) -> Tensor:
-    """uint8 [nbytes], not initialized, for packed weights: in huge pages where Linux provides them.
+    """uint8 [nbytes], zeros, for packed weights: in huge pages where Linux provides them.
 
     A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
     """
     memory = side_by_side(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu") if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:

@@ -128,9 +128,9 @@ class _Group:
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
-        first, codes = linears[0], [linear.codes() for linear in linears]
-        packed, biases = ops.pack(Codes.joined(codes, torch.cat), first.packed.device), [linear.bias for linear in linears]
-        group = cls(packed, [c.shape[0] for c in codes], first.compute, first.activation, [*biases])
+        first, weights = linears[0], [linear.packed for linear in linears]
+        sizes, biases = [weight.shape[0] for weight in weights], [linear.bias for linear in linears]
+        group = cls(ops.join(weights), sizes, first.compute, first.activation, [*biases])
         group.join()
         return group
 

@@ -16,6 +16,7 @@ checks.py     validation of arguments, on every device; images.py: of convolutio
 from halfbyte.ops import library as library
 from halfbyte.ops.functions import dequantize as dequantize
 from halfbyte.ops.functions import embedding as embedding
+from halfbyte.ops.functions import join as join
 from halfbyte.ops.functions import linear as linear
 from halfbyte.ops.functions import linear_gelu as linear_gelu
 from halfbyte.ops.functions import pack as pack

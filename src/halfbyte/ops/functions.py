@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -103,6 +103,15 @@ def _all_codes(packed: Packed) -> Packed:
 
     geo = cpu_tiles.geometry(packed.format, packed.shape, sparse=True)
     return sparse.unpack(packed) if current().spreads and packed.nbytes == geo.nbytes else packed
+
+
+def join(parts: Sequence[Packed]) -> Packed:
+    """The rows of weights [N, K] of one format and K, one weight after the other, as one."""
+    first, n = parts[0], sum(part.shape[0] for part in parts)
+    if all(part.layout == cpu_tiles.NAME and part.shape[0] % cpu_tiles.PANEL == 0 for part in parts) and first.format.block != "tensor":
+        data = torch.cat([part.data for part in parts], out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
+        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data)
+    return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device)
 
 
 # Public functions

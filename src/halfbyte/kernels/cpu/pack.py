@@ -122,7 +122,7 @@ def pack(codes: Codes) -> Packed:
     fmt, geo = codes.format, cpu_tiles.geometry(codes.format, codes.shape)
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
-    out = cpu_tiles.allocate(geo.nbytes).zero_()
+    out = cpu_tiles.allocate(geo.nbytes)
     spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt))
     block = PACK.struct().pack(
         *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
