@@ -341,10 +341,15 @@ def test_weights_that_change(calls: list[tuple[int, ...]]) -> None:
     short.model.layers[1].input_layernorm.weight.data = plain.model.layers[1].input_layernorm.weight.data.clone()
     short.model.layers[0].input_layernorm.weight.data.copy_(plain.model.layers[0].input_layernorm.weight.data)
     assert close(steps(short, DynamicCache(), ids), steps(plain, DynamicCache(), ids))
-    short.model.layers[0].mlp.down_proj = torch.nn.Linear(96, 48, bias=False)
-    before = len(calls)
-    steps(short, DynamicCache(), ids)
-    assert len(calls) == before + 3, "one layer of two"
+    for name in ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
+        plain, short = pair()
+        steps(short, DynamicCache(), ids)
+        linear = torch.nn.Linear(*plain.model.layers[0].get_submodule(name).weight.shape[::-1], bias=False)
+        for model in (plain, short):
+            model.model.layers[0].set_submodule(name, linear)
+        before = len(calls)
+        assert close(steps(short, DynamicCache(), ids), steps(plain, DynamicCache(), ids))
+        assert len(calls) == before + 3, "one layer of two"
 
 
 def test_a_model_that_is_gone_leaves_no_weights_behind() -> None:

@@ -231,11 +231,13 @@ def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
 
 
 def _in_floats(layer: Any) -> bool:
-    """Whether these kernels also support a layer that was shortened, possibly for a CPU."""
+    """Whether these kernels also support a layer that was shortened, possibly for a CPU, and of which parts may have been replaced."""
     attention, mlp = layer.self_attn, layer.mlp
-    linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
-    fused = type(attention.v_proj) is FusedLinear and attention.v_proj.index == 2
-    return fused and all(linear.compute != "int8" for linear in linears)
+    together = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+    alone = attention.o_proj, mlp.down_proj
+    if any(type(linear) is not FusedLinear for linear in together) or any(type(linear) is not QuantLinear for linear in alone):
+        return False
+    return attention.v_proj.index == 2 and all(linear.compute != "int8" for linear in (*together, *alone))
 
 
 def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:

@@ -104,16 +104,19 @@ def qkv_of(layer: Any) -> tuple[Any, Any, Any]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def linears_of(layer: Any) -> tuple[Any, ...]:
-    """One layer for each product, in their order."""
-    qkv = products_of("q+k+v", qkv_of(layer)) or {}
-    return *qkv.values(), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj
+def linears_of(layer: Any) -> tuple[QuantLinear, ...] | None:
+    """One layer for each product, in their order; None where one was replaced by what is computed otherwise."""
+    mlp, o, down = layer.mlp, layer.self_attn.o_proj, layer.mlp.down_proj
+    qkv, gates = products_of("q+k+v", qkv_of(layer)), products_of("gate+up", (mlp.gate_proj, mlp.up_proj))
+    if qkv is None or gates is None or len(gates) > 1 or type(o) is not QuantLinear or type(down) is not QuantLinear:
+        return None
+    return *qkv.values(), o, *gates.values(), down
 
 
 def weights_of(layer: Any) -> tuple[tuple[Weight, ...], Heads]:
     attention = layer.self_attn
-    linears = linears_of(layer)
-    weights = tuple(Weight(packed, bias, x.compute, x.activation) for x in linears for packed, bias in (x.together,))
+    linears = linears_of(layer) or ()
+    weights = tuple(Weight(packed, bias, x.compute, x.activation) for x in linears for packed, bias in (x.together,))  # type: ignore[arg-type]
     dim = attention.head_dim
     query, key = (linear.packed.shape[0] // dim for linear in (attention.q_proj, attention.k_proj))
     norms: Any = tuple(norm.weight for norm in _of_heads(attention))
@@ -215,9 +218,7 @@ def _computed(layer: Any) -> DecoderLayer | None:
     if made is None or not made[1].is_still():
         attention, linears = layer.self_attn, linears_of(layer)
         inner = (part for part in layer.modules() if part is not layer)
-        if any(map(watched, inner)) or not all(isinstance(linear, QuantLinear) for linear in linears):
-            return None
-        if why_not_one_call(layer) is not None:
+        if any(map(watched, inner)) or linears is None or why_not_one_call(layer) is not None:
             return None
         weights, heads = weights_of(layer)
         norms = layer.input_layernorm, layer.post_attention_layernorm
