@@ -1,7 +1,8 @@
 """What pruning costs a language model: perplexity of the tiny Llama by method, in floating point and quantized after it.
 
     python benchmarks/sparsity.py                    --sparsity 0.5 for the half of all weights instead of 2 of 4
-    python benchmarks/sparsity.py --speed            instead, products on this CPU, 2:4 sparse codes packed as any others and without zeros
+    python benchmarks/sparsity.py --speed            instead, products on this CPU, 2:4 sparse codes packed as any others and without zeros;
+                                                     --device cuda: on this GPU, of bfloat16 in CUDA graphs
 
 Activations are not quantized; the embedding, which is the head too, is not pruned, and q8_0 where the rest is quantized.
 """
@@ -13,6 +14,8 @@ import copy
 import statistics
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ import transformers
 
 import halfbyte
 from halfbyte.evaluate import evaluate_language
-from halfbyte.machine import machine
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import gpu, machine
 from halfbyte.ops.functions import pack_dense
 from halfbyte.quantizers.sparse import as_sparsity, prune
 
@@ -39,11 +43,12 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true", help="time products")
     parser.add_argument("--formats", nargs="+", default=["int4_g128", "q4_0", "int8_channel"], help="of products (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128], help="of products (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of products (default: %(default)s)")
     parser.add_argument("--outputs", type=int, default=14336, help="of products (default: %(default)s)")
     parser.add_argument("--inputs", type=int, default=4096, help="of products (default: %(default)s)")
     args = parser.parse_args()
     if args.speed:
-        return speed(args)
+        return speed(args) if args.device == "cpu" else speed_of_gpu(args)
     sparsity = args.sparsity if ":" in args.sparsity else float(args.sparsity)
 
     transformers.utils.logging.set_verbosity_error()
@@ -88,6 +93,27 @@ def speed(args: argparse.Namespace) -> int:
                     some.append(time.perf_counter() - begin)
             dense, sparse = (statistics.median(some[3:]) * 1e3 for some in times)
             ratio = copies[1][0].nbytes / copies[0][0].nbytes
+            print(f"| {name} | {rows} | {dense:.2f} | {sparse:.2f} | ×{dense / sparse:.2f} | {ratio:.2f} |", flush=True)
+    return 0
+
+
+def speed_of_gpu(args: argparse.Namespace) -> int:
+    """Medians of launches in turn, as `kernels/gpu/clock.py` has them."""
+    from halfbyte.kernels.gpu.clock import copies, graph_times
+
+    here = gpu(0)
+    print(f"{here.name}: {args.outputs} x {args.inputs}, us")
+    print("| format | rows | all codes | without zeros | speed | bytes |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name in args.formats:
+        weight = prune(torch.randn(args.outputs, args.inputs, device="cuda"), as_sparsity("2:4"), "magnitude")
+        codes = halfbyte.quantize(weight, name)
+        ways = {"dense": gpu_tiles.pack(codes), "sparse": halfbyte.pack(codes, "cuda", sparse=True)}
+        weights = {way: [replace(one, data=one.data.clone()) for _ in range(copies(one.nbytes, here.l2))] for way, one in ways.items()}
+        for rows in args.rows:
+            x = torch.randn(rows, args.inputs, device="cuda", dtype=torch.bfloat16)
+            times = graph_times({way: [partial(halfbyte.linear, x, one) for one in some] for way, some in weights.items()})
+            dense, sparse = (times[way].median * 1e6 for way in ways)
+            ratio = ways["sparse"].nbytes / ways["dense"].nbytes
             print(f"| {name} | {rows} | {dense:.2f} | {sparse:.2f} | ×{dense / sparse:.2f} | {ratio:.2f} |", flush=True)
     return 0
 

@@ -10,7 +10,7 @@ from samples import random_codes, same_codes, sparse_codes
 from support import RUNNABLE, activations, run_linear
 
 import halfbyte as hb
-from halfbyte.errors import ArgumentError, FormatError, KernelError
+from halfbyte.errors import FormatError, KernelError
 from halfbyte.formats import Codes, Format
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels import reference
@@ -125,5 +125,8 @@ def test_report_and_explain_say_it() -> None:
     assert "2:4: half of the codes" in str(hb.explain(**asked, format="int8_g64"))
     assert "not 2:4: formats with float offsets" in str(hb.explain(**asked, format="q4_1"))
     assert "not 2:4: experts" in str(hb.explain(**asked, format="q4_0", experts=2))
-    with pytest.raises(ArgumentError, match="leave sparse out"):
-        hb.explain(**asked, format="q4_0", device="sm_90")
+    hopper = hb.explain(**asked, format="q4_0", device="sm_90")
+    assert "2:4: half of the codes" in str(hopper)
+    assert hopper.to_json()["sparsity"] == "2:4"
+    assert "not 2:4: it is made of Hopper's" in str(hb.explain(**asked, format="q4_0", device="sm_80"))
+    assert "not 2:4: experts" in str(hb.explain(**asked, format="q4_0", experts=2, device="sm_90"))

@@ -70,7 +70,7 @@ class Binary:
 
 def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, wanted: str = "assembly", **problem: Any) -> Job:
     """A linear kernel's file, or what dispatch takes where `module` is None, on one problem: m, n, k, format, and perhaps dtype
-    ("bfloat16"), compute, activation, bias, residual."""
+    ("bfloat16"), compute, activation, bias, residual, sparse."""
     return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem}, wanted)
 
 
@@ -87,10 +87,11 @@ def launch_linear(
     activation: str = "block",
     bias: bool = False,
     residual: bool = False,
+    sparse: bool = False,
 ) -> None:
     from halfbyte.kernels.problem import Epilogue
 
-    problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation)  # type: ignore[arg-type]
+    problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation, sparse=sparse)  # type: ignore[arg-type]
     if module is None:
         taken = choose_gpu(problem, gpu).taken
         assert taken is not None, f"nothing is taken for {problem} on {gpu.arch}"
@@ -100,7 +101,7 @@ def launch_linear(
         reason = file.supports(problem, gpu)
         assert reason is None, f"{module} refuses {problem} on {gpu.arch}: {reason}"
         found = file.configs(problem, gpu)
-    geo = gpu_tiles.geometry(problem.format, (n, k))
+    geo = gpu_tiles.geometry(problem.format, (n, k), sparse=sparse)
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
     epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)
@@ -150,7 +151,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
 
     def normed(n: int, k: int, *, gated: bool = False) -> None:
-        plan = normed_plan("int4_g128", rows, n, k, torch.bfloat16, gpu, gated=gated)
+        plan = normed_plan(Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16), gpu, gated=gated)
         assert isinstance(plan, NormedPlan)
         if not plan.norm_inside:
             norm.launch(gpu, empty(rows, k), empty(k), 1e-5, empty(rows, k))

@@ -336,6 +336,8 @@ def _inline_asm(text: Any, constraints: str, args: list[Any], dtype: Any, is_pur
     words = [_registers(arg.t.broadcast_to(shape), pack) for arg in args]
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     text, outputs = getattr(text, "value", text), constraints.count("=")
+    if text.startswith("mma.sp"):
+        return _sparse_product(text, [arg.t.broadcast_to(shape) for arg in args])
     if outputs == 1 and constraints.endswith(",0"):  # the output is the input's register
         return args[0]
     found = ptx.run(text, [word for of_arg in words for word in of_arg], outputs)
@@ -345,6 +347,26 @@ def _inline_asm(text: Any, constraints: str, args: list[Any], dtype: Any, is_pur
         bits = torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).contiguous()
         values.append(Value(bits.view(_TORCH[kind]).reshape(shape)))
     return tuple(values) if isinstance(dtype, tuple) else values[0]
+
+
+def _sparse_product(text: str, args: list[Tensor]) -> tuple[Value, ...]:
+    """mma.sp.m16n8k32 of tensors [..., lane] that have one element a lane, as PTX has its fragments: A in four registers of two numbers,
+    B in four, sums in four, and positions; its last operand says which two of four lanes the positions are taken from."""
+    dtype = torch.bfloat16 if ".bf16." in text else torch.float16
+    of_a, of_b, of_c, positions = args[:4], args[4:8], args[8:12], args[12].reshape(*args[12].shape[:-1], 8, 4)
+    numbers = [t.contiguous().view(dtype).double().reshape(*t.shape[:-1], 8, 4, 2) for t in (*of_a, *of_b)]
+    # ..., row of A or column of B, lane % 4, 2
+    a = torch.stack((torch.cat((numbers[0], numbers[2]), -2), torch.cat((numbers[1], numbers[3]), -2)), -4).flatten(-4, -3)  # ..., 16, 8, 2
+    b = torch.stack(numbers[4:], -3).flatten(-3)  # ..., 8 columns, 32 k
+    chosen = positions[..., 2:] if text.rstrip(" ;").endswith("1") else positions[..., :2]
+    nibbles = chosen.unsqueeze(-1) >> torch.arange(0, 32, 4) & 15  # ..., 8, lane, rowhalf and four
+    nibbles = nibbles.unflatten(-1, (2, 4)).movedim(-2, -4).flatten(-4, -3).flatten(-2)  # ..., 16 rows, 8
+    dense = torch.zeros(*a.shape[:-1], 4, dtype=torch.float64)
+    for i in range(2):
+        dense.scatter_add_(-1, (nibbles >> 2 * i & 3).long().unsqueeze(-1), a[..., i : i + 1])
+    sums = (dense.flatten(-2) @ b.transpose(-1, -2)).unflatten(-2, (2, 8)).unflatten(-1, (4, 2))  # ..., rowhalf, row, lane % 4, 2
+    parts = [sums[..., i // 2, :, :, i % 2].flatten(-2) for i in range(4)]
+    return tuple(Value((part + c).float()) for part, c in zip(parts, of_c, strict=True))
 
 
 def _registers(t: Tensor, pack: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from halfbyte.dispatch.cpu import Choice, choose_linear
-from halfbyte.dispatch.explain_gpu import GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
+from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
@@ -80,9 +80,7 @@ class Explanation:
         ]
         lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
-        lines += [f"  not {SPARSITY}: {self.sparsity}"] if self.sparsity not in (None, SPARSITY) else []
-        left_out = f", {SPARSITY}: half of the codes, zeros, are left out" if self.sparsity == SPARSITY else ""
-        lines.append(weight_text(problem, self.weight_bytes) + left_out)
+        lines += weight_text(problem, self.weight_bytes, self.sparsity)
         if roof is not None:
             parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
             lines.append(f"roofline  {time_text(roof.seconds)}, bound by {roof.bound} ({parts}; ceilings measured just now)")
@@ -123,9 +121,7 @@ def explain(
     problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
     asked = named_device(device)
     if asked is None or asked.type != "cpu":
-        if sparse:
-            raise ArgumentError(f"no kernel for GPUs leaves zeros out, got sparse=True for device {str(device)!r}: leave sparse out")
-        return explain_gpu(problem, str(device), compute, measured=measured)
+        return explain_gpu(replace(problem, sparse=sparse), str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)
     problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]
@@ -146,7 +142,7 @@ def explain(
 def _why_dense(problem: Problem, isa: ISA) -> str | None:
     """Why a 2:4 sparse weight is packed as any other; None if it isn't."""
     if problem.op != "linear":
-        return "experts are packed with all of their zeros"
+        return EXPERTS_HAVE_ZEROS
     return why_no_layout(problem.format, problem.n, problem.k, isa)
 
 

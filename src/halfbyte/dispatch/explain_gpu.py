@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, triton_trouble
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, triton_trouble, why_no_sparse_layout
 from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.machine import GPUS, Gpu, gpu, named_device
 from halfbyte.timing import time_text
+
+EXPERTS_HAVE_ZEROS = "experts are packed with all of their zeros"
 
 
 def shape_json(problem: Problem) -> dict[str, Any]:
@@ -29,22 +32,27 @@ def shape_text(problem: Problem) -> str:
     return f"{problem.op}  [{problem.m}, {problem.k}] x {experts}[{problem.n}, {problem.k}] {problem.format}, {dtype} activations"
 
 
-def weight_text(problem: Problem, nbytes: int) -> str:
-    """What the packed weight takes, of experts all of them."""
+def weight_text(problem: Problem, nbytes: int, sparsity: str | None) -> list[str]:
+    """What the packed weight takes, of experts all of them; and `Explanation.sparsity`."""
     bits = 8 * nbytes / max(1, problem.experts * problem.n * problem.k)
-    return f"weight  {nbytes:,} bytes, {bits:.2f} bits per element"
+    line = f"weight  {nbytes:,} bytes, {bits:.2f} bits per element"
+    if sparsity == SPARSITY:
+        return [f"{line}, {SPARSITY}: half of the codes, zeros, are left out"]
+    return [line] if sparsity is None else [f"  not {SPARSITY}: {sparsity}", line]
 
 
 @dataclass(frozen=True)
 class GpuExplanation:
     """What `explain` found. Times are seconds; `measured` is None where nothing was run.
 
+    sparsity  as in Explanation
     launcher  how an eager call reaches the kernel
     """
 
     problem: Problem
     gpu: Gpu
     choice: GpuChoice
+    sparsity: str | None
     launcher: str
     weight_bytes: int
     roofline: Roofline
@@ -73,6 +81,7 @@ class GpuExplanation:
             "rejected": self._rejected(),
             "launcher": self.launcher,
             "weight_bytes": self.weight_bytes,
+            "sparsity": self.sparsity,
             "roofline": {**roof._asdict(), "bound": roof.bound},
             "measured_seconds": self.measured,
             "of_roofline": roof.seconds / self.measured if self.measured else None,
@@ -89,12 +98,13 @@ class GpuExplanation:
         if taken is None:
             lines.append("kernel  none: torch dequantizes the whole weight and multiplies, at every call")
         else:
-            lines.append(f"kernel  {taken.candidate.name}: {taken.candidate.summary}{scheme}")
+            first = "" if taken.candidate.multiplied(problem) is problem else "zeros put back first, then "
+            lines.append(f"kernel  {taken.candidate.name}: {first}{taken.candidate.summary}{scheme}")
             lines.append(f"config  {taken.config}")
             lines.append(f"expected  {time_text(taken.seconds)}, {f'measured on {taken.measured}' if taken.measured else 'predicted'}")
         lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
         lines.append(f"launcher  {self.launcher}")
-        lines.append(weight_text(problem, self.weight_bytes))
+        lines += weight_text(problem, self.weight_bytes, self.sparsity)
         parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
         lines.append(f"roofline  {time_text(roof.seconds)}, bound by {roof.bound} ({parts}; ceilings from the GPU's clocks)")
         if self.measured:
@@ -115,8 +125,13 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     problem = replace(problem, compute=compute_of(compute))
     if not (problem.m and problem.n and problem.k):
         raise ArgumentError(f"there is no kernel to explain for m={problem.m}, n={problem.n}, k={problem.k}: no size may be 0")
+    sparsity = None
+    if problem.sparse:
+        experts = None if problem.op == "linear" else EXPERTS_HAVE_ZEROS
+        sparsity = experts or why_no_sparse_layout(problem.format, (problem.n, problem.k), found) or SPARSITY
+        problem = replace(problem, sparse=sparsity == SPARSITY)
     choice = choose_gpu(problem, found)
-    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes
+    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half
     roof = roofline(problem, nbytes, Ceilings(ceilings.bandwidth, rate))
@@ -124,7 +139,7 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     if measured and not absent and choice.taken is not None:
         seconds = _time(problem, found, choice.taken, torch.device("cuda", _index(device)))
     how = "the GPU is not here" if absent else launcher(_index(device))
-    return GpuExplanation(problem, found, choice, how, problem.experts * nbytes, roof, seconds)
+    return GpuExplanation(problem, found, choice, sparsity, how, problem.experts * nbytes, roof, seconds)
 
 
 def described_gpu(device: str) -> Gpu:

@@ -1,8 +1,9 @@
 """Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
 
-All candidates read one layout, so the choice is made anew for every number of rows. Of linear layers, what was measured decides where this
-machine has been tuned or the package carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first
-candidate that can is taken; what `explain` says that they take is predicted.
+All candidates read one layout, so the choice is made anew for every number of rows. Most do so of 2:4 sparse weights, too, after their
+zeros were put back. Of linear layers, what was measured decides where this machine has been tuned or the package carries a table for its
+architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain` says that they take is
+predicted.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from halfbyte.dispatch import tune
-from halfbyte.dispatch.roofline import Tiles, predict
+from halfbyte.dispatch.roofline import Tiles, predict, spreading
 from halfbyte.errors import UnsupportedError
+from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Compute, Problem, check_compute
+from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 OLDEST_TRITON = (3, 6)
@@ -32,6 +38,7 @@ class GpuCandidate:
     tiles       of a config, for a problem
     replayable  its launches can be made again (`kernels/gpu/relaunch.py`): torch launches none of them
     floats      the candidate that multiplies for it, in floating point: its times tell which configs are good
+    sparse      it reads 2:4 sparse weights as they are packed, and no others
     """
 
     name: str
@@ -41,10 +48,25 @@ class GpuCandidate:
     tiles: Callable[[Any, Problem], Tiles]
     replayable: bool = True
     floats: str = ""
+    sparse: bool = False
 
     @property
     def module(self) -> Any:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
+
+    def multiplied(self, problem: Problem) -> Problem:
+        """What the file is asked for: the weight with its zeros, where it reads no other."""
+        return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
+
+    def launch(self, problem: Problem, config: Any, x: Tensor, *operands: Any) -> None:
+        """Multiplies. Of a linear layer the weight's sections are the first operands."""
+        multiplied = self.multiplied(problem)
+        if multiplied is not problem:
+            from halfbyte.kernels.gpu.spread import spread
+
+            geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=True)
+            operands = *spread(gpu_tiles.Views(*operands[:3]), geo), *operands[3:]
+        self.module.launch(multiplied, config, x, *operands)
 
 
 def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
@@ -88,6 +110,14 @@ GPU_LINEAR = (
     GpuCandidate(
         "skinny_rounded", "int8", "skinny_rounded", "activations quantized and made floats again in a first pass, then as skinny_hopper",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="skinny_hopper",
+    ),
+    GpuCandidate(
+        "sparse", "float", "skinny_hopper", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
+        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), sparse=True,
+    ),
+    GpuCandidate(
+        "sparse_rounded", "int8", "skinny_rounded", "activations quantized and made floats again in a first pass, then as sparse",
+        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="sparse", sparse=True,
     ),
 )  # fmt: skip
 GPU_GROUPED = (
@@ -153,6 +183,15 @@ def compute_of(compute: str) -> Compute:
     return "int8" if compute == "int8" else "float"
 
 
+def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str | None:
+    """Why a 2:4 sparse weight [..., N, K] is packed with its zeros for `gpu`; None if it isn't."""
+    n, k = prod(shape[:-1]), shape[-1]
+    if not n or not k:
+        return "there are no codes"
+    few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
+    return triton_trouble() or import_module("halfbyte.kernels.gpu.skinny_hopper").supports(few_rows, gpu)
+
+
 # Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config.
 _failures: dict[tuple[str, str, int, str, str], str] = {}
 
@@ -164,14 +203,14 @@ def report_failure(problem: Problem, gpu: Gpu, option: GpuOption, reason: str) -
 
 
 def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
-    return gpu.name, tune.kind(problem), tune.rows_class(problem.m), candidate.name, str(config)
+    return gpu.name, tune.kind(replace(problem, sparse=False)), tune.rows_class(problem.m), candidate.name, str(config)
 
 
 @lru_cache(maxsize=4096)
 def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     """The kernel for `problem` (no size 0) on `gpu`. Raises UnsupportedError where none can solve it."""
     linear = problem.op == "linear"
-    candidates = GPU_LINEAR if linear else GPU_GROUPED
+    candidates = [one for one in (GPU_LINEAR if linear else GPU_GROUPED) if problem.sparse or not one.sparse]
     by_torch = linear and problem.compute == "float"  # where there are no kernels
     if (trouble := triton_trouble()) is not None:
         if not by_torch:
@@ -183,7 +222,7 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     for candidate in candidates:
         if candidate.compute != problem.compute and (linear or candidate.compute == "int8"):
             rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
-        elif reason := candidate.module.supports(problem, gpu):
+        elif reason := candidate.module.supports(candidate.multiplied(problem), gpu):
             rejected.append((candidate, reason))
         else:
             found, failures = _options(candidate, problem, gpu)
@@ -201,9 +240,17 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
 
 def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[GpuOption], list[str]]:
     """Its configs, in its own order where nothing was measured, which it knows better than a prediction; and why some do not run."""
-    found, failures = [], []
+    found: list[GpuOption] = []
+    failures: list[str] = []
     times, where = tune.measured(gpu, problem)
     of_candidate = times.get(candidate.name, {})
+    if (multiplied := candidate.multiplied(problem)) is not problem:
+        options, failures = _options(candidate, multiplied, gpu)
+        longer = spreading(problem, gpu)
+        for option in options:
+            seconds = of_candidate.get(str(option.config))
+            found.append(option._replace(seconds=seconds or option.seconds + longer, measured="" if seconds is None else where))
+        return found, failures
     guess, configs = None, candidate.module.configs(problem, gpu)
     if candidate.floats and not of_candidate:
         alike = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})

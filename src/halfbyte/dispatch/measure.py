@@ -36,8 +36,9 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     problem = replace(problem, m=tune.rows_class(problem.m))
     contenders: dict[str, list[Callable[[], object]]] = {}
     for candidate in rules.GPU_LINEAR:
-        if candidate.compute == problem.compute and candidate.module.supports(problem, gpu) is None:
-            for config in candidate.module.configs(problem, gpu)[:MOST_CONFIGS]:
+        asked = candidate.multiplied(problem)
+        if candidate.compute == asked.compute and candidate.sparse <= problem.sparse and candidate.module.supports(asked, gpu) is None:
+            for config in candidate.module.configs(asked, gpu)[:MOST_CONFIGS]:
                 launches = linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))
                 try:
                     launches[0]()
@@ -63,11 +64,11 @@ def linear_launches(
     """Launches of one kernel on different weights of random bits, which together no cache holds."""
     from halfbyte.kernels.gpu.clock import copies
 
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     weights = [gpu_tiles.views(random_matrix(geo, device), geo) for _ in range(copies(geo.nbytes, gpu.l2))]
-    return [partial(candidate.module.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
+    return [partial(candidate.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
 
 
 def grouped_launches(
@@ -90,6 +91,8 @@ def grouped_launches(
 def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor:
     """A packed weight of random codes and sound scales."""
     data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
+    if geo.sparse:
+        data[geo.kept_bytes : geo.codes_bytes] = 0x44  # of four the first two, as no two are at one position
     sections = gpu_tiles.views(data, geo)
     sections.scale.copy_(torch.rand(sections.scale.shape, device=device, dtype=torch.float32) * 1e-2 + 1e-3)
     if sections.zero is not None and sections.zero.is_floating_point():

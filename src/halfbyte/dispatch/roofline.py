@@ -124,7 +124,7 @@ class CostModel(NamedTuple):
     hides: int = 0
 
 
-# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, and integers of few rows on an H200.
+# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, sparse, and integers of few rows on an H200.
 COST_MODELS = {
     "skinny": CostModel(0.90, 1.00, 0.5e-6, norm=1),
     "skinny_hopper": CostModel(0.90, 3.10, 2.4e-6, norm=1),
@@ -135,6 +135,8 @@ COST_MODELS = {
     "gemm_int8_hopper": CostModel(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
     "rounded": CostModel(0.90, 1.08, 7e-6, norm=2),
     "skinny_rounded": CostModel(0.90, 3.10, 2.4e-6, norm=1),
+    "sparse": CostModel(0.90, 0.61, 2.4e-6, norm=2),
+    "sparse_rounded": CostModel(0.90, 0.61, 2.4e-6, norm=2),
 }
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
 # Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
@@ -159,7 +161,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
         return _LONGER * _predict_experts(problem, gpu, candidate, tiles)
     ceilings, cost = gpu_ceilings(gpu), COST_MODELS[candidate]
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
-    geo = gpu_tiles.geometry(problem.format, (n, k))
+    geo = gpu_tiles.geometry(problem.format, (n, k), sparse=problem.sparse)
     row_tiles, column_tiles = -(-m // tiles.rows), -(-n // tiles.columns)
     count = row_tiles * column_tiles * tiles.split
     # A multiprocessor runs several small tiles at once, so that less than a wave of them leaves some idle, and more than a few none.
@@ -195,6 +197,12 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
     return float(seconds + (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm))
+
+
+def spreading(problem: Problem, gpu: Gpu) -> float:
+    """Seconds to put the zeros of a 2:4 sparse weight back, fitted to times on an H200."""
+    sparse, dense = (gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=sparse).nbytes for sparse in (True, False))
+    return _START + (sparse + dense) / (0.85 * gpu_ceilings(gpu).bandwidth)
 
 
 def _predict_experts(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:

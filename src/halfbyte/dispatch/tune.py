@@ -70,7 +70,7 @@ def _shipped(gpu: Gpu) -> tuple[Path, ...]:
 def kind(problem: Problem) -> str:
     """What problems of all M with the same times have in common."""
     fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    scope = "row" if geo.block_rows == 1 else f"b{geo.padded}"
+    scope = ("row" if geo.block_rows == 1 else f"b{geo.padded}") + "_2:4" * problem.sparse
     way = f"{problem.compute}_{problem.activation}" if problem.compute == "int8" else problem.compute
     return f"w{fmt.bits}_{fmt.zero}_{scope} {str(problem.dtype).removeprefix('torch.')} {way} {problem.n}x{problem.k}"
 

@@ -32,11 +32,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, embedding, encoding
 from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
+from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.functions import sparse_on
 
 # Their forward is this file's formula; others differ in norms, activations or residuals.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -126,7 +128,8 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     for name, linear, gated in ((QKV, attention.q_proj, False), (GATE_UP, mlp.gate_proj, True)):
         packed, bias = linear.together
         n, k = packed.shape
-        plan = normed_plan(str(packed.format), rows, n, k, dtype, here, gated=gated, biased=bias is not None)
+        problem = Problem("linear", rows, n, k, packed.format, dtype, sparse=sparse_on(packed, here))
+        plan = normed_plan(problem, here, gated=gated, biased=bias is not None)
         if isinstance(plan, str):
             found.append(Step(name, "the product alone", f"norm{' and gates' if gated else ''} in torch's operations: {plan}"))
         else:

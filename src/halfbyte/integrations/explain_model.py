@@ -22,6 +22,7 @@ from halfbyte.machine import Gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import MOST_SEQUENCES
+from halfbyte.ops.functions import sparse_on
 
 _CPU = "the CPU"
 _FOR_CPUS = "one call is for CPUs"
@@ -178,6 +179,7 @@ def _product(linear: QuantLinear, here: Gpu | None, rows: int) -> str:
     if here is None:
         return choose_linear(packed.format, linear.dtype, linear.compute, current()).taken.inner
     activation: Any = linear.activation
-    problem = Problem("linear", rows, n, k, packed.format, linear.dtype, compute_of(linear.compute), activation)
+    sparse = sparse_on(packed, here)
+    problem = Problem("linear", rows, n, k, packed.format, linear.dtype, compute_of(linear.compute), activation, sparse=sparse)
     taken = choose_gpu(problem, here).taken
     return "torch, which dequantizes the whole weight at every call" if taken is None else taken.candidate.name

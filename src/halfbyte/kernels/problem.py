@@ -33,6 +33,7 @@ class Problem:
                 "dequantize": all of them;  "grouped_linear": m rows, each times one of `experts` weights [n, k]
     dtype       of the activations and of the result: float32, bfloat16 or float16; int8 for "qlinear"
     compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly
+    sparse      the weight is 2:4 sparse and packed as such
     activation  how, for "int8": a scale for each block of the weight along K or for the row; symmetric or with an offset
     """
 
@@ -45,6 +46,7 @@ class Problem:
     compute: Compute = "float"
     activation: Activation = "block"
     experts: int = 1
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:

@@ -22,6 +22,9 @@ The word of row n = 16*nt + 8*rowhalf + row and kq = 16*kt + 8*khalf + 2*k4 + k 
 
 which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt.
 A lane reads its operands with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 instructions take.
+
+The layout `gpu_tiles_2_4` is for weights that are 2:4 sparse (`sparse.py`) and whose padded k is k: `gpu_sparse.py` has its codes, all else
+is the same.
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ from torch import Tensor
 from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_nibbles
 from halfbyte.formats.spec import Format
+from halfbyte.layouts import gpu_sparse
 from halfbyte.layouts.base import Packed, round_up
+from halfbyte.layouts.sparse import GROUP, KEPT
 
 NAME = "gpu_tiles"
+SPARSE = "gpu_tiles_2_4"
 PANEL = 64  # rows of a panel
 RECORD = 128  # padded k of a record
 _SECTION = 256  # bytes: sections begin at multiples of it
@@ -48,11 +54,12 @@ _CHUNK_ELEMENTS = 1 << 26  # pack and unpack this much at a time, to bound their
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a weight [N, K] of `format` in this layout; offsets and sizes of sections in bytes."""
+    """Sizes of a weight [N, K] of `format` in this layout, or in the one for `sparse` weights; offsets and sizes of sections in bytes."""
 
     format: Format
     n: int
     k: int
+    sparse: bool = False
 
     @functools.cached_property
     def block(self) -> int:
@@ -110,8 +117,13 @@ class Geometry:
         return self.k_padded // RECORD
 
     @functools.cached_property
+    def kept_bytes(self) -> int:
+        """Of codes without their positions."""
+        return self.n_padded * self.k_padded * self.format.bits // 8 * KEPT // (GROUP if self.sparse else KEPT)
+
+    @functools.cached_property
     def codes_bytes(self) -> int:
-        return self.n_padded * self.k_padded * self.format.bits // 8
+        return self.kept_bytes + self.sparse * self.n_padded * self.k_padded // 8
 
     @functools.cached_property
     def scale_bytes(self) -> int:
@@ -141,15 +153,21 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(fmt: Format, shape: tuple[int, ...]) -> Geometry:
+def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False) -> Geometry:
     """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
-    return Geometry(fmt, math.prod(shape[:-1]), shape[-1])
+    return Geometry(fmt, math.prod(shape[:-1]), shape[-1], sparse)
+
+
+def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
+    """Of a weight [n, k] of so many packed bytes: a sparse one has fewer than any other, and so operations know which it is."""
+    sparse = geometry(fmt, (n, k), sparse=True)
+    return sparse if 0 < nbytes == sparse.nbytes else geometry(fmt, (n, k))
 
 
 class Views(NamedTuple):
     """The sections of packed bytes, sharing their memory.
 
-    codes  int16 [panels, records, 2048] for 4 bits, int8 [N padded, K padded] for 8
+    codes  int16 [panels, records, 2048] for 4 bits, int8 [N padded, K padded] for 8; of sparse weights int32 [bytes / 4]
     scale  [block rows, N padded];  zero  the same shape, or None
     """
 
@@ -160,11 +178,7 @@ class Views(NamedTuple):
 
 def views(data: Tensor, geo: Geometry) -> Views:
     """Sections of `data`, uint8 [geo.nbytes], of a weight that has elements."""
-    codes = data[: geo.codes_bytes]
-    if geo.format.bits == 4:
-        codes = codes.view(torch.int16).view(geo.panels, geo.records, PANEL * RECORD // 4)
-    else:
-        codes = codes.view(torch.int8).view(geo.n_padded, geo.k_padded)
+    codes = codes_of(data, geo)
     per_block = (geo.block_rows, geo.n_padded)
     scale = data[geo.scale_offset :][: geo.scale_bytes].view(geo.format.scale).view(per_block)
     if geo.zero_dtype is None:
@@ -172,28 +186,45 @@ def views(data: Tensor, geo: Geometry) -> Views:
     return Views(codes, scale, data[geo.zero_offset :][: geo.zero_bytes].view(geo.zero_dtype).view(per_block))
 
 
-def pack(codes: Codes) -> Packed:
-    """Codes -> Packed, on the device of the codes."""
-    fmt, geo = codes.format, geometry(codes.format, codes.shape)
+def codes_of(data: Tensor, geo: Geometry) -> Tensor:
+    """The first of these sections."""
+    codes = data[: geo.codes_bytes]
+    if geo.sparse:
+        return codes.view(torch.int32)
+    if geo.format.bits == 4:
+        return codes.view(torch.int16).view(geo.panels, geo.records, PANEL * RECORD // 4)
+    return codes.view(torch.int8).view(geo.n_padded, geo.k_padded)
+
+
+def pack(codes: Codes, *, sparse: bool = False) -> Packed:
+    """Codes -> Packed, on the device of the codes. Those in the layout for `sparse` weights must be."""
+    fmt, geo = codes.format, geometry(codes.format, codes.shape, sparse=sparse)
     data = torch.zeros(geo.nbytes, dtype=torch.uint8, device=codes.data.device)
     if geo.nbytes:
         n, out = geo.n, views(data, geo)
-        rows = codes.data.reshape(n, -1)
-        for start, stop in _chunks(geo):
-            u = _padded(_stored(rows[start : min(n, stop)], geo), stop - start, geo)
-            if fmt.bits == 4:
-                out.codes[start // PANEL : stop // PANEL] = _words(u).view(torch.int16)
-            else:
-                out.codes[start:stop] = u.view(torch.int8)
         for section, per_block in ((out.scale, codes.scale), (out.zero, codes.zero)):
             if section is not None and per_block is not None:
                 flat = per_block.reshape(1, 1).expand(n, 1) if fmt.block == "tensor" else per_block.reshape(n, geo.blocks)
                 section[: geo.blocks, :n] = flat.T
-    return Packed(fmt, codes.shape, NAME, data)
+        rows = codes.data.reshape(n, -1)
+        for start, stop in _chunks(geo):
+            u = _padded(_stored(rows[start : min(n, stop)], geo), stop - start, geo)
+            if geo.sparse:
+                nothing = _nothing(out, geo, start, stop)
+                u[:, geo.k :] = nothing[:, geo.k :]
+                kept, positions = out.codes.view(torch.uint8).tensor_split([geo.kept_bytes])
+                panels = slice(start // PANEL, stop // PANEL)
+                for section, part in zip((kept, positions), gpu_sparse.kept(u, nothing, fmt.bits), strict=True):
+                    section.view(geo.panels, -1)[panels] = part
+            elif fmt.bits == 4:
+                out.codes[start // PANEL : stop // PANEL] = _words(u).view(torch.int16)
+            else:
+                out.codes[start:stop] = u.view(torch.int8)
+    return Packed(fmt, codes.shape, SPARSE if sparse else NAME, data)
 
 
 def unpack(packed: Packed) -> Codes:
-    """The exact inverse of `pack`."""
+    """The exact inverse of `pack`; `kernels/gpu/spread.py` puts the zeros of sparse weights back before."""
     fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
     if packed.layout != NAME or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
@@ -217,6 +248,15 @@ def unpack(packed: Packed) -> Codes:
         if section is not None
     ]
     return Codes(fmt, shape, data, *(tail.contiguous() for tail in tails))
+
+
+def _nothing(sections: Views, geo: Geometry, start: int, stop: int) -> Tensor:
+    """The stored codes that mean 0 in rows `start` to `stop`: uint8 [rows, K padded]."""
+    if sections.zero is None:
+        zero = 8 if geo.format.bits == 4 else 0
+        return torch.full((1, 1), zero, dtype=torch.uint8, device=sections.codes.device).expand(stop - start, geo.k_padded)
+    points = sections.zero[:, start:stop].T.repeat_interleave(min(geo.padded, geo.k_padded), dim=1)[:, : geo.k_padded]
+    return points if geo.format.bits == 4 else points ^ 128
 
 
 def _chunks(geo: Geometry) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from halfbyte.errors import check_type
 from halfbyte.formats.codes import stored_bytes
 from halfbyte.formats.spec import Format
-from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.candidates import candidates, own_tensors
 from halfbyte.nn.config import Config, decide
@@ -190,7 +190,7 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
 
 def _zeros_left_out(model: nn.Module) -> Iterator[str]:
     weights = {id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values()
-    if sparse := [packed for packed in weights if packed.layout == cpu_tiles.SPARSE]:
+    if sparse := [packed for packed in weights if packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)]:
         yield f"{SPARSITY}: half of the codes, zeros, are left out of {len(sparse)} of {len(weights)} weights in memory"
 
 

@@ -76,8 +76,9 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
 
 def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
     nbytes = packed_bytes(format, n, k, device.type)
-    if device.type == "cpu" and weight.numel() != nbytes:
-        nbytes = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).nbytes
+    if weight.numel() != nbytes:
+        geometry_of = cpu_tiles.geometry_of if device.type == "cpu" else gpu_tiles.geometry_of
+        nbytes = geometry_of(as_format(format), n, k, weight.numel()).nbytes
     check_bytes(weight, nbytes, device, f"{format} of shape [{n}, {k}]")
 
 

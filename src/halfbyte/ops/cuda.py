@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte import env
 from halfbyte.bounded import Bounded
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, compute_of, triton_trouble, why_no_sparse_layout
 from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -24,7 +24,8 @@ from halfbyte.kernels.gpu import plain
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.machine import gpu
+from halfbyte.layouts.sparse import why_not_sparse
+from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, recorded, run_first
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
@@ -136,25 +137,29 @@ def _linear(
             return y
         out = x.new_empty(shape)
         operands, flat = (x, weight, out, bias, residual), x.view(-1, k)
-        problem = Problem("linear", len(flat), n, k, as_format(format), x.dtype, compute_of(compute), activation)  # type: ignore[arg-type]
-        run = _run(problem, flat, weight, out.view(-1, n), Epilogue(bias, None if residual is None else residual.view(-1, n), low, high))
+        geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
+        settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse}
+        problem = Problem("linear", len(flat), n, k, geo.format, x.dtype, **settings)  # type: ignore[arg-type]
+        ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
+        run = _run(problem, flat, (weight, geo), out.view(-1, n), ends)
         if key not in _calls and can_record(operands):
             replay = None if run is None else recorded(run, operands)
             _calls[key] = None if replay is None else _again(replay, shape, x.get_device())
     return out
 
 
-def _run(problem: Problem, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> Callable[[], None] | None:
+def _run(
+    problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue
+) -> Callable[[], None] | None:
     """Multiplies. A function that does so again, where its launches can be replayed."""
     here = gpu(x.get_device())
     if env.tune() and not torch.cuda.is_current_stream_capturing():
         tune_linear(problem, here, anew=False)
     choice = choose_gpu(problem, here)
     if choice.taken is None:
-        plain.linear(problem, x, weight, out, epilogue)
+        plain.linear(problem, x, weight[0], out, epilogue)
         return None
-    sections = gpu_tiles.views(weight, gpu_tiles.geometry(problem.format, (problem.n, problem.k)))
-    return run_first(problem, here, choice.options, (x, *sections, out, epilogue))
+    return run_first(problem, here, choice.options, (x, *gpu_tiles.views(*weight), out, epilogue))
 
 
 def _public_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -170,6 +175,23 @@ empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getat
 def on(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which the tensor's device is the current one, as Triton requires."""
     return nullcontext() if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
+
+
+def leaves_zeros_out(codes: Codes, here: Gpu | None = None) -> bool:
+    """Whether codes [N, K] are packed as 2:4 sparse ones for this GPU; None: for the one that they are on."""
+    here = here or gpu(codes.data.get_device())
+    return why_no_sparse_layout(codes.format, codes.shape, here) is None and why_not_sparse(codes) is None
+
+
+def with_zeros(packed: Packed) -> Packed:
+    """A sparse weight in the layout of all others."""
+    from halfbyte.kernels.gpu import spread
+
+    geo = gpu_tiles.geometry(packed.format, packed.shape, sparse=True)
+    with on(packed.data):
+        codes = spread.sections(packed.data, geo).codes
+    data = torch.cat((codes.flatten().view(torch.uint8), packed.data[geo.codes_bytes :]))
+    return Packed(packed.format, packed.shape, gpu_tiles.NAME, data)
 
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
@@ -192,13 +214,14 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import qlinear as kernel
+    from halfbyte.kernels.gpu import spread
 
     here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
     problem = Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row")
     if (reason := kernel.supports(problem, here)) is not None:
         raise UnsupportedError(f"there is no kernel for qlinear with {format} of shape [{n}, {k}] on {here.name}: {reason}")
-    codes, scale, _ = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(fmt, (n, k)))
     with on(x):
+        codes, scale, _ = spread.sections(aligned(weight), gpu_tiles.geometry_of(fmt, n, k, weight.numel()))
         kernel.launch(problem, kernel.configs(problem, here)[0], flat, codes, scale, table, out.view(-1, n), (low, high))
     return out
 
@@ -210,8 +233,9 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
     if triton_trouble() is None:
         from halfbyte.kernels.gpu import dequantize as kernel
 
+        geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         with on(ids):
-            rows = kernel.embedding(ids.flatten().contiguous(), aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
+            rows = kernel.embedding(ids.flatten().contiguous(), aligned(weight), geo, dtype)
         return rows.view(*ids.shape, k)
     if n == 0 or k == 0:
         return torch.full((*ids.shape, k), torch.nan, dtype=dtype, device=ids.device)
@@ -222,9 +246,10 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
 def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     check_packed(weight, format, n, k, weight.device)
     check_out_dtype(dtype)
+    geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     if triton_trouble() is None:
         from halfbyte.kernels.gpu import dequantize as kernel
 
         with on(weight):
-            return kernel.dequantize(aligned(weight), gpu_tiles.geometry(as_format(format), (n, k)), dtype)
-    return gpu_tiles.unpack(Packed(as_format(format), (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
+            return kernel.dequantize(aligned(weight), geo, dtype)
+    return gpu_tiles.unpack(Packed(geo.format, (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)

@@ -149,7 +149,9 @@ def _normed_cuda(
     _check_normed(x, norm, n, k, gated)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
-    plan = normed_plan(format, rows, n, k, x.dtype, here, gated=gated, biased=bias is not None)
+    geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
+    problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse)
+    plan = normed_plan(problem, here, gated=gated, biased=bias is not None)
     if isinstance(plan, str):
         return _normed(x, norm, eps, weight, bias, format, n, k, gated)
     from halfbyte.kernels.gpu import gates, skinny, skinny_hopper
@@ -161,7 +163,7 @@ def _normed_cuda(
     with on(x):
         z = (x.contiguous() if plan.norm_inside else _rms_norm_cuda(x, norm, eps)).view(rows, k)
         if plan.config is not None:
-            views = gpu_tiles.views(aligned(weight), gpu_tiles.geometry(plan.problem.format, (n, k)))
+            views = gpu_tiles.views(aligned(weight), geo)
             epilogue, y = Epilogue(bias, gated=gated), out.view(rows, -1)
             if plan.kernel == "skinny":
                 inside = (norm.contiguous(), eps) if plan.norm_inside else None
@@ -188,34 +190,33 @@ class NormedPlan:
     norm_inside: bool
 
 
-def normed_plan(
-    format: str, rows: int, n: int, k: int, dtype: torch.dtype, here: Gpu, *, gated: bool = False, biased: bool = False
-) -> NormedPlan | str:
+def normed_plan(problem: Problem, here: Gpu, *, gated: bool = False, biased: bool = False) -> NormedPlan | str:
     """The plan of `normed_linear` on a GPU; or why torch's operations compute everything but the product."""
-    if (reason := why_not_norm(k, here)) is not None:
+    if (reason := why_not_norm(problem.k, here)) is not None:
         return reason
-    return _plan(format, rows, n, k, dtype, gated, biased, here)
+    return _plan(problem, gated, biased, here)
 
 
 @lru_cache(maxsize=1024)
-def _plan(format: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
+def _plan(problem: Problem, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
     from halfbyte.kernels.gpu import skinny, skinny_hopper
 
+    rows, n, dtype = problem.m, problem.n, problem.dtype
     if not n or not rows:
         return f"{rows} rows of {n} outputs are nothing to compute"
-    problem = Problem("linear", rows, n, k, as_format(format), dtype)
     choice = choose_gpu(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
     separate = 2 if gated and rows == 1 else 1
     longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
-    options = [o for o in choice.options if o.candidate.home == "skinny" and o.seconds <= longest]
+    direct = [o for o in choice.options if o.candidate.sparse == problem.sparse and o.seconds <= longest]
+    options = [o for o in direct if o.candidate.home == "skinny"]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
         return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "skinny_hopper" and not biased:
-        alike = (o.config for o in choice.options if o.candidate.home == "skinny_hopper" and o.seconds <= longest)
+        alike = (o.config for o in direct if o.candidate.home == "skinny_hopper")
         best = next((found for config in alike if (found := skinny_hopper.gated(problem, config, here))), None)
         if best is not None:
             return NormedPlan(problem, "skinny_hopper", best, False)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte import env
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import convolution, cpu_tiles, experts, gpu_tiles
 from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.machine import Gpu
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
@@ -55,19 +57,23 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
     return codes
 
 
-def pack(codes: Codes, device: torch.device | str = "cpu") -> Packed:
+def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | None = None) -> Packed:
     """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
 
-    Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`. Codes [N, K] that
-    are 2:4 sparse take less memory on a CPU that has kernels for them; results are the same.
+    Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
+
+    sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
+            and few rows less time; many rows take longer on a GPU. None: as HALFBYTE_SPARSE says, or else on CPUs alone
     """
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
-    if device.type == "cpu":
-        codes = codes.to("cpu")
-        return experts.pack(codes, pack_dense, cpu_tiles.NAME) if len(codes.shape) == 3 else _pack_cpu(codes)
-    codes = codes.to(device)
-    return experts.pack(codes, gpu_tiles.pack, gpu_tiles.NAME) if len(codes.shape) == 3 else gpu_tiles.pack(codes)
+    asked = env.sparse() if sparse is None else sparse
+    on_cpu, codes = device.type == "cpu", codes.to(device)
+    if len(codes.shape) == 3:
+        return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
+    if on_cpu:
+        return pack_dense(codes) if asked is False else _pack_cpu(codes)
+    return gpu_tiles.pack(codes, sparse=asked is True and cuda.leaves_zeros_out(codes))
 
 
 def _pack_cpu(codes: Codes) -> Packed:
@@ -91,9 +97,14 @@ def unpack(packed: Packed | PackedConv) -> Codes:
         return convolution.unpack(packed)
     if len(packed.shape) == 3:
         return experts.unpack(packed, unpack)
-    if packed.layout == gpu_tiles.NAME:
-        return gpu_tiles.unpack(packed)
+    if packed.layout in (gpu_tiles.NAME, gpu_tiles.SPARSE):
+        return gpu_tiles.unpack(cuda.with_zeros(packed) if packed.layout == gpu_tiles.SPARSE else packed)
     return cpu_tiles.unpack(_all_codes(packed) if packed.layout == cpu_tiles.SPARSE else packed)
+
+
+def sparse_on(packed: Packed, gpu: Gpu) -> bool:
+    """Whether a weight [N, K], wherever it is now, is packed as a 2:4 sparse one on that GPU."""
+    return packed.layout == gpu_tiles.SPARSE if packed.data.is_cuda else env.sparse() is True and cuda.leaves_zeros_out(unpack(packed), gpu)
 
 
 def _all_codes(packed: Packed) -> Packed:

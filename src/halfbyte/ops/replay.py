@@ -27,7 +27,7 @@ def run_first(problem: Problem, gpu: Gpu, options: Sequence[GpuOption], argument
     """Runs the first of `options` that runs on this GPU; those before it are not chosen again. Gives a function that runs it again, or None
     where its launches cannot be replayed."""
     for option in options:
-        run = partial(option.candidate.module.launch, problem, option.config, *arguments)
+        run = partial(option.candidate.launch, problem, option.config, *arguments)
         try:
             run()
         except KernelError as error:

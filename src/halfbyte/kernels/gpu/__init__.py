@@ -6,7 +6,9 @@ Starting kernels
   clock.py         times on a GPU; probe.py: what it can do at the most
 
 Linear layers: docs/gpu-kernels.md says which one is taken when
-  skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles
+  skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles;
+                                                         sparse_tile.py: the latter's of 2:4 sparse weights, whose
+                                                         zeros spread.py puts back for all other kernels
   gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile
   gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py    integers; int8_hopper_tile.py: the third's tile
   skinny_rounded.py, rounded.py                               integers, multiplied as floats

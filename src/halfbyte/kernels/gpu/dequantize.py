@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.kernels.gpu import spread
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
 from halfbyte.kernels.gpu.launch import run
@@ -23,7 +24,7 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
     """The weight [n, k] that `data`, uint8 [geo.nbytes], stands for."""
     out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device) if out is None else out
     if out.numel():
-        write(gpu_tiles.views(data, geo), geo, out)
+        write(spread.sections(data, geo), geo, out)
     return out
 
 
@@ -55,7 +56,7 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
     """Rows `ids`, int64 or int32 [count], of the weight: [count, k]. A row that the weight does not have is NaN."""
     out = torch.empty(len(ids), geo.k, dtype=dtype, device=data.device)
     if out.numel():
-        codes, scale, zero = gpu_tiles.views(data, geo) if geo.nbytes else (None, None, None)
+        codes, scale, zero = spread.sections(data, geo) if geo.nbytes else (None, None, None)
         held = min(8, triton.next_power_of_2(geo.records))
         run(
             _rows,

@@ -550,12 +550,18 @@ def send_tile(acc, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.co
     tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
 
 
+@gluon.constexpr_function
+def _lanes_of(layout):
+    half = layout is not None and layout.warps_per_cta[1] == 2  # warps that take every other 8 columns
+    return gl.BlockedLayout([1, 4], [1, 32], [2, 2] if half else [1, 4], [0, 1] if half else [1, 0])
+
+
 @gluon.jit
 def as_held(acc):
     """Sums [rows, columns] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    LANES: gl.constexpr = _lanes_of(acc.type.layout)
     held = acc.reshape([ROWS // 64, 4, 2, 8, WIDTH // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
     return gl.convert_layout(held.reshape([ROWS * WIDTH // 512, 512]), LANES, assert_trivial=True)
 

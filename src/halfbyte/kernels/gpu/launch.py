@@ -103,6 +103,7 @@ _PLACE = 1 << 18  # bytes of which a place of turns has a multiple
 _MOST_OF_GRAPHS = 1 << 27  # bytes of turns, for the graphs of one device
 
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_spread_codes: dict[tuple[int, int], Tensor] = {}
 _locks: dict[tuple[int, int], Tensor] = {}
 _graph_locks: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and graph
 _arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
@@ -113,12 +114,21 @@ _given_turns: dict[int, int] = {}  # bytes of turns that there were for graphs, 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
     """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
+    return _kept(_workspaces, device, nbytes)
+
+
+def spread_codes(device: torch.device, nbytes: int) -> Tensor:
+    """The same, other memory: for codes that the next launch reads, which may have a workspace."""
+    return _kept(_spread_codes, device, nbytes)
+
+
+def _kept(by_stream: dict[tuple[int, int], Tensor], device: torch.device, nbytes: int) -> Tensor:
     index, stream, graph = _where(device)
     if graph or nbytes > _MOST_KEPT:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    found = _workspaces.get((index, stream))
+    found = by_stream.get((index, stream))
     if found is None or found.numel() < nbytes:
-        found = _workspaces[index, stream] = _lasting(torch.uint8, max(_LEAST_BYTES, _power_of_two(nbytes)), device)
+        found = by_stream[index, stream] = _lasting(torch.uint8, max(_LEAST_BYTES, _power_of_two(nbytes)), device)
     return found
 
 

@@ -50,7 +50,7 @@ def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch
 
     The function is written out as Python source: to walk over the arguments would cost as much as the launch.
     """
-    scratch = (launch.workspace, launch.locks, launch.turns)
+    scratch = (launch.workspace, launch.spread_codes, launch.locks, launch.turns)
     places = [*operands, *(memory(device, 0) for memory in scratch)]
     source = _Source([(0, 0) if place is None else (place.data_ptr(), place.data_ptr() + place.nbytes) for place in places])
     try:

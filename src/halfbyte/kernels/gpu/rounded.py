@@ -33,7 +33,7 @@ def refused(problem: Problem, gpu: Gpu) -> str | None:
     if reason := gemm_int8.supports(problem, gpu):
         return reason
     plan = activations.plan(problem)
-    if plan.granule == gpu_tiles.RECORD and not plan.with_offset:
+    if not problem.sparse and plan.granule == gpu_tiles.RECORD and not plan.with_offset:
         return f"integers are multiplied faster but in blocks of less than {gpu_tiles.RECORD} or with an offset, not of {plan.block}"
     return None
 

@@ -87,9 +87,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     if problem.m <= 16:
         tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
     elif problem.m <= 32:
-        tiles = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)] if words else [(2, 1), (1, 1), (4, 1), (4, 2)]
+        tiles = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)] if words or problem.sparse else [(2, 1), (1, 1), (4, 1), (4, 2)]
     else:
         tiles = [(2, 1), (4, 1), (4, 2), (1, 1)]
+        if problem.sparse and problem.n < 128 * gpu.sms:
+            tiles.insert(0, tiles.pop())
     many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
     if many:
         tiles.sort(key=lambda tile: tile[0] != 4)
@@ -138,7 +140,8 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
     """Of floats, or of integers: as the problem computes."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     groups = max(1, gpu_tiles.RECORD // geo.padded)
-    together = config.columns >= (16 if groups == 1 else 32)
+    floats = problem.compute == "float" and not problem.sparse
+    together = config.columns >= (16 if groups == 1 else 32) and not problem.sparse
     fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
     symmetric = geo.format.bits == 4 and geo.format.zero == "none" and geo.padded == gpu_tiles.RECORD and geo.block_rows > 1
     return Static(
@@ -153,11 +156,12 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
         point=geo.format.zero == "point",
         scale_bytes=geo.format.scale.itemsize,
         together=together,
-        scaled=problem.compute == "float" and geo.block_rows > 1 and fewer,
-        lifted=symmetric and problem.compute == "float" and problem.dtype == torch.bfloat16 and config.columns <= 16 and not gated,
+        scaled=floats and geo.block_rows > 1 and fewer,
+        lifted=floats and symmetric and problem.dtype == torch.bfloat16 and config.columns <= 16 and not gated,
         integers=problem.compute == "int8",
         clamp=clamp,
         gated=gated,
+        sparse=problem.sparse,
     )
 
 
@@ -197,7 +201,13 @@ def multiply(
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    if static.bits == 4:
+    positions = None
+    if static.sparse:
+        quads, pairs = codes.view(-1, 32).split([geo.panels * geo.records * 4 * geo.format.bits, geo.panels * geo.records * 8])
+        quad = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        read = TensorDescriptor.from_tensor(quads, [4 * geo.format.bits * static.depth, 32], quad)
+        positions = TensorDescriptor.from_tensor(pairs, [8 * static.depth, 32], quad)
+    elif static.bits == 4:
         read = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], words)
     else:
         read = TensorDescriptor.from_tensor(codes, [static.rows // 2 if static.gated else static.rows, 128], bytes_)
@@ -206,6 +216,7 @@ def multiply(
         (config.programs,),
         TensorDescriptor.from_tensor(rows, [static.columns, 128], bytes_ if static.integers else words),
         read,
+        positions,
         None if static.whole else _tails(scale, static),
         None if zero is None else _tails(zero, static),
         (scale, row_scale),
@@ -261,7 +272,7 @@ def _panel(pn, p, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
+def _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr):
     """The weight's half of a stage, its scales and points, and how many bytes are to come in all. Beyond the last record of a row there is
     the next one's, or nothing: x has zeros there."""
     PANELS: gl.constexpr = S.panels
@@ -271,10 +282,12 @@ def _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr)
     PARTS: gl.constexpr = 2 if S.gated else 1  # of a tile's rows, which follow each other in each
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
-    if S.bits == 4:
+    if S.bits == 4 or S.sparse:
         for p in gl.static_range(PANELS):
-            place = ws.index(stage).slice(p * 32 * DEPTH, 32 * DEPTH, dim=0)
-            tma.async_copy_global_to_shared(wd, [(_panel(pn, p, sizes, S) * sizes[3] + t * DEPTH) * 32, 0], bar, place)
+            first = _panel(pn, p, sizes, S) * sizes[3] + t * DEPTH
+            _load_lines(wd, ws, first, bar, stage, p, 4 * S.bits if S.sparse else 32, S)
+            if S.sparse:
+                _load_lines(pd, buffers[4], first, bar, stage, p, 8, S)
     else:
         for j in gl.static_range(DEPTH):
             for h in gl.static_range(PARTS):
@@ -295,6 +308,13 @@ def _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S: gl.constexpr)
 
 
 @gluon.jit
+def _load_lines(read, buffer, first, bar, stage, PANEL: gl.constexpr, LINES: gl.constexpr, S: gl.constexpr):
+    """Of 128 bytes, so many a record."""
+    place = buffer.index(stage).slice(PANEL * LINES * S.depth, LINES * S.depth, dim=0)
+    tma.async_copy_global_to_shared(read, [first * LINES, 0], bar, place)
+
+
+@gluon.jit
 def _load_x(xd, buffers, full, t, stage, S: gl.constexpr):
     """The other half."""
     DEPTH: gl.constexpr = S.depth
@@ -303,7 +323,7 @@ def _load_x(xd, buffers, full, t, stage, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(xd, wd, tails, buffers, full, empty, sizes, S: gl.constexpr):
+def _produce(xd, wd, pd, tails, buffers, full, empty, sizes, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     start, end = _share(sizes, S)
     first = gl.minimum(end - start, STAGES)
@@ -311,7 +331,7 @@ def _produce(xd, wd, tails, buffers, full, empty, sizes, S: gl.constexpr):
     t = start - pn * sizes[4]
     of_x = t
     for i in range(first):  # the weight, before the kernel before has ended
-        _load_weight(wd, tails, buffers, full, pn, t, i, sizes, S)
+        _load_weight(wd, pd, tails, buffers, full, pn, t, i, sizes, S)
         pn, t = _following(pn, t, sizes)
     gdc_wait()
     for i in range(first):
@@ -321,7 +341,7 @@ def _produce(xd, wd, tails, buffers, full, empty, sizes, S: gl.constexpr):
     phase = 0
     for _ in range(first, end - start):
         mbarrier.wait(empty.index(stage), phase)
-        _load_weight(wd, tails, buffers, full, pn, t, stage, sizes, S)
+        _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S)
         _load_x(xd, buffers, full, t, stage, S)
         pn, t = _following(pn, t, sizes)
         stage, phase = next_stage(stage, phase, STAGES)
@@ -466,24 +486,29 @@ def _write(total, out, added, first, sizes, bounds, S: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "records"])
-def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     DEPTH: gl.constexpr = S.depth
     PANELS: gl.constexpr = S.panels
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     gdc_launch_dependents()
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES * DEPTH, S.columns, 128], xd.layout)
-    if S.bits == 4:
+    positions = xs  # what is not there is not read
+    if S.sparse:
+        ws = gl.allocate_shared_memory(gl.int32, [STAGES, 16 * S.bits * S.each, 32], wd.layout)
+        positions = gl.allocate_shared_memory(gl.int32, [STAGES, 32 * S.each, 32], pd.layout)
+    elif S.bits == 4:
         ws = gl.allocate_shared_memory(wd.dtype, [STAGES, 128 * S.each, 64], wd.layout)
     else:
         ws = gl.allocate_shared_memory(wd.dtype, [STAGES * DEPTH, S.rows, 128], wd.layout)
     buffers = (xs, ws)
     tails = (sd, zd)
     for i in gl.static_range(2):
-        of_blocks = xs  # what is not there is not read
+        of_blocks = xs
         if tails[i] is not None:
             of_blocks = gl.allocate_shared_memory(tails[i].dtype, [STAGES * S.blocks, 1, S.rows], tails[i].layout)
         buffers += (of_blocks,)  # type: ignore[assignment]
+    buffers += (positions,)  # type: ignore[assignment]
     sums = xs
     if S.parts > 1 or S.gated:
         OTHERS: gl.constexpr = PANELS // 2 if S.gated else _PARTITIONS - PANELS
@@ -508,7 +533,7 @@ def _skinny(xd, wd, sd, zd, scales, out, added, scratch, M, N, n_padded, records
             (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 1, S)),
             (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 2, S)),
             (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 3, S)),
-            (_produce, (xd, wd, tails, buffers, full, empty, sizes, S)),
+            (_produce, (xd, wd, pd, tails, buffers, full, empty, sizes, S)),
         ],
         [4, 4, 4, 1],
         [REGISTERS, REGISTERS, REGISTERS, LEAST],

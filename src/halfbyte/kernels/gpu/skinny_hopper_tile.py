@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper_tile import PLANES_BF16, PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
+from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
@@ -54,6 +55,7 @@ class Static:
     integers: bool
     clamp: bool
     gated: bool = False  # half of a tile's panels are gates of the others
+    sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
 
     @property
     def parts(self) -> int:
@@ -77,13 +79,15 @@ class Static:
     @property
     def stage_bytes(self) -> int:
         tails = self.point + (0 if self.whole else self.scale_bytes)
-        return 4096 * self.bits * self.each + (128 if self.integers else 256) * self.columns * self.depth + tails * self.blocks * self.rows
+        weight = 4096 * (self.bits // 2 + 1 if self.sparse else self.bits) * self.each
+        return weight + (128 if self.integers else 256) * self.columns * self.depth + tails * self.blocks * self.rows
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:
         """Where the sums are: in the same registers, whichever instruction makes them."""
         shape = [16, self.columns, 32 if self.integers else 16] if self.together else [16, 8]
-        return gl.NVMMADistributedLayout(version=[3 if self.together else 2, 0], warps_per_cta=[4, 1], instr_shape=shape)
+        warps = [2, 2] if self.sparse and self.columns >= WIDE else [4, 1]
+        return gl.NVMMADistributedLayout(version=[3 if self.together else 2, 0], warps_per_cta=warps, instr_shape=shape)
 
 
 @gluon.constexpr_function
@@ -112,7 +116,7 @@ def _of_x(columns):
 @gluon.jit
 def add_record(acc, buffers, stage, t, high, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
     """acc + the products of record PART of the stage, which is step t of its tile. high: `hopper_tile.HIGH_BYTES` of x's type."""
-    xs, ws, ss, zs = buffers
+    xs, ws, ss, zs, _ = buffers
     x = xs.index(stage * S.depth + PART)
     if S.whole:
         block = stage * S.blocks
@@ -120,7 +124,9 @@ def add_record(acc, buffers, stage, t, high, PANEL: gl.constexpr, PART: gl.const
         block = stage * S.blocks + ((t * S.depth + PART) // S.wide - t * S.depth // S.wide)
     else:
         block = stage * S.blocks + PART * S.groups
-    if S.integers:
+    if S.sparse:
+        return add_sparse(acc, buffers, stage, block, PANEL, PART, S)
+    elif S.integers:
         return _add_integers(acc, x, ws, stage, PANEL, PART, S)
     elif S.bits == 4 or S.together:
         return _add_planes(acc, x, ws, (ss, zs), stage, block, high, PANEL, PART, S)
