@@ -134,6 +134,20 @@ def _of_all(part: Tensor, experts: int, nbytes: int) -> Tensor:
 
 
 @gluon.jit
+def as_narrow(work: gl.constexpr, args, count, S: gl.constexpr):
+    """work(*args, S) for as narrow a tile as holds `count` rows of x."""
+    HALVED: gl.constexpr = S.halved
+    if S.block_m > NARROWEST:
+        if count <= S.block_m // 2:
+            found = as_narrow(work, args, count, HALVED)
+        else:
+            found = work(*args, S)
+    else:
+        found = work(*args, S)
+    return found
+
+
+@gluon.jit
 def tile_of(number, table, sizes, WIDTH: gl.constexpr):
     """A tile's expert, its first row among those in the order of experts, how many there are (0: there is no such tile), its place along N
     in WIDTH rows of the weight, and along M."""
@@ -182,23 +196,9 @@ def _produce(read, away, table, chunks, told, buffers, full, empty, experts, siz
         following = tile_of(untaken(table), table, sizes, 2 * S.rows)
         e = gl.minimum(e, experts - 1)
         marks = table[5] + 3 + pm * (chunks + 1)
-        step = _load(read, buffers, full, empty, first, count, (e * away, e), pn, (marks, chunks), step, sizes, S)
+        step = as_narrow(_load, (read, buffers, full, empty, first, count, (e * away, e), pn, (marks, chunks), step, sizes), count, S)
         e, first, count, pn, pm = following
         tell(told, full, empty, (e, first, count, pn), step % S.stages, ((step // S.stages) & 1) ^ 1)
-
-
-@gluon.jit
-def _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
-    """A tile on its way to shared memory, as narrow a one as holds `count` rows of x; the step after it."""
-    HALVED: gl.constexpr = S.halved
-    if S.block_m > read[0].block_shape[0]:
-        if count <= S.block_m // 2:
-            step = _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, HALVED)
-        else:
-            step = _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S)
-    else:
-        step = _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S)
-    return step
 
 
 @gluon.jit
@@ -249,7 +249,8 @@ def _gather(table, gathering, chunks, S: gl.constexpr):
 
 
 @gluon.jit
-def _load_all(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
+def _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
+    """A tile on its way to shared memory; the step after it."""
     EACH: gl.constexpr = CHUNK // S.width
     marks, chunks = gathered
     parts = gl.cdiv(count, NARROWEST)
@@ -272,26 +273,13 @@ def _consume(told, buffers, full, empty, scale, away, table, out, bias, experts,
             added = (bias + at.to(gl.int64) * sizes[1], None)
         to = (table[0] + first, count)
         of_expert = scale + at.to(gl.int64) * away * (1024 // scale.dtype.element_ty.primitive_bitwidth)
-        step = _multiply(buffers, full, empty, of_expert, out, added, to, e < experts, pn, step, sizes, HALF, S)
+        step = as_narrow(_multiply, (buffers, full, empty, of_expert, out, added, to, e < experts, pn, step, sizes, HALF), count, S)
         e, first, count, pn = learn(told, full, step % S.stages, (step // S.stages) & 1)
 
 
 @gluon.jit
 def _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
-    """A tile as `_load` has it; the step after it."""
-    HALVED: gl.constexpr = S.halved
-    if S.block_m > 64:
-        if to[1] <= S.block_m // 2:
-            step = _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, HALVED)
-        else:
-            step = _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, S)
-    else:
-        step = _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF, S)
-    return step
-
-
-@gluon.jit
-def _multiply_all(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
+    """A warpgroup's half of it; the step after it."""
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])

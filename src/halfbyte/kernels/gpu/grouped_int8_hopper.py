@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
 from halfbyte.kernels.gpu.gemm_int8_hopper import Config, compiled_for, descriptor, load_tile, multiply_tile, ring
-from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, TOLD, learn, tell, tile_of, untaken
+from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, TOLD, as_narrow, learn, tell, tile_of, untaken
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -103,23 +103,11 @@ def _produce(xd, wd, ad, md, sd, steps, first_scale, told, buffers, full, empty,
         following = tile_of(untaken(table), table, sizes, 64 * S.panels)
         e = gl.minimum(e, experts - 1)
         before = (e * steps[0], first_scale + e * steps[1])
-        stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, S)
+        stage, phase = as_narrow(
+            load_tile, (xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, 0, sizes[3], stage, phase, sizes), count, S
+        )
         e, first, count, pn, _pm = following
         tell(told, full, empty, (e, first, count, pn), stage, phase)
-
-
-@gluon.jit
-def _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, S: gl.constexpr):
-    """A tile on its way to shared memory, as narrow a one as holds `count` rows of x."""
-    HALVED: gl.constexpr = S.halved
-    if S.block_m > xd.block_shape[0]:
-        if count <= S.block_m // 2:
-            stage, phase = _load(xd, wd, ad, md, sd, before, buffers, full, empty, first, count, pn, stage, phase, sizes, HALVED)
-        else:
-            stage, phase = load_tile(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, 0, sizes[3], stage, phase, sizes, S)
-    else:
-        stage, phase = load_tile(xd, wd, ad, md, sd, before, buffers, full, empty, first, pn, 0, sizes[3], stage, phase, sizes, S)
-    return stage, phase
 
 
 @gluon.jit
@@ -135,22 +123,10 @@ def _consume(told, buffers, full, empty, of_x, of_w, steps, table, out, bias, ex
             added = (bias + at * sizes[1], None)
         to = (None, None, out, (table[0], first + count, e < experts), added, sizes, (0.0, 0.0))
         n = (pn * S.panels + W) * 64
-        stage, phase = _multiply(buffers, full, empty, of_x, mine, to, first, count, n, stage, phase, W, S)
+        stage, phase = as_narrow(
+            multiply_tile, (buffers, full, empty, of_x, mine, to, None, 0, first, n, 0, sizes[3], stage, phase, W), count, S
+        )
         e, first, count, pn = learn(told, full, stage, phase)
-
-
-@gluon.jit
-def _multiply(buffers, full, empty, of_x, of_w, to, first, count, n, stage, phase, W: gl.constexpr, S: gl.constexpr):
-    """A tile as `_load` has it: warpgroup W's panel, from row n of the weight on."""
-    HALVED: gl.constexpr = S.halved
-    if S.block_m > 64:
-        if count <= S.block_m // 2:
-            stage, phase = _multiply(buffers, full, empty, of_x, of_w, to, first, count, n, stage, phase, W, HALVED)
-        else:
-            stage, phase = multiply_tile(buffers, full, empty, of_x, of_w, to, None, 0, first, n, 0, to[5][3], stage, phase, W, S)
-    else:
-        stage, phase = multiply_tile(buffers, full, empty, of_x, of_w, to, None, 0, first, n, 0, to[5][3], stage, phase, W, S)
-    return stage, phase
 
 
 @gluon.jit(do_not_specialize=["experts"])
