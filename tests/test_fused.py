@@ -181,8 +181,12 @@ def test_one_asked_alone() -> None:
         assert torch.equal(together[0].k_proj(x), alone[0].k_proj(x))
         assert torch.equal(together[0].v_proj(other), alone[0].v_proj(other)), "another input"
         assert torch.equal(together[0].q_proj(other), alone[0].q_proj(other))
+        for model in (alone, together):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                model[0].get_submodule(name).compute = "float"
+        assert torch.equal(together[0].q_proj(x), alone[0].q_proj(x))
     weight = weakref.ref(together[0].k_proj.together[0].data)
-    del together
+    del together, model
     assert weight() is None, "no garbage collector needed"
 
 

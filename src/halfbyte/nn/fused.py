@@ -119,8 +119,6 @@ class _Group:
 
     packed: Packed
     sizes: list[int]
-    compute: str
-    activation: str
     biases: list[Tensor | None]
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
@@ -128,9 +126,8 @@ class _Group:
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
-        first, weights = linears[0], [linear.packed for linear in linears]
-        sizes, biases = [weight.shape[0] for weight in weights], [linear.bias for linear in linears]
-        group = cls(ops.join(weights), sizes, first.compute, first.activation, [*biases])
+        weights = [linear.packed for linear in linears]
+        group = cls(ops.join(weights), [weight.shape[0] for weight in weights], [linear.bias for linear in linears])
         group.join()
         return group
 
@@ -154,14 +151,15 @@ class _Group:
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
-    def part(self, x: Tensor, index: int) -> Tensor:
+    def part(self, x: Tensor, of: FusedLinear) -> Tensor:
+        """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
         held = self.held
         if held is None or held[0] is not x:
-            y = ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+            y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
             held = x, y.split(self.sizes, dim=-1)
         # The last one frees the outputs.
-        self.held = held if index < len(self.sizes) - 1 else None
-        return held[1][index]
+        self.held = held if of.index < len(self.sizes) - 1 else None
+        return held[1][of.index]
 
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
@@ -199,7 +197,7 @@ class FusedLinear(DerivedLinear):
         return ops.dequantize(self._group.packed, self.dtype)[self._group.rows(self._index)]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group.part(x, self._index)
+        return self._group.part(x, self)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         raise UnsupportedError("a weight that is computed together with others cannot be loaded alone: load the model, then fuse_ it")
