@@ -40,7 +40,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
 ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
-_LONGEST_TILE = 32768  # elements that one program holds in registers
+_TILE, _MOST_TILES = 4096, 8  # elements that a program reads together, and how often: all stay in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
 _LARGEST_TILE = 256  # rows
 _ALIGNMENT = 256  # bytes
@@ -185,7 +185,8 @@ def _run(
     single = not plan.whole_row and plan.padded == plan.granule
     # Granules of one program: some whole groups of one granule, or all of one group's.
     group = plan.granules if single or plan.whole_row else plan.padded // plan.granule
-    held = min((_LONGEST_TILE if not single else 1024 if plan.m < 64 else 4096) // plan.granule, triton.next_power_of_2(group))
+    tile = 1024 if single and plan.m < 64 else max(_TILE, triton.next_power_of_2(group * plan.granule) // _MOST_TILES)
+    held = min(tile // plan.granule, triton.next_power_of_2(group))
     programs = -(-plan.granules // held) if single else plan.groups
     gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
     launch.run(
@@ -241,20 +242,7 @@ def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: b
 def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
     """int8 codes [m, k] that are there already, into the order of the plan; its other parts are left undefined."""
     out = views(plan, memory)
-    held = min(32, triton.next_power_of_2(plan.granules))
-    launch.run(
-        _arrange,
-        (plan.m, -(-plan.granules // held)),
-        q,
-        out.q,
-        plan.k,
-        plan.granules,
-        q.stride(0),
-        G=plan.granule,
-        HELD=held,
-        NIBBLES=plan.nibbles,
-        num_warps=max(1, min(4, held * plan.granule // 512)),
-    )
+    _run(q, plan, (None, 1), (out.q, None, None, None), None, False)
     return out
 
 
@@ -350,16 +338,18 @@ def _quantize(
     g = first + tl.arange(0, HELD)
     column0 = _columns(0, G, (NIBBLES and G == 128) or floats is not None)
     column1 = _columns(1, G, (NIBBLES and G == 128) or floats is not None)
-    v0, real0, at0 = _read(x, g, end, k, block, padded, column0, G)
-    v1, real1, at1 = _read(x, g, end, k, block, padded, column1, G)
-    most, lo, hi = _extremes(v0, v1, real0, real1, WITH_OFFSET)
-    for chunk in tl.range(1, CHUNKS):
-        v0, real0, at0 = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
-        v1, real1, at1 = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
-        more, lower, higher = _extremes(v0, v1, real0, real1, WITH_OFFSET)
+    read = ()  # type: Any
+    most = tl.zeros([HELD], tl.int32)
+    lo = tl.full([HELD], float("inf"), tl.float32)
+    hi = -lo
+    for chunk in tl.static_range(CHUNKS):
+        left = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
+        right = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
+        more, lower, higher = _extremes(left[0], right[0], left[1], right[1], WITH_OFFSET)
         most = tl.maximum(most, more)
         lo = tl.minimum(lo, lower)
         hi = tl.maximum(hi, higher)
+        read += ((left, right),)
     if not SINGLE:
         most = tl.zeros_like(most) + tl.max(most, axis=0)
         if WITH_OFFSET:
@@ -375,23 +365,24 @@ def _quantize(
         middle = tl.zeros_like(most).to(tl.float32)
         reach = most.to(tl.float32, bitcast=True)
     step, inverse, middle = scale_of(reach, middle, most < 0x7F800000)
+    if x.dtype.element_ty == tl.int8:  # codes that are there already
+        inverse = tl.full(inverse.shape, 1.0, tl.float32)
     if floats is not None:
         floats += row * k
     elif SINGLE:
         tl.store(scale + g * columns + row, step, mask=g < end)
         if WITH_OFFSET:
             tl.store(offset + g * columns + row, middle, mask=g < end)
-    else:
+    elif scale is not None:
         here = tl.program_id(1) * columns + row + tl.zeros_like(g)
         tl.store(scale + here, step, mask=g == first)
         if WITH_OFFSET:
             tl.store(offset + here, middle, mask=g == first)
     total = tl.zeros([HELD], tl.int32)
-    for chunk in tl.range(0, CHUNKS):
+    for chunk in tl.static_range(CHUNKS):
         gc = g + chunk * HELD
-        if CHUNKS > 1:
-            v0, real0, at0 = _read(x, gc, end, k, block, padded, column0, G)
-            v1, real1, at1 = _read(x, gc, end, k, block, padded, column1, G)
+        v0, real0, at0 = read[chunk][0]
+        v1, real1, at1 = read[chunk][1]
         c0 = _codes(v0, real0, step, middle, inverse, WITH_OFFSET)
         c1 = _codes(v1, real1, step, middle, inverse, WITH_OFFSET)
         if floats is not None:
@@ -407,16 +398,3 @@ def _quantize(
             tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
     if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
-
-
-@triton.jit
-def _arrange(x, q, k, granules, stride, G: tl.constexpr, HELD: tl.constexpr, NIBBLES: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * HELD + tl.arange(0, HELD)
-    start = g[:, None] * G
-    at0 = start + _columns(0, G, NIBBLES and G == 128)[None, :]
-    at1 = start + _columns(1, G, NIBBLES and G == 128)[None, :]
-    c0 = tl.load(x + row * stride + at0, mask=at0 < k, other=0)
-    c1 = tl.load(x + row * stride + at1, mask=at1 < k, other=0)
-    at = start + tl.arange(0, G)[None, :]
-    tl.store(q + row * (granules * G) + at, _ordered(c0, c1, HELD, G, NIBBLES), mask=(g < granules)[:, None])
