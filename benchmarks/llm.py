@@ -3,8 +3,11 @@
     python benchmarks/llm.py                       CPU: a Llama of 0.63 billion weights beside llama.cpp (pip install xllamacpp)
     python benchmarks/llm.py --contenders halfbyte halfbyte-2:4 --format int4_g128        CPU: beside 2:4 sparse linear layers
     python benchmarks/llm.py --contenders halfbyte halfbyte-int8-cache --prompt 2048      CPU: beside keys and values in 8 bits
+    python benchmarks/llm.py --contenders halfbyte llama-bench --gguf model.gguf          CPU: a file of llama.cpp's as it is
     python benchmarks/llm.py --device cuda --size 8b
 
+"llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
+for this CPU (--llama-bench names it).
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
 after it. On a GPU "step" is one decoding step of `--batch` sequences after the prompt alone, as a CUDA graph: what is left when Python is
 out of the way.
@@ -38,7 +41,7 @@ SIZES = {
 VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
 CONTENDERS = (
     *("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "halfbyte-int8-cache"),
-    *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp"),
+    *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
 )
 
 
@@ -54,6 +57,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
+    parser.add_argument("--llama-bench", default="llama-bench", help="llama.cpp's program (default: %(default)s)")
+    parser.add_argument("--gguf", type=Path, help="a file that halfbyte and llama.cpp run in place of the synthetic model")
     parser.add_argument("--folder", type=Path, help="where the model is kept from run to run (default: nowhere)")
     parser.add_argument("--where", action="store_true", help="where the time goes, in place of tokens per second (not llama.cpp)")
     parser.add_argument("--json", action="store_true")
@@ -69,7 +74,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    if "llama.cpp" in args.contenders and not (args.folder / "model.gguf").exists():
+    if {"llama.cpp", "llama-bench"} & {*args.contenders} and not gguf(args).exists():
         make_files(args)
     workers = {name: start(args, name) for name in args.contenders}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
@@ -106,6 +111,7 @@ def compare(args: argparse.Namespace) -> int:
 def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
     forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder]
+    forwarded += ["--llama-bench", args.llama_bench, *([] if args.gguf is None else ["--gguf", args.gguf])]
     forwarded += ["--rounds", args.rounds, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]
@@ -125,9 +131,10 @@ def work(args: argparse.Namespace) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print as they like
     try:
-        contender: Any = LlamaCpp(args) if args.worker == "llama.cpp" else Torch(args)
-    except ModuleNotFoundError as error:
-        print(json.dumps({"failed": f"{error.name} is not installed"}), file=answers, flush=True)
+        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, Torch)(args)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else error.filename
+        print(json.dumps({"failed": f"{missing} is not installed"}), file=answers, flush=True)
         return 0
     print(json.dumps(contender.facts), file=answers, flush=True)
     for _ in sys.stdin:
@@ -141,17 +148,21 @@ def random_prompt(args: argparse.Namespace, seed: int) -> list[int]:
     return random.Random(seed).choices(range(300, VOCABULARY[args.size]), k=args.prompt)
 
 
+def gguf(args: argparse.Namespace) -> Path:
+    return Path(args.gguf or args.folder / "model.gguf")
+
+
 class LlamaCpp:
     def __init__(self, args: argparse.Namespace) -> None:
         import xllamacpp
 
         parameters = xllamacpp.CommonParams()
-        parameters.model.path = str(args.folder / "model.gguf")
+        parameters.model.path = str(gguf(args))
         parameters.n_ctx, parameters.n_parallel = args.prompt + args.new + 8, 1
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = args.threads
         parameters.n_gpu_layers = 999 if args.device == "cuda" else 0
         self.args, self.seed, self.server = args, 0, xllamacpp.Server(parameters)
-        self.facts = {"weight_bytes": (args.folder / "model.gguf").stat().st_size, "system": xllamacpp.get_system_info()}
+        self.facts = {"weight_bytes": gguf(args).stat().st_size, "system": xllamacpp.get_system_info()}
         self.round()
 
     def round(self) -> dict[str, float]:
@@ -159,6 +170,23 @@ class LlamaCpp:
         request = {"prompt": random_prompt(self.args, self.seed), "n_predict": self.args.new, "temperature": 0, "ignore_eos": True}
         timings = self.server.handle_completions({**request, "cache_prompt": False})["timings"]
         return {"prompt tok/s": timings["prompt_per_second"], "decode tok/s": timings["predicted_per_second"]}
+
+
+class LlamaBench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.facts = args, {"weight_bytes": gguf(args).stat().st_size}
+        subprocess.run([args.llama_bench, "--version"], check=True)
+
+    def round(self) -> dict[str, float]:
+        args = self.args
+        tests = {"prompt": ["-p", args.prompt, "-n", 0], "decode": ["-p", 0, "-n", args.new, "-d", args.prompt]}
+        rates = {}
+        for name, test in tests.items():
+            command = [args.llama_bench, "-m", gguf(args), "-t", args.threads, "-r", 1, "-o", "json", *test]
+            command += ["-ngl", 0 if args.device == "cpu" else 99]
+            answer = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE)
+            rates[f"{name} tok/s"] = json.loads(answer.stdout)[0]["avg_ts"]
+        return rates
 
 
 class Kernels:
@@ -188,7 +216,7 @@ class Torch:
         torch.set_num_threads(args.threads)
         self.kernels = Kernels() if args.where else None
         self.args, self.seed = args, 0
-        self.model = make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
+        self.model = opened(args) or make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
         if "int4" in args.worker:
             with_int4pack(self.model)
         self.tokenizer = make_tokenizer(VOCABULARY[args.size])
@@ -323,6 +351,13 @@ def reading_seconds(nbytes: int) -> float:
 
 
 # The model
+
+
+def opened(args: argparse.Namespace) -> Any:
+    """The model of --gguf; None without."""
+    from halfbyte.integrations.text import open_model
+
+    return None if args.gguf is None else open_model(args.gguf, args.device)[0]
 
 
 def make_model(args: argparse.Namespace, *, quantized: bool, sparse: bool = False, layers: int | None = None, mesh: Any = None) -> Any:
