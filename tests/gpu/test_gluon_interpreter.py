@@ -66,7 +66,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "m", "config"),  # columns, panels, each, stages, programs
+    ("name", "dtype", "m", "config"),  # columns, panels, each, stages, programs, partitions
     [
         ("q4_0", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
         ("int4_g128", torch.float16, 9, (16, 2, 2, 2, 2)),
@@ -76,8 +76,8 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("int8_g64_zp", torch.float16, 30, (32, 4, 1, 3, 4)),
         ("int8_channel", torch.bfloat16, 60, (64, 2, 1, 2, 3)),
         ("int8_g128_zp", torch.bfloat16, 40, (64, 4, 1, 2, 3)),
-        ("int8_g128", torch.bfloat16, 5, (8, 2, 1, 4, 5)),
-        ("int4_g128_zp", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
+        ("int8_g128", torch.bfloat16, 5, (8, 2, 1, 4, 5, 2)),
+        ("int4_g128_zp", torch.bfloat16, 7, (8, 1, 1, 3, 3, 2)),
         ("int4_g32_zp", torch.float16, 3, (8, 2, 2, 2, 4)),
         ("int4_g256_zp", torch.bfloat16, 20, (32, 1, 1, 2, 3)),
         ("int4_channel_zp", torch.float16, 33, (64, 4, 1, 3, 2)),

@@ -127,14 +127,14 @@ class CostModel(NamedTuple):
 # Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, sparse, and integers of few rows on an H200.
 COST_MODELS = {
     "skinny": CostModel(0.90, 1.00, 0.5e-6, norm=1),
-    "skinny_hopper": CostModel(0.90, 3.10, 2.4e-6, norm=1),
+    "skinny_hopper": CostModel(0.93, 3.10, 2.0e-6, norm=1),
     "gemm_hopper": CostModel(0.90, 1.08, 9e-6, norm=2),
     "dequantized": CostModel(0.93, 0.97, 4e-6, norm=2, unpacks=True),
     "gemm_int8": CostModel(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
     "skinny_int8_hopper": CostModel(0.90, 2.00, 1.5e-6, norm=2, floats=False, hides=64),
     "gemm_int8_hopper": CostModel(0.90, 1.00, 1e-6, norm=2, scaling=(0.70, 0.84), floats=False, hides=64),
     "rounded": CostModel(0.90, 1.08, 7e-6, norm=2),
-    "skinny_rounded": CostModel(0.90, 3.10, 2.4e-6, norm=1),
+    "skinny_rounded": CostModel(0.93, 3.10, 2.0e-6, norm=1),
     "sparse": CostModel(0.90, 0.61, 2.4e-6, norm=2),
     "sparse_rounded": CostModel(0.90, 0.61, 2.4e-6, norm=2),
 }

@@ -10,6 +10,9 @@ that one's waits lie under the others' work.
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
 cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order.
 
+With two partitions and half of the stages, two programs have room on a multiprocessor: one reads while the other begins or ends. Each
+takes whole tiles then. It gains where these fill most of the room, and nearly as much in the last round as in the others.
+
 What a partition does with a stage, and its arithmetic: `skinny_hopper_tile.py`.
 """
 
@@ -19,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -35,7 +39,6 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_PARTITIONS = gl.constexpr(4)
 _MOST_M = 64
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
 _MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
@@ -43,13 +46,15 @@ _MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which t
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` records."""
+    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` records.
+    With two partitions for four a program takes half of a multiprocessor."""
 
     columns: int
     panels: int
     each: int
     stages: int
     programs: int
+    partitions: int = 4
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -96,18 +101,25 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     if many:
         tiles.sort(key=lambda tile: tile[0] != 4)
     found = [_configs(problem, gpu, panels, each, 1.0 if many else _MEETING_US) for panels, each in tiles]
+    if problem.compute == "float" and not problem.sparse and (many or (problem.m <= 16 and 64 * gpu.sms < problem.n <= 2 * 64 * gpu.sms)):
+        half = _configs(problem, gpu, 2 if many else 1, 1 if many or not words else 2, 0.0, partitions=2)
+        found.insert(0, half)
     best, others = [of_tile[0] for of_tile in found], [config for of_tile in found for config in of_tile[1:]]
     return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
 
 
-def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float) -> list[Config]:
+def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float, partitions: int = 4) -> list[Config]:
     """Numbers of programs for a tile, the best first: by the records of 64 rows that each multiplies, and whether programs share tiles."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     columns = _columns(problem.m)
-    static = compiled_for(problem, Config(columns, panels, each, 1, 1), clamp=False)
-    stages = min(12, (gpu.shared - _BESIDE - (4 - panels) * 256 * columns) // static.stage_bytes)
+    static = compiled_for(problem, Config(columns, panels, each, 1, 1, partitions), clamp=False)
+    together = 4 // partitions  # programs on a multiprocessor
+    room = (gpu.shared - (together - 1) * 1024 - _BESIDE) // together
+    stages = min(12, (room - (partitions - panels) * 256 * columns) // static.stage_bytes)
     tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
-    whole = -(-tiles // -(-tiles // gpu.sms))
+    whole = -(-tiles // -(-tiles // (together * gpu.sms)))
+    if partitions == 2:
+        return [Config(columns, panels, each, stages, whole, partitions)]
     # Of integers as measured on an H200 with 16 to 64 rows.
     record_us = (0.015 + 0.00035 * columns) * static.bits if static.integers else 0.10 + 0.0016 * columns
     met_us = 3 * meeting_us if static.integers else meeting_us
@@ -143,7 +155,6 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
     floats = problem.compute == "float" and not problem.sparse
     together = config.columns >= (16 if groups == 1 else 32) and not problem.sparse
     fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
-    symmetric = geo.format.bits == 4 and geo.format.zero == "none" and geo.padded == gpu_tiles.RECORD and geo.block_rows > 1
     return Static(
         columns=config.columns,
         panels=config.panels,
@@ -157,9 +168,10 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
         scale_bytes=geo.format.scale.itemsize,
         together=together,
         scaled=floats and geo.block_rows > 1 and fewer,
-        lifted=floats and symmetric and problem.dtype == torch.bfloat16 and config.columns <= 16 and not gated,
+        lifted=floats and geo.format.bits == 4 and problem.dtype == torch.bfloat16,
         integers=problem.compute == "int8",
         clamp=clamp,
+        partitions=config.partitions,
         gated=gated,
         sparse=problem.sparse,
     )
@@ -178,7 +190,7 @@ def launch(
 
 def beside(problem: Problem, config: Config) -> int:
     """Bytes of memory where the sums of programs that share tiles meet; 0 where none do."""
-    shared = -(-problem.n // (64 * config.panels)) % config.programs != 0
+    shared = config.partitions == 4 and -(-problem.n // (64 * config.panels)) % config.programs != 0
     return 8 * config.programs * 64 * config.panels * config.columns if shared else 0
 
 
@@ -194,27 +206,26 @@ def multiply(
 ) -> None:
     """The same with `beside(problem, config)` bytes of memory; integers have scales of the rows of x besides."""
     (rows, row_scale), (codes, scale, zero) = x, weight
-    scratch = None
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    scratch, units = None, -(-problem.n // static.rows)
     if not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
-        scratch = sums, launcher.locks(out.device, -(-problem.n // static.rows) * static.panels)
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        scratch = sums, launcher.locks(out.device, units * static.panels)
+        units *= -(-geo.records // static.depth)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     positions = None
     if static.sparse:
         quads, pairs = codes.view(-1, 32).split([geo.panels * geo.records * 4 * geo.format.bits, geo.panels * geo.records * 8])
-        quad = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-        read = TensorDescriptor.from_tensor(quads, [4 * geo.format.bits * static.depth, 32], quad)
-        positions = TensorDescriptor.from_tensor(pairs, [8 * static.depth, 32], quad)
+        read = TensorDescriptor.from_tensor(quads, [4 * geo.format.bits * static.depth, 32], layout)
+        positions = TensorDescriptor.from_tensor(pairs, [8 * static.depth, 32], layout)
     elif static.bits == 4:
-        read = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], words)
+        read = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.depth, 64], layout)
     else:
-        read = TensorDescriptor.from_tensor(codes, [static.rows // 2 if static.gated else static.rows, 128], bytes_)
+        read = TensorDescriptor.from_tensor(codes, [64, 128], layout)
     launcher.run(
         _skinny,
         (config.programs,),
-        TensorDescriptor.from_tensor(rows, [static.columns, 128], bytes_ if static.integers else words),
+        _rows(rows, static),
         read,
         positions,
         None if static.whole else _tails(scale, static),
@@ -223,6 +234,7 @@ def multiply(
         out,
         (epilogue.bias, epilogue.residual),
         scratch,
+        divmod(units, config.programs),
         problem.m,
         problem.n,
         geo.n_padded,
@@ -231,7 +243,18 @@ def multiply(
         static,
         num_warps=4,
         launch_pdl=True,
+        maxnreg=80 if static.partitions == 2 else None,
     )
+
+
+def _rows(x: Tensor, static: Static) -> TensorDescriptor:
+    """Rows in pieces of 128 bytes, those of a stage at once."""
+    piece = 128 // x.element_size()
+    if x.shape[1] % piece:
+        x = functional.pad(x, (0, -x.shape[1] % piece))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=3)
+    shape, strides = [x.shape[1] // piece, x.shape[0], piece], [piece, x.stride(0), 1]
+    return TensorDescriptor(x, shape, strides, [static.pieces, static.columns, piece], layout)
 
 
 def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
@@ -245,13 +268,23 @@ def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
 
 
 @gluon.jit
-def _share(sizes, S: gl.constexpr):
-    """The first of all tiles' steps that this program takes, and the first after them."""
-    tiles = gl.cdiv(sizes[1], S.rows)
-    if S.gated:  # whole tiles
-        return gl.program_id(0) * tiles // gl.num_programs(0) * sizes[4], (gl.program_id(0) + 1) * tiles // gl.num_programs(0) * sizes[4]
-    steps = tiles * sizes[4]
-    return gl.program_id(0) * steps // gl.num_programs(0), (gl.program_id(0) + 1) * steps // gl.num_programs(0)
+def _share(share, sizes, scratch):
+    """The first tile and step that this program takes, and the number of steps: share[0] tiles, or steps where a tile is several programs',
+    and one more for the first share[1] programs."""
+    me = gl.program_id(0)
+    first = me * share[0] + gl.minimum(me, share[1])
+    count = share[0] + (me < share[1]).to(gl.int32)
+    if scratch is None:
+        return first, 0, count * sizes[4]
+    else:
+        return first // sizes[4], first % sizes[4], count
+
+
+@gluon.jit
+def _owner(step, share):
+    """The program that takes a step."""
+    larger = share[1] * (share[0] + 1)
+    return gl.where(step < larger, step // (share[0] + 1), share[1] + (step - larger) // share[0])
 
 
 @gluon.jit
@@ -277,30 +310,29 @@ def _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S: gl.conste
     the next one's, or nothing: x has zeros there."""
     PANELS: gl.constexpr = S.panels
     DEPTH: gl.constexpr = S.depth
-    ws = buffers[1]
     BLOCKS: gl.constexpr = S.blocks
-    PARTS: gl.constexpr = 2 if S.gated else 1  # of a tile's rows, which follow each other in each
+    ws = buffers[1]
     bar = full.index(stage)
     mbarrier.expect(bar, S.stage_bytes)
-    if S.bits == 4 or S.sparse:
-        for p in gl.static_range(PANELS):
-            first = _panel(pn, p, sizes, S) * sizes[3] + t * DEPTH
+    for p in gl.static_range(PANELS):
+        panel = _panel(pn, p, sizes, S)
+        if S.bits == 4 or S.sparse:
+            first = panel * sizes[3] + t * DEPTH
             _load_lines(wd, ws, first, bar, stage, p, 4 * S.bits if S.sparse else 32, S)
             if S.sparse:
                 _load_lines(pd, buffers[4], first, bar, stage, p, 8, S)
-    else:
-        for j in gl.static_range(DEPTH):
-            for h in gl.static_range(PARTS):
-                place = ws.index(stage * DEPTH + j).slice(h * (S.rows // PARTS), S.rows // PARTS, dim=0)
-                tma.async_copy_global_to_shared(wd, [_panel(pn, h * (PANELS // PARTS), sizes, S) * ROWS, (t * DEPTH + j) * 128], bar, place)
+        else:
+            for j in gl.static_range(DEPTH):
+                place = ws.index(stage * DEPTH + j).slice(p * ROWS, ROWS, dim=0)
+                tma.async_copy_global_to_shared(wd, [panel * ROWS, (t * DEPTH + j) * 128], bar, place)
     for i in gl.static_range(2):
         if tails[i] is not None:
             block = 0 if S.whole else t * DEPTH // S.wide * S.groups
             if S.gated:
                 for j in gl.static_range(BLOCKS):
-                    for h in gl.static_range(PARTS):
-                        to = buffers[2 + i].index(stage * S.blocks + j).slice(h * (S.rows // PARTS), S.rows // PARTS, dim=1)
-                        tma.async_copy_global_to_shared(tails[i], [block + j, _panel(pn, h * (PANELS // PARTS), sizes, S) * ROWS], bar, to)
+                    for h in gl.static_range(2):
+                        to = buffers[2 + i].index(stage * BLOCKS + j).slice(h * (S.rows // 2), S.rows // 2, dim=1)
+                        tma.async_copy_global_to_shared(tails[i], [block + j, _panel(pn, h * (PANELS // 2), sizes, S) * ROWS], bar, to)
             else:
                 to = buffers[2 + i].index(stage * S.blocks)
                 to = to._reinterpret(to.dtype, [S.blocks, S.rows], to.layout)
@@ -317,18 +349,16 @@ def _load_lines(read, buffer, first, bar, stage, PANEL: gl.constexpr, LINES: gl.
 @gluon.jit
 def _load_x(xd, buffers, full, t, stage, S: gl.constexpr):
     """The other half."""
-    DEPTH: gl.constexpr = S.depth
-    for j in gl.static_range(DEPTH):
-        tma.async_copy_global_to_shared(xd, [0, (t * DEPTH + j) * 128], full.index(stage), buffers[0].index(stage * DEPTH + j))
+    to = buffers[0].index(stage * S.pieces)._reinterpret(xd.dtype, xd.block_shape, xd.layout)
+    tma.async_copy_global_to_shared(xd, [t * S.pieces, 0, 0], full.index(stage), to)
 
 
 @gluon.jit
-def _produce(xd, wd, pd, tails, buffers, full, empty, sizes, S: gl.constexpr):
+def _produce(sent, S: gl.constexpr):
+    xd, wd, pd, tails, buffers, full, empty, scratch, share, sizes = sent
     STAGES: gl.constexpr = S.stages
-    start, end = _share(sizes, S)
-    first = gl.minimum(end - start, STAGES)
-    pn = start // sizes[4]
-    t = start - pn * sizes[4]
+    pn, t, steps = _share(share, sizes, scratch)
+    first = gl.minimum(steps, STAGES)
     of_x = t
     for i in range(first):  # the weight, before the kernel before has ended
         _load_weight(wd, pd, tails, buffers, full, pn, t, i, sizes, S)
@@ -339,7 +369,7 @@ def _produce(xd, wd, pd, tails, buffers, full, empty, sizes, S: gl.constexpr):
         _pn, of_x = _following(pn, of_x, sizes)
     stage = 0
     phase = 0
-    for _ in range(first, end - start):
+    for _ in range(first, steps):
         mbarrier.wait(empty.index(stage), phase)
         _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S)
         _load_x(xd, buffers, full, t, stage, S)
@@ -348,8 +378,9 @@ def _produce(xd, wd, pd, tails, buffers, full, empty, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, NUMBER: gl.constexpr, S: gl.constexpr):
+def _consume(read, NUMBER: gl.constexpr, S: gl.constexpr):
     """Partition NUMBER."""
+    buffers, sums, full, empty, met, scales, out, added, scratch, share, sizes, bounds = read
     PANELS: gl.constexpr = S.panels
     PANEL: gl.constexpr = NUMBER % PANELS
     EACH: gl.constexpr = S.each
@@ -361,19 +392,18 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
     high = HIGH
     if S.bits == 8 and S.together:
         high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-    at, end = _share(sizes, S)
+    pn, t, steps = _share(share, sizes, scratch)
     stage = 0
     phase = 0
     turn = 0
     gdc_wait()
-    while at < end:
-        pn = at // sizes[4]
-        count = gl.minimum((pn + 1) * sizes[4], end) - at
+    while steps > 0:
+        count = gl.minimum(sizes[4] - t, steps)
         acc = gl.zeros([ROWS, COLUMNS], gl.int32 if S.integers else gl.float32, layout=MMA)
         for i in range(count):
             mbarrier.wait(full.index(stage), phase)
             for j in gl.static_range(EACH):
-                acc = add_record(acc, buffers, stage, at - pn * sizes[4] + i, high, PANEL, FIRST + j, S)
+                acc = add_record(acc, buffers, stage, t + i, high, PANEL, FIRST + j, S)
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, STAGES)
         if FIRST > 0:
@@ -388,7 +418,7 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
             ready = count == sizes[4]
             if scratch is not None:
                 if count < sizes[4]:
-                    acc, ready = _meet(acc, pn, scratch, sizes, PANEL, S)
+                    acc, ready = _meet(acc, pn, scratch, share, sizes, PANEL, S)
             row = _panel(pn, PANEL, sizes, S) * ROWS
             if S.gated:
                 half = (sizes[0], sizes[1] // 2)
@@ -405,7 +435,9 @@ def _consume(buffers, sums, full, empty, met, scales, out, added, scratch, sizes
                     _write(gates(acc, up), out, added, row, half, bounds, S)
             elif ready:
                 _write(_scaled(acc, scales, row, sizes, S), out, added, row, sizes, bounds, S)
-        at += count
+        steps -= count
+        pn += 1
+        t = 0
         turn += 1
 
 
@@ -420,7 +452,7 @@ def _with_parts(acc, sums, PANEL: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _meet(acc, pn, scratch, sizes, PANEL: gl.constexpr, S: gl.constexpr):
+def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
     """What to do with the sums of a part of a tile's steps: of the programs that share the tile, the last to come adds all up.
 
     Returns the panel's sums, and whether these are they.
@@ -429,10 +461,8 @@ def _meet(acc, pn, scratch, sizes, PANEL: gl.constexpr, S: gl.constexpr):
     LANES: gl.constexpr = held.type.layout
     COLUMNS: gl.constexpr = S.columns
     AWAY: gl.constexpr = S.rows * COLUMNS
-    programs = gl.num_programs(0)
-    steps = gl.cdiv(sizes[1], S.rows) * sizes[4]
-    leader = ((pn * sizes[4] + 1) * programs - 1) // steps  # the program that has the tile's first step
-    others = ((pn + 1) * sizes[4] * programs - 1) // steps - leader
+    leader = _owner(pn * sizes[4], share)
+    others = _owner((pn + 1) * sizes[4] - 1, share) - leader
     me = gl.program_id(0) - leader
     # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
     place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + PANEL * ROWS * COLUMNS
@@ -485,20 +515,21 @@ def _write(total, out, added, first, sizes, bounds, S: gl.constexpr):
     gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["M", "records"])
-def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
+@gluon.jit(do_not_specialize=["share", "M", "records"])
+def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, share, M, N, n_padded, records, bounds, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     DEPTH: gl.constexpr = S.depth
     PANELS: gl.constexpr = S.panels
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * DEPTH, S.columns, 128], xd.layout)
+    XS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=xd.dtype.primitive_bitwidth, rank=2)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.pieces, S.columns, xd.block_shape[2]], XS)
     positions = xs  # what is not there is not read
     if S.sparse:
         ws = gl.allocate_shared_memory(gl.int32, [STAGES, 16 * S.bits * S.each, 32], wd.layout)
         positions = gl.allocate_shared_memory(gl.int32, [STAGES, 32 * S.each, 32], pd.layout)
     elif S.bits == 4:
-        ws = gl.allocate_shared_memory(wd.dtype, [STAGES, 128 * S.each, 64], wd.layout)
+        ws = gl.allocate_shared_memory(wd.dtype, [STAGES, 32 * S.partitions * S.each, 64], wd.layout)
     else:
         ws = gl.allocate_shared_memory(wd.dtype, [STAGES * DEPTH, S.rows, 128], wd.layout)
     buffers = (xs, ws)
@@ -511,10 +542,10 @@ def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, M, N, n_padded, rec
     buffers += (positions,)  # type: ignore[assignment]
     sums = xs
     if S.parts > 1 or S.gated:
-        OTHERS: gl.constexpr = PANELS // 2 if S.gated else _PARTITIONS - PANELS
+        OTHERS: gl.constexpr = PANELS // 2 if S.gated else S.partitions - PANELS
         sums = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [OTHERS, S.columns // 8, 512], PLAIN)
     full = barriers(STAGES, 1)
-    empty = barriers(STAGES, _PARTITIONS)
+    empty = barriers(STAGES, S.partitions)
     met = full  # none that nobody waits for: the compiler would give its memory to sums on their way to be written
     if S.parts > 1 or S.gated:
         met = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
@@ -526,15 +557,13 @@ def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, M, N, n_padded, rec
     # Of one panel the first partition adds up and writes the sums of all, for which integers take registers of the others.
     FIRST: gl.constexpr = S.integers and PANELS == 1
     REGISTERS: gl.constexpr = 96 if FIRST else 112
-    LEAST: gl.constexpr = 24 if FIRST else 32
-    gl.warp_specialize(
-        [
-            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 0, S)),
-            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 1, S)),
-            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 2, S)),
-            (_consume, (buffers, sums, full, empty, met, scales, out, added, scratch, sizes, bounds, 3, S)),
-            (_produce, (xd, wd, pd, tails, buffers, full, empty, sizes, S)),
-        ],
-        [4, 4, 4, 1],
-        [REGISTERS, REGISTERS, REGISTERS, LEAST],
-    )
+    read = (buffers, sums, full, empty, met, scales, out, added, scratch, share, sizes, bounds)
+    sent = (xd, wd, pd, tails, buffers, full, empty, scratch, share, sizes)
+    if S.partitions == 2:
+        gl.warp_specialize([(_consume, (read, 0, S)), (_consume, (read, 1, S)), (_produce, (sent, S))], [4, 1], [104, 24])
+    else:
+        gl.warp_specialize(
+            [(_consume, (read, 0, S)), (_consume, (read, 1, S)), (_consume, (read, 2, S)), (_consume, (read, 3, S)), (_produce, (sent, S))],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24 if FIRST else 32],
+        )

@@ -8,9 +8,8 @@ With up to 8 rows of x each warp has a product of its own, and x goes through re
 16) the four warps of a partition take one together, wgmma, which reads x where it is: else x and the products take longer than memory.
 
 Arithmetic: the sums of each block are float32 and multiplied by its scale ("sums" of `skinny_tile.py`). Where the sums of a record's blocks
-are more than its weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights"). "Lifted"
-codes (`hopper_tile.py`) take a third of the shifts and come out 2**-8 times as large, which the end makes good: it is done where it was
-measured.
+are more than its weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights"). 4 bits in
+bfloat16 are "lifted" (`hopper_tile.py`): codes take a third of the shifts and come out 2**-8 times as large, which the end makes good.
 
 Integers (`skinny_int8_hopper.py`): int8 rows of x, one block each, times the codes; sums are exact.
 """
@@ -26,12 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
-from halfbyte.kernels.gpu.hopper_tile import PLANES_BF16, PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
+from halfbyte.kernels.gpu.hopper_tile import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_PIECES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and zeros of blocks that follow each other
 
 
@@ -54,18 +54,24 @@ class Static:
     lifted: bool
     integers: bool
     clamp: bool
+    partitions: int
     gated: bool = False  # half of a tile's panels are gates of the others
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
 
     @property
     def parts(self) -> int:
         """Parts of K of a stage."""
-        return 4 // self.panels
+        return self.partitions // self.panels
 
     @property
     def depth(self) -> int:
         """Records of a stage."""
         return self.parts * self.each
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 128 bytes of a row of x in a stage."""
+        return self.depth if self.integers else 2 * self.depth
 
     @property
     def rows(self) -> int:
@@ -79,7 +85,7 @@ class Static:
     @property
     def stage_bytes(self) -> int:
         tails = self.point + (0 if self.whole else self.scale_bytes)
-        weight = 4096 * (self.bits // 2 + 1 if self.sparse else self.bits) * self.each
+        weight = 1024 * self.partitions * (self.bits // 2 + 1 if self.sparse else self.bits) * self.each
         return weight + (128 if self.integers else 256) * self.columns * self.depth + tails * self.blocks * self.rows
 
     @property
@@ -108,16 +114,17 @@ def _flat_of_weight():
 
 @gluon.constexpr_function
 def _of_x(columns):
-    """Where the elements of [columns, record] are that these are multiplied with, the same in all warps."""
-    registers = [[0, 1 << i] for i in range(5)] + [[8 << i, 0] for i in range((columns // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [], [columns, 128])
+    """Where the elements of [half of a record, columns, 64] are that these are multiplied with, the same in all warps."""
+    registers = [[0, 0, 1 << i] for i in range(5)] + [[0, 8 << i, 0] for i in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 32], [1, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0], [0, 0, 0]], [], [2, columns, 64])
 
 
 @gluon.jit
 def add_record(acc, buffers, stage, t, high, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
     """acc + the products of record PART of the stage, which is step t of its tile. high: `hopper_tile.HIGH_BYTES` of x's type."""
     xs, ws, ss, zs, _ = buffers
-    x = xs.index(stage * S.depth + PART)
+    first = stage * S.pieces + PART * (S.pieces // S.depth)  # piece of x
     if S.whole:
         block = stage * S.blocks
     elif S.wide > 1:  # the blocks of a stage begin with that of its first record
@@ -125,13 +132,13 @@ def add_record(acc, buffers, stage, t, high, PANEL: gl.constexpr, PART: gl.const
     else:
         block = stage * S.blocks + PART * S.groups
     if S.sparse:
-        return add_sparse(acc, buffers, stage, block, PANEL, PART, S)
+        return add_sparse(acc, buffers, stage, first, block, PANEL, PART, S)
     elif S.integers:
-        return _add_integers(acc, x, ws, stage, PANEL, PART, S)
+        return _add_integers(acc, xs.index(first), ws, stage, PANEL, PART, S)
     elif S.bits == 4 or S.together:
-        return _add_planes(acc, x, ws, (ss, zs), stage, block, high, PANEL, PART, S)
+        return _add_planes(acc, xs, first, ws, (ss, zs), stage, block, high, PANEL, PART, S)
     else:
-        return _add_bytes(acc, x, ws, (ss, zs), stage, block, PANEL, PART, S)
+        return _add_bytes(acc, xs, first, ws, (ss, zs), stage, block, PANEL, PART, S)
 
 
 @gluon.jit
@@ -170,34 +177,34 @@ def _codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, PART: gl.constex
 @gluon.jit
 def _plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as u - point in DTYPE."""
-    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
-    if S.lifted:  # what reads as 2**-133 times a code, or 2**-129 times
-        UP: gl.constexpr = 2.0 ** (133 - 4 * (PLANE % 2)) / LIFT
-        tiny = gl.inline_asm_elementwise(PLANES_TINY[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
-        return fma(tiny, gl.full([ROWS, 1], UP, DTYPE, layout=OPERAND), gl.full([ROWS, 1], -8.0 / LIFT, DTYPE, layout=OPERAND))
-    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # u - 128 already
     if S.bits == 8:
         TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_BF16
         both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([ROWS, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
-    elif DTYPE == gl.float16:
-        u = gl.inline_asm_elementwise(PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
     else:
-        u = gl.inline_asm_elementwise(PLANES_BF16[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
+        TEXTS: gl.constexpr = PLANES_TINY if S.lifted else PLANES_F16
+        u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.int16, is_pure=True, pack=2).to(DTYPE, bitcast=True)
+    ODD: gl.constexpr = PLANE % 2 == 1 and S.bits == 4
+    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # u - 128 already
+    # Lifted codes read as 2**-133 times themselves, or 2**-129 times.
+    TIMES: gl.constexpr = 2.0 ** (129 if ODD else 133) / LIFT if S.lifted else 0.0625 if ODD else 1.0
     if S.point:
-        constant = (128 - points).to(gl.float32).to(DTYPE) if SIGNED else negative(points, ODD, DTYPE)
+        if S.lifted:
+            constant = (points.to(gl.float32) * (-1.0 / LIFT)).to(DTYPE)
+        else:
+            constant = (128 - points).to(gl.float32).to(DTYPE) if SIGNED else negative(points, ODD, DTYPE)
     else:
-        BASE: gl.constexpr = 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
-        constant = gl.full([ROWS, 1], -BASE - (8.0 if S.bits == 4 else 128.0), DTYPE, layout=OPERAND)
+        LEAST: gl.constexpr = 8.0 / LIFT if S.lifted else (64.0 if ODD else 1024.0) + (8.0 if S.bits == 4 else 128.0)
+        constant = gl.full([ROWS, 1], -LEAST, DTYPE, layout=OPERAND)
     if SIGNED and not S.point:
         return u
     else:
-        return fma(u, gl.full([ROWS, 1], 0.0625 if ODD else 1.0, DTYPE, layout=OPERAND), constant)
+        return fma(u, gl.full([ROWS, 1], TIMES, DTYPE, layout=OPERAND), constant)
 
 
 @gluon.jit
-def _add_planes(acc, xs, ws, tails, stage, block, high, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
+def _add_planes(acc, xs, first, ws, tails, stage, block, high, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
     """Of 4 bits, and of 8 together: 32 k at a time."""
     MMA: gl.constexpr = acc.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -222,7 +229,7 @@ def _add_planes(acc, xs, ws, tails, stage, block, high, PANEL: gl.constexpr, PAR
             w = _plane(codes, points, high, g * EACH + p, OPERAND, DTYPE, S)
             if S.scaled:
                 w = fma(w, scale, gl.full([ROWS, 1], -0.0, DTYPE, layout=OPERAND))
-            x = xs.slice((g * EACH + p) * 32, 32, dim=1).permute([1, 0])
+            x = xs.index(first + (g * EACH + p) // 2).slice((g * EACH + p) % 2 * 32, 32, dim=1).permute([1, 0])
             if S.together:
                 part = warpgroup_mma(w, x, part, is_async=True)
                 made += (w,)  # type: ignore[assignment]
@@ -242,7 +249,7 @@ def _add_planes(acc, xs, ws, tails, stage, block, high, PANEL: gl.constexpr, PAR
 
 
 @gluon.jit
-def _add_bytes(acc, xs, ws, tails, stage, block, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
+def _add_bytes(acc, xs, first, ws, tails, stage, block, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
     """8 bits."""
     MMA: gl.constexpr = acc.type.layout
     COLUMNS: gl.constexpr = S.columns
@@ -266,7 +273,8 @@ def _add_bytes(acc, xs, ws, tails, stage, block, PANEL: gl.constexpr, PART: gl.c
     # An instruction's k in a lane are two pairs: lane (k4), 16 bytes, four of them, pair, element -> instruction, pair, k4, element.
     w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 2, 3, 4, 1, 5]).reshape([ROWS, 128])
     w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-    x = xs.load(_of_x(COLUMNS)).reshape([COLUMNS, 4, 2, 4, 2, 2]).permute([2, 3, 4, 1, 5, 0]).reshape([128, COLUMNS])
+    x = xs.index(first)._reinterpret(DTYPE, [2, COLUMNS, 64], _PIECES).load(_of_x(COLUMNS)).permute([1, 0, 2])
+    x = x.reshape([COLUMNS, 4, 2, 4, 2, 2]).permute([2, 3, 4, 1, 5, 0]).reshape([128, COLUMNS])
     x = gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
     if S.whole or S.scaled:
         return mma_v2(w, x, acc)

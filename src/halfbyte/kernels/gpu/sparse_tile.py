@@ -136,7 +136,7 @@ def _multiply(sums, words, points, metadata, x, J: gl.constexpr, S: gl.constexpr
     for r in gl.static_range(4):
         constant = _constant(points[r % 2 * 2], KIND, J % HELD, S)
         w += (gl.inline_asm_elementwise(TEXT, "=r,r,r", [words[r], constant], dtype=gl.int32, is_pure=True, pack=1),)  # type: ignore[assignment]
-    pairs = x._reinterpret(gl.int32, [S.columns, 64], _WORDS).slice(J * 16, 16, dim=1).load(_of_x(S.columns))
+    pairs = x._reinterpret(gl.int32, [S.columns, 32], _WORDS).slice(J % 2 * 16, 16, dim=1).load(_of_x(S.columns))
     # tile, n, register, k4
     b = _four(pairs.reshape([TILES, 8, 4, 4]).permute([0, 1, 3, 2]).reshape([TILES, 1, 32, 2, 2]), _lanes(S.columns))
     FLOATS: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
@@ -144,8 +144,8 @@ def _multiply(sums, words, points, metadata, x, J: gl.constexpr, S: gl.constexpr
 
 
 @gluon.jit
-def add_sparse(acc, buffers, stage, block, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
-    """acc + the products of a record. The record's first block is the `block`-th of the buffers of scales and points."""
+def add_sparse(acc, buffers, stage, first, block, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
+    """acc + the products of a record. Its x begins with the `first` piece, its scales and points with the `block`-th of their buffers."""
     xs, ws, ss, zs, positions = buffers
     MMA: gl.constexpr = acc.type.layout
     TILES: gl.constexpr = S.columns // 8
@@ -158,7 +158,6 @@ def add_sparse(acc, buffers, stage, block, PANEL: gl.constexpr, PART: gl.constex
     of_two = positions.index(stage).slice(RECORD * 8, 8, dim=0).load(_of_lanes(S.columns, 2)).reshape([1, 4, 32, 2])
     low, high = gl.split(of_two)
     metadata = (gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True))
-    x = xs.index(stage * S.depth + PART)
     words = ()
     for g in gl.static_range(GROUPS):
         if S.whole:
@@ -174,7 +173,7 @@ def add_sparse(acc, buffers, stage, block, PANEL: gl.constexpr, PART: gl.constex
             if (g * EACH + i) % HELD == 0:
                 at = ws.index(stage).slice((RECORD * HALVES + (g * EACH + i) // HELD) * 16, 16, dim=0).load(_of_lanes(S.columns, 4))
                 words = _four(at.reshape([1, 4, 32, 2, 2]), LANES)
-            sums = _multiply(sums, words, points, metadata[(g * EACH + i) // 2], x, g * EACH + i, S)
+            sums = _multiply(sums, words, points, metadata[(g * EACH + i) // 2], xs.index(first + (g * EACH + i) // 2), g * EACH + i, S)
         part = _together(sums, TILES, MMA)
         if S.whole:
             acc = part
