@@ -231,7 +231,7 @@ def test_codes_need_a_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("int4_g16", 8), ("int4_g16", -9), ("int4_g16_zp", 16), ("int8_g16_zp", -1), ("int8_g16", 128)]
+    ("name", "value"), [("int4_g16", 8), ("int4_g16", -9), ("int4_g16_zp", 16), ("int8_g16_zp", -1), ("int8_g16", 128), ("mxfp4", 5)]
 )
 def test_values_out_of_range_are_refused(name: str, value: int) -> None:
     codes = random_codes(as_format(name), (2, 33))

@@ -263,7 +263,7 @@ def test_gpt_oss_is_read(kind: int, tmp_path: Path) -> None:
     for name, module in loaded.named_modules():
         if isinstance(module, QuantExperts):
             assert kind
-            assert str(module.packed.format) == "int8_g32_bf16"
+            assert str(module.packed.format) == "mxfp4"
             state[name], module.compute = module.codes().dequantize().mT, "float"
     state |= loaded.state_dict()
     for name, parameter in model.state_dict().items():

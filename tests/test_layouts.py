@@ -11,6 +11,7 @@ from samples import formats, random_codes, same_codes
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, Format, as_format
+from halfbyte.formats.codes import unpack_nibbles
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import geometry, pack, unpack
@@ -81,7 +82,7 @@ def written_out(codes: Codes) -> list[int]:
     """The bytes of `codes` by the text of cpu_tiles.py, one at a time."""
     fmt, (n, k) = codes.format, codes.shape
     geo = geometry(fmt, codes.shape)
-    stored = codes.values() - fmt.q_min
+    stored = unpack_nibbles(codes.data, k) if fmt.bits == 4 else codes.values() - fmt.q_min
     scales, zeros = (None if t is None else codes.spread(t).expand(n, k) for t in (codes.scale, codes.zero))
 
     def tail(values: torch.Tensor, panel: int, at: int) -> list[int]:
@@ -96,7 +97,7 @@ def written_out(codes: Codes) -> list[int]:
             return int(stored[r, at])
         if fmt.zero == "point":
             return int(zeros[r, stop - 1]) if r < n else 0
-        return -fmt.q_min
+        return fmt.nothing
 
     out: list[int] = []
     for panel in range(-(-n // 32)):

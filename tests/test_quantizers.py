@@ -103,6 +103,27 @@ def test_every_weight_gives_codes_that_dequantize_to_finite_values(w: torch.Tens
     assert all(torch.equal(a, b) for a, b in zip(codes.tensors().values(), other.tensors().values(), strict=True))
 
 
+@given(weights((1, 1e3, 1e-2)))
+def test_mxfp4_is_what_the_standard_says(w: torch.Tensor) -> None:
+    """OCP Microscaling Formats 1.0, 6.3: a shared power of two, elements rounded to nearest even in their own format, saturated."""
+    w = torch.nn.functional.pad(w, (0, -w.shape[-1] % 32)).reshape(-1, 32).double()
+    scale = torch.exp2(w.abs().amax(1, keepdim=True).log2().floor() - 2)
+    x = torch.where(scale > 0, w.abs() / scale, 0.0)
+    step = torch.exp2(x.log2().floor().clamp(min=0) - 1)  # of one bit of mantissa; below 1 they are as far apart as above
+    rounded = torch.where(scale > 0, torch.round(x / step).mul(step).clamp(max=6) * scale * w.sign(), 0.0)
+    assert torch.equal(absmax(w.float(), as_format("mxfp4")).dequantize(torch.float64), rounded)
+
+
+@given(weights((1, 1e3, 1e-2)), st.sampled_from(["nvfp4", "fp4_g20_f32", "iq4_g32_f32", "iq4_channel"]))
+def test_each_weight_goes_to_the_nearest_of_a_table(w: torch.Tensor, name: str) -> None:
+    fmt = as_format(name)
+    codes = absmax(w, fmt)
+    steps = torch.tensor(fmt.table).double() * codes.spread(codes.scale.double()).unsqueeze(-1)
+    nearest = (steps - w.double().unsqueeze(-1)).abs().amin(-1)
+    # 2^-20: x * (1 / scale) in float32, below 2^7.
+    assert ((codes.dequantize(torch.float64) - w).abs() <= nearest + 2.0**-16 * codes.spread(codes.scale.double()).abs()).all()
+
+
 @given(weights((1, 1e3, 1e-2)), int_formats)
 def test_the_error_of_absmax_is_half_a_step(w: torch.Tensor, fmt: Format) -> None:
     if not w.numel():

@@ -92,7 +92,7 @@ def test_mxfp4_as_transformers_dequantizes_it() -> None:
     exponents = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
     mine = float4.read_mx(blocks.flatten(2), exponents, "w")
-    assert str(mine.format) == "int8_g32_bf16"
+    assert str(mine.format) == "mxfp4"
     assert torch.equal(mine.dequantize(), theirs.transpose(1, 2))
 
 
@@ -289,7 +289,7 @@ KINDS = {
     "nvfp4": make_4_bit_floats("nvfp4"),
     "modelopt": make_4_bit_floats("modelopt"),
 }
-CODES = {"int8": "int8_channel", "mxfp4": "int8_g32_bf16", "nvfp4": "int8_g16_f32", "modelopt": "int8_g16_f32"}
+CODES = {"int8": "int8_channel", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "modelopt": "nvfp4"}
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +437,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
         module.compute = "float"
     # The kernel sums in float32 and rounds to bfloat16 once; transformers rounds sums, biases and products on the way.
     assert (logits(loaded) - logits(expected)).abs().max() < 2.0**-6 * logits(expected).abs().max()
-    assert {row.name: str(row.format) for row in describe(tmp_path).quantized} == dict.fromkeys(experts, "int8_g32_bf16")
+    assert {row.name: str(row.format) for row in describe(tmp_path).quantized} == dict.fromkeys(experts, "mxfp4")
     # They may be quantized to something else as they are read, as the floats would be.
     requantized, state = load(tmp_path, format=Config("q4_0", skip=["lm_head"])), expected.state_dict()
     convert(tmp_path, tmp_path / "q4_0", Config("q4_0", skip=["lm_head"]))

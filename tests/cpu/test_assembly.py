@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support import RUNNABLE, pairwise
 
-from halfbyte.formats import Format
+from halfbyte.formats import Format, as_format
 from halfbyte.kernels.cpu import activations, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
@@ -80,6 +80,19 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         assert max(unpacking) <= 2 * steps
         assert not isa.intel or unpacking[1] == 0
         assert not spills(loop)
+
+
+@pytest.mark.parametrize(
+    ("name", "lookup"), [("avx512_vnni", "vpermb"), ("avx512", "vpshufb"), ("avx2", "vpshufb"), ("neon_dotprod", "tbl")]
+)
+def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> None:
+    isa = AVX512VNNI(intel=True) if name == "avx512_vnni" else BY_NAME[name]
+    for m in (1, 6, 20):
+        tiling = isa.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
+        spec = replace(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
+        loop = between(assembly(isa, spec), lookup)
+        assert count(loop, lookup) == spec.vectors * 8
+        assert name == "avx2" or not spills(loop)
 
 
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])

@@ -97,6 +97,8 @@ def test_products_are_those_of_the_reference(emulator: Emulator, step: int) -> N
     for number, (bits, zero, way, block, dtype) in enumerate(CASES[:: min(step, 2)]):
         fmt, m, n, k = Format(bits, block, zero, SCALES[number % 3]), MS[number % len(MS)], NS[number % len(NS)], KS[number % len(KS)]
         compute, activation = ("float", "block") if way == "float" else ("int8", way)
+        if (bits, zero) == (4, "none"):
+            fmt = dataclasses.replace(fmt, family=("int", "fp4", "iq4")[0 if activation.endswith("offset") else number % 3])
         kernel = kernels.linear_kernel(emulator, fmt, n, k, dtype, compute, activation)
         codes, x, bias = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, number % 3), torch.randn(n)
         x[-1, 0] = torch.nan if number % 4 == 0 else 1.0

@@ -14,9 +14,10 @@ from support import RUNNABLE, activations, examples, pairwise, run_linear
 from torch import Tensor
 
 from halfbyte.dispatch.cpu import choose_linear
-from halfbyte.formats import Codes, Format
+from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import linear, runtime
+from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts import cpu_tiles
@@ -126,6 +127,26 @@ def test_products_are_those_of_the_reference(case: Case) -> None:
             assert torch.equal(run_linear(kernel, x, pack(codes), bias, clamp or (-torch.inf, torch.inf), residual), y)
 
     sweep()
+
+
+OF_TABLES = [("mxfp4", "block", 5), ("fp4_g20", "float", 3), ("iq4_channel", "row", 30), ("iq4_nl", "row_offset", 1)]
+
+
+@pytest.mark.parametrize(("isa", "name", "way", "m"), [(isa, *case) for i, isa in enumerate(RUNNABLE) for case in OF_TABLES[i % 2 :: 2]])
+def test_codes_of_a_table_are_multiplied_as_the_integers_that_they_are(name: str, way: str, m: int, isa: ISA) -> None:
+    n, k = 37, 160
+    codes = random_codes(as_format(name), (n, k))
+    x, bias = activations(m, k, torch.float32, m), torch.randn(n)
+    inner, activation = ("float", "block") if way == "float" else ("int8", way)
+    y, of_integers = (
+        run_linear(LinearKernel(each.format, n, k, x.dtype, inner, activation, isa=isa), x, pack(each), bias)
+        for each in (codes, codes.integers())
+    )
+    # Integer sums are exact; those of floats are in another order.
+    error = 0 if inner == "int8" else 2 * reference.error_bound(x, codes, bias)
+    assert bool(((y.double() - of_integers.double()).abs() <= error).all())
+    ways = inner, activation
+    assert bool(reference.agrees(y, reference.linear(x, codes, bias, *ways), reference.error_bound(x, codes, bias, *ways)).all())
 
 
 @cases

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.formats.spec import TABLES
 from halfbyte.kernels.gpu import decode, launch
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -43,6 +44,13 @@ def decode_bytes(q, points, out, PAIRS: tl.constexpr, DTYPE: tl.constexpr, ASM: 
     tl.store(out + i, decode.minus(values, point, 8, ASM))
 
 
+@triton.jit
+def decode_floats(words, out, SIZE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    row, plane, column = tl.arange(0, 32)[:, None, None], tl.arange(0, 4)[None, :, None], tl.arange(0, 32)[None, None, :]
+    i = tl.program_id(0) * 1024 + row * 32 + column
+    tl.store(out + plane * SIZE + i, decode.e2m1(tl.load(words + i), DTYPE, ASM))
+
+
 def ways(interpreted: bool) -> list[bool]:
     return [False] if interpreted or torch.version.hip else [False, True]
 
@@ -59,6 +67,16 @@ def test_every_nibble_and_point(dtype: torch.dtype, device: torch.device, interp
             launch.run(decode_words, (4,), words, point, out, SIZE=1 << 12, DTYPE=TYPES[dtype], ASM=asm)
             expected = (u - (8 if point is None else point.int())).to(dtype)
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_4_bit_float(dtype: torch.dtype, device: torch.device, interpreted: bool) -> None:
+    words = (torch.arange(1 << 12, dtype=torch.int32, device=device) * 0x1357).to(torch.int16)
+    expected = torch.tensor(TABLES["fp4"], dtype=dtype, device=device)[torch.stack([words.int() >> 4 * j & 15 for j in range(4)])]
+    for asm in ways(interpreted):
+        out = torch.full((4, 1 << 12), torch.nan, dtype=dtype, device=device)
+        launch.run(decode_floats, (4,), words, out, SIZE=1 << 12, DTYPE=TYPES[dtype], ASM=asm)
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -44,7 +44,7 @@ def _quiet() -> Iterator[None]:
     [
         ("int4_g128", torch.bfloat16, (64, 64, 3), 3, 140),
         ("int4_g128", torch.bfloat16, (64, 64, 2), 8, 256),
-        ("q4_0", torch.float16, (64, 128, 2), 2, 144),
+        ("fp4_g32", torch.float16, (64, 128, 2), 2, 144),
         ("int4_g64", torch.bfloat16, (64, 256, 6), 3, 256),
         ("int4_g64_zp", torch.bfloat16, (128, 64, 2), 1, 140),
         ("int4_g64_zp", torch.bfloat16, (128, 64, 3), 9, 256),
@@ -68,7 +68,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
 @pytest.mark.parametrize(
     ("name", "dtype", "m", "config"),  # columns, panels, each, stages, programs, partitions
     [
-        ("q4_0", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
+        ("mxfp4", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
         ("int4_g128", torch.float16, 9, (16, 2, 2, 2, 2)),
         ("int4_g128", torch.bfloat16, 7, (8, 1, 1, 3, 3)),
         ("int4_channel", torch.bfloat16, 3, (8, 4, 1, 3, 4)),

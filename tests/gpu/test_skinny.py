@@ -29,6 +29,7 @@ FORMATS = [
     "int4_g32_f32",
     "int8_g128_zp",
     "int4_channel_zp",
+    "mxfp4",
 ]
 CONFIGS = {
     1: {"columns": 1, "slices": 8, "bands": 2, "warps": 8, "ahead": 2, "stages": 1},

@@ -144,7 +144,7 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     q4_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 those with zero points as q - point; a block longer than 32 becomes
     several with the same scale. Scales are float16; those of another dtype are read with `read` and checked.
     """
-    fmt, k = weight.format, weight.shape[-1]
+    fmt, k = weight.format.integers, weight.shape[-1]
     if ordered:
         return "its columns are in activation order, which GGUF does not have"
     if k % _BLOCK or fmt.block_size(k) % _BLOCK:
@@ -165,6 +165,7 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
 
 def blocks(kind: str, codes: Codes) -> Tensor:
     """The blocks of a weight, uint8 [..., N, bytes], for the type that `choose` chose."""
+    codes = codes.integers()
     n, k = codes.rows, codes.shape[-1]
     number, block = ggml.NUMBERS[kind], codes.format.block_size(k)
     out = torch.empty(n, ggml.TYPES[number].row_bytes(k), dtype=torch.uint8, device="cpu")

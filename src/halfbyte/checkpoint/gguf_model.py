@@ -87,7 +87,7 @@ class _Tensor:
     def quantized(self) -> Quantized | None:
         if (blocks := self.entry.blocks) is None:
             return None
-        fmt = blocks.format if self.factor is None else replace(blocks.format, scale=torch.float32, family="int", sums=False)
+        fmt = blocks.format if self.factor is None else blocks.format.with_scale(torch.float32)
         return Quantized(fmt, f"GGUF {blocks.name}")
 
     def read(self) -> Codes | Tensor:

@@ -50,6 +50,11 @@ class GpuCandidate:
     floats: str = ""
     sparse: bool = False
 
+    def refuses(self, problem: Problem, gpu: Gpu) -> str | None:
+        if problem.format.table and self.compute == "int8" and not self.floats:
+            return f"it multiplies integers of 4 or 8 bits, not {problem.format}"
+        return self.module.supports(self.multiplied(problem), gpu)  # type: ignore[no-any-return]
+
     @property
     def module(self) -> Any:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
@@ -188,6 +193,8 @@ def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str |
     n, k = prod(shape[:-1]), shape[-1]
     if not n or not k:
         return "there are no codes"
+    if fmt.table:
+        return "codes of a table are packed with their zeros"
     few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
     return triton_trouble() or import_module("halfbyte.kernels.gpu.skinny_hopper").supports(few_rows, gpu)
 
@@ -222,7 +229,7 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     for candidate in candidates:
         if candidate.compute != problem.compute and (linear or candidate.compute == "int8"):
             rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
-        elif reason := candidate.module.supports(candidate.multiplied(problem), gpu):
+        elif reason := candidate.refuses(problem, gpu):
             rejected.append((candidate, reason))
         else:
             found, failures = _options(candidate, problem, gpu)

@@ -37,7 +37,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     contenders: dict[str, list[Callable[[], object]]] = {}
     for candidate in rules.GPU_LINEAR:
         asked = candidate.multiplied(problem)
-        if candidate.compute == asked.compute and candidate.sparse <= problem.sparse and candidate.module.supports(asked, gpu) is None:
+        if candidate.compute == asked.compute and candidate.sparse <= problem.sparse and candidate.refuses(problem, gpu) is None:
             for config in candidate.module.configs(asked, gpu)[:MOST_CONFIGS]:
                 launches = linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))
                 try:

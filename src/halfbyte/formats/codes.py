@@ -25,6 +25,20 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :k]
 
 
+def nibbles(fmt: Format, values: Tensor) -> Tensor:
+    """Codes of 4 bits, numbers of any dtype, as they are stored: uint8, one each. Raises FormatError for one that is not in the table."""
+    if not fmt.table:
+        return (values - fmt.q_min).to(torch.uint8)
+    indices = torch.full((256,), 16, dtype=torch.uint8, device=values.device)
+    for i in reversed(range(16)):  # of two the first
+        indices[fmt.table[i] + 128] = i
+    found = indices[values.int() + 128]
+    if found.numel() and int(found.max()) > 15:
+        got = float(values[found > 15][0])
+        raise FormatError(f"{fmt} codes are {', '.join(map(str, sorted({*fmt.table})))}, got {got:g}")
+    return found
+
+
 def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Name -> (dtype, shape) of the tensors that hold codes of logical `shape`: data, scale and, where the format has one, zero."""
     width = (shape[-1] + 1) // 2 if fmt.bits == 4 else shape[-1]
@@ -48,7 +62,8 @@ class Codes:
     """A quantized tensor of logical `shape` [..., N, K].
 
     data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
-            of byte i and 2i+1 in the high one, each as q + 8 (signed) or q (unsigned); the last nibble of an odd K is 0
+            of byte i and 2i+1 in the high one, each as q + 8 (signed), q (unsigned) or the index of q in the format's table; the last
+            nibble of an odd K is 0
     scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
     zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape
 
@@ -101,14 +116,21 @@ class Codes:
         if fmt.bits == 8:
             data = values.to(torch.int8 if fmt.signed else torch.uint8)
         else:
-            data = pack_nibbles((values - fmt.q_min).to(torch.uint8))
+            data = pack_nibbles(nibbles(fmt, values))
         return cls(fmt, tuple(values.shape), data, scale, zero)
 
     def values(self) -> Tensor:
         """The integer codes q, int16 [..., N, K]."""
         if self.format.bits == 8:
             return self.data.to(torch.int16)
-        return unpack_nibbles(self.data, self.shape[-1]).to(torch.int16) + self.format.q_min
+        stored = unpack_nibbles(self.data, self.shape[-1])
+        if table := self.format.table:
+            return torch.tensor(table, dtype=torch.int16, device=stored.device)[stored.int()]
+        return stored.to(torch.int16) + self.format.q_min
+
+    def integers(self) -> Codes:
+        """The same weight without a table: as integers of 8 bits."""
+        return Codes.from_values(self.format.integers, self.values(), self.scale) if self.format.table else self
 
     def spread(self, per_block: Tensor) -> Tensor:
         """Values per block (scales, zeros) broadcast to elements: [..., N, K]; unchanged (all sizes 1) where one is for the tensor."""

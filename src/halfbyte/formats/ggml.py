@@ -8,17 +8,17 @@ ggml-common.h:
     q4_0 q4_1 q8_0   see blocks.py
     q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int8_g32
     q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int8_g32_offset
-    iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        int8_g32
+    iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        iq4_nl
     q2_K    256: 16 x (4-bit scale s, 4-bit minimum m) | 256 2-bit | d f16 | e f16              d s q - e m       int4_g16_offset_f32
     q3_K    256: 256 high bits | 256 2-bit | 16 6-bit scales s | d f16                          d (s - 32)(q - 4) int4_g16_f32
     q4_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 128 nibbles                           d s q - e m       int4_g32_offset_f32
     q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int8_g32_offset_f32
     q6_K    256: 128 low nibbles | 256 high 2-bit | 16 int8 scales s | d f16                    d s (q - 32)      int8_g16_f32
-    iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  int8_g32_f32
+    iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  iq4_g32_f32
     tq1_0   256: 48 bytes of 5 digits to the base 3 | 4 of 4 | d f16                            d (q - 1)         int4_g256
     tq2_0   256: 256 2-bit | d f16                                                              d (q - 1)         int4_g256
-    mxfp4    32: exponent e | 16 nibbles                                                        2^(e-128) table[q]   int8_g32_bf16
-    nvfp4    64: 4 scales s, float8 e4m3 | 32 nibbles                                           s / 2 table[q]    int8_g16
+    mxfp4    32: exponent e | 16 nibbles                                                        2^(e-128) table[q]   mxfp4
+    nvfp4    64: 4 scales s, float8 e4m3 | 32 nibbles                                           s / 2 table[q]    fp4_g16
     iq…     256: codes that are looked up in tables of vectors: grids.py                        d m q             int8_g16_f32, int8_g32_f32
 
 Besides the types of blocks.py only q5_0 is written: its 5-bit codes hold every 4-bit code minus its zero point.
@@ -36,14 +36,12 @@ from torch import Tensor
 from halfbyte.errors import FormatError
 from halfbyte.formats import grids
 from halfbyte.formats.blocks import from_blocks
-from halfbyte.formats.codes import Codes
+from halfbyte.formats.codes import Codes, pack_nibbles
 from halfbyte.formats.spec import Format, as_format
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _LOW = (0, 4)  # shifts of the nibbles of a byte
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 4-bit floating point, twice its values
 
-# The result of decoding blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
+# The result of decoding blocks uint8 [B, bytes]: codes [B, weights] (indices of those in a table), scales [B, n], zeros [B, n] or None.
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -74,6 +72,8 @@ def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor) -> Codes:
     values, scale, zero = kind.decode(data.reshape(-1, kind.nbytes))
     sizes = kind.format.scale_shape(shape)
     parts = [part.reshape(sizes).to(kind.format.scale) for part in (scale, zero) if part is not None]
+    if kind.format.table:
+        return Codes(kind.format, shape, pack_nibbles(values.reshape(shape)), *parts)
     return Codes.from_values(kind.format, values.reshape(shape), *parts)
 
 
@@ -118,12 +118,7 @@ def _q5_1(b: Tensor) -> Parts:
 
 
 def _iq4_nl(b: Tensor) -> Parts:
-    return look_up(_IQ4, _shifted(b[:, 2:], 16, _LOW, 15)), _f16(b, 0, torch.float16), None
-
-
-def look_up(table: tuple[int, ...], nibbles: Tensor) -> Tensor:
-    """int8: the table's value for each nibble."""
-    return torch.tensor(table, dtype=torch.int8, device="cpu")[nibbles.int()]
+    return _shifted(b[:, 2:], 16, _LOW, 15), _f16(b, 0, torch.float16), None
 
 
 def _q2_k(b: Tensor) -> Parts:
@@ -163,7 +158,7 @@ def _q6_k(b: Tensor) -> Parts:
 def _iq4_xs(b: Tensor) -> Parts:
     high = _shifted(b[:, 2:4], 1, (0, 2, 4, 6), 3)
     scales = _shifted(b[:, 4:8], 1, _LOW, 15) | high << 4
-    return look_up(_IQ4, _shifted(b[:, 8:], 16, _LOW, 15)), _f16(b, 0) * (scales.to(torch.int8) - 32), None
+    return _shifted(b[:, 8:], 16, _LOW, 15), _f16(b, 0) * (scales.to(torch.int8) - 32), None
 
 
 def _tq1_0(b: Tensor) -> Parts:
@@ -180,13 +175,13 @@ def _tq2_0(b: Tensor) -> Parts:
 
 def _mxfp4(b: Tensor) -> Parts:
     scale = torch.ldexp(torch.ones(len(b), 1, dtype=torch.float32, device="cpu"), b[:, :1].to(torch.int32) - 128)
-    return look_up(E2M1, _shifted(b[:, 1:], 16, _LOW, 15)), scale.to(torch.bfloat16), None
+    return _shifted(b[:, 1:], 16, _LOW, 15), scale.to(torch.bfloat16), None
 
 
 def _nvfp4(b: Tensor) -> Parts:
     scale = (b[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float()
     scale = torch.where(scale.isnan(), 0.0, scale) / 2  # as ggml has it
-    return look_up(E2M1, _shifted(b[:, 4:], 8, _LOW, 15)), scale.half(), None
+    return _shifted(b[:, 4:], 8, _LOW, 15), scale.half(), None
 
 
 def _type(name: str, weights: int, nbytes: int, format: str, decode: Callable[[Tensor], Parts] | None = None) -> BlockType:
@@ -205,15 +200,15 @@ TYPES: dict[int, BlockType] = {
     12: _type("q4_K", 256, 144, "int4_g32_offset_f32", _q4_k),
     13: _type("q5_K", 256, 176, "int8_g32_offset_f32", _q5_k),
     14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k),
-    20: _type("iq4_nl", 32, 18, "int8_g32", _iq4_nl),
-    23: _type("iq4_xs", 256, 136, "int8_g32_f32", _iq4_xs),
+    20: _type("iq4_nl", 32, 18, "iq4_nl", _iq4_nl),
+    23: _type("iq4_xs", 256, 136, "iq4_g32_f32", _iq4_xs),
     **{
         number: _type(name, 256, nbytes, f"int8_g{256 // scales}_f32", partial(grids.decode, name))
         for number, name, nbytes, scales in grids.TYPES
     },
     34: _type("tq1_0", 256, 54, "int4_g256", _tq1_0),
     35: _type("tq2_0", 256, 66, "int4_g256", _tq2_0),
-    39: _type("mxfp4", 32, 17, "int8_g32_bf16", _mxfp4),
-    40: _type("nvfp4", 64, 36, "int8_g16", _nvfp4),
+    39: _type("mxfp4", 32, 17, "mxfp4", _mxfp4),
+    40: _type("nvfp4", 64, 36, "fp4_g16", _nvfp4),
 }
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}

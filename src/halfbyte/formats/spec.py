@@ -1,15 +1,17 @@
 """How a quantized number is stored: `Format`, its names, and the grammar that parses and prints them.
 
 Names:  int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32]
+        {fp4|iq4}_{g<block>|channel|tensor}[_f16|_bf16|_f32]
 The scale's dtype is omitted where it is the default: float16 for blocks, float32 for a channel or a tensor.
-Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1 (ggml), inferllm_q4_0, inferllm_q8_0.
+Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1, iq4_nl (ggml), inferllm_q4_0, inferllm_q8_0, mxfp4 (OCP),
+nvfp4 (NVIDIA).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,11 +19,16 @@ import torch
 from halfbyte.errors import FormatError
 
 Zero = Literal["none", "point", "offset"]
-Family = Literal["int", "ggml", "inferllm"]
+Family = Literal["int", "ggml", "inferllm", "fp4", "iq4"]
 Scope = int | Literal["channel", "tensor"]
 
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
+# The codes that 4-bit indices stand for, by family: twice the values of 4-bit floats (e2m1), and ggml's kvalues_iq4nl.
+TABLES = {
+    "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
 # The formats of other projects, field by field.
 _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "q4_0": (4, 32, "none", torch.float16, "ggml", False),
@@ -36,13 +43,16 @@ _USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "
 _ELSEWHERE = {
     r"i?q[1-4]_.*": "q4_0",
     r"i?q[5-8]_.*": "q8_0",
-    r"(nf|[a-z]*fp)4.*": "int4_g64",
+    r"nf4.*": "int4_g64",
+    r"[a-z]*fp4.*": "mxfp4",
     r"w4.*|4_?bits?": "int4_g128",
     r"fp8.*|w8.*|8_?bits?": "int8_channel",
 }
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
 _GRAMMAR = re.compile(
-    r"int(?P<bits>4|8)_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?(?:_(?P<scale>f16|bf16|f32))?", re.ASCII
+    r"(?:int(?P<bits>4|8)|(?P<table>fp4|iq4))_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?"
+    r"(?:_(?P<scale>f16|bf16|f32))?",
+    re.ASCII,
 )
 
 
@@ -58,7 +68,7 @@ class Format:
     block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
     scale   dtype of scales and offsets
     family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
-            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"
+            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or that of the table, of `TABLES`, which the codes are in
     sums    each block also carries scale * sum(q) when written out (Q8_1)
 
     Codes without a zero are signed, [-2^(bits-1), 2^(bits-1) - 1]; with one they are unsigned, [0, 2^bits - 1].
@@ -81,7 +91,9 @@ class Format:
         if self.scale not in _SCALE_NAMES:
             raise FormatError(f"a format's scales are float16, bfloat16 or float32, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
-        if (self.family != "int" or self.sums) and fields not in _FOREIGN.values():
+        if self.table and (self.bits, self.zero, self.sums) != (4, "none", False):
+            raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
+        if (self.family != "int" or self.sums) and not self.table and fields not in _FOREIGN.values():
             raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 
     @property
@@ -89,12 +101,27 @@ class Format:
         return self.zero == "none"
 
     @property
+    def table(self) -> tuple[int, ...]:
+        """The codes that stored numbers are indices of; none where these are the codes, up to a constant."""
+        return TABLES.get(self.family, ())
+
+    @property
+    def code_bits(self) -> int:
+        """Of an integer that holds any code."""
+        return 8 if self.table else self.bits
+
+    @property
+    def nothing(self) -> int:
+        """The stored number of elements that pad a block, unsigned: the code 0, or, of iq4, which has none, 1."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
     def q_min(self) -> int:
-        return -(1 << (self.bits - 1)) if self.signed else 0
+        return min(self.table) if self.table else -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def q_max(self) -> int:
-        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+        return max(self.table) if self.table else (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
 
     def block_size(self, k: int) -> int:
         """Elements of a row of K that share a scale (never more than K, never less than 1)."""
@@ -114,12 +141,21 @@ class Format:
         zero_bits = {"none": 0, "point": 8, "offset": 8 * self.scale.itemsize}[self.zero]
         return self.bits + (8 * self.scale.itemsize + zero_bits) / self.block_size(k)
 
+    def with_scale(self, dtype: torch.dtype) -> Format:
+        """The same codes with scales of another dtype, and no other project's rules."""
+        return replace(self, scale=dtype, family=self.family if self.table else "int", sums=False)
+
+    @property
+    def integers(self) -> Format:
+        """The format of integers that holds the same codes."""
+        return replace(self, bits=8, family="int") if self.table else self
+
     def __str__(self) -> str:
         if self in _NAMES:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
-        return f"int{self.bits}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+        return f"{self.family if self.table else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
 
 
 def _usual_scale(block: Scope) -> torch.dtype:
@@ -127,7 +163,13 @@ def _usual_scale(block: Scope) -> torch.dtype:
 
 
 PRESETS: dict[str, Format] = {name: Format(*fields) for name, fields in _FOREIGN.items()}
-_NAMES = {preset: name for name, preset in PRESETS.items()}
+OF_TABLES = {
+    "mxfp4": Format(4, 32, scale=torch.bfloat16, family="fp4"),
+    "nvfp4": Format(4, 16, scale=torch.float32, family="fp4"),
+    "iq4_nl": Format(4, 32, family="iq4"),
+}
+_NAMED = PRESETS | OF_TABLES
+_NAMES = {preset: name for name, preset in _NAMED.items()}
 
 
 def _suggestion(name: object) -> str:
@@ -135,11 +177,11 @@ def _suggestion(name: object) -> str:
     if not isinstance(name, str):
         return ""
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())
-    if spelled in PRESETS or _GRAMMAR.fullmatch(spelled):
+    if spelled in _NAMED or _GRAMMAR.fullmatch(spelled):
         return f" (did you mean {spelled}?)"
     if nearest := next((ours for theirs, ours in _ELSEWHERE.items() if re.fullmatch(theirs, spelled)), None):
         return f" (the nearest is {nearest})"
-    usual = [*_USUAL, *PRESETS]
+    usual = [*_USUAL, *_NAMED]
     begun = [known for known in usual if spelled and known.startswith(spelled)]
     near = begun or difflib.get_close_matches(spelled, usual, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
@@ -155,14 +197,15 @@ def as_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
+    if isinstance(name, str) and name in _NAMED:
+        return _NAMED[name]
     match = _GRAMMAR.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise FormatError(
-            f"unknown format {name!r}{_suggestion(name)}: use one of {', '.join(PRESETS)} or spell it out as "
+            f"unknown format {name!r}{_suggestion(name)}: use one of {', '.join(_NAMED)} or spell it out as "
             "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32], for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"
-    return Format(int(match["bits"]), block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block))
+    family: Family = "int" if match["table"] is None else "fp4" if match["table"] == "fp4" else "iq4"
+    return Format(int(match["bits"] or 4), block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

@@ -1,11 +1,11 @@
 """Weights in 4-bit floating point (e2m1: 0, 1/2, 1, 3/2, 2, 3, 4, 6 and a sign) <- MXFP4 and NVFP4, as Codes.
 
-Twice a value is an integer in -12 … 12, so codes of 8 bits hold them as they are:
+Codes are twice the values:
 
-    MXFP4  w = 2^(e - 127) value = 2^(e - 128) q     e uint8, for each 32 weights                 int8_g32_bf16, exact
-    NVFP4  w = scale g value = (scale g / 2) q       scale float8_e4m3fn, for each 16; g float32  int8_g16_f32, a scale rounded once
+    MXFP4  w = 2^(e - 127) value = 2^(e - 128) q     e uint8, for each 32 weights                 mxfp4, exact
+    NVFP4  w = scale g value = (scale g / 2) q       scale float8_e4m3fn, for each 16; g float32  nvfp4, a scale rounded once
 
-Two values are in a byte, the first in the low nibble.
+Two values are in a byte, the first in the low nibble, as in Codes.
 
 Sources: OCP Microscaling Formats (MX) 1.0; transformers, integrations/mxfp4.py; compressed-tensors, compressors/nvfp4 and mxfp4, which
 divide by weight_global_scale; NVIDIA's TensorRT Model Optimizer, which multiplies by weight_scale_2
@@ -18,14 +18,10 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.ggml import E2M1
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.float8 import numbers_of
 
-MX, NV = as_format("int8_g32_bf16"), as_format("int8_g16_f32")
-_TABLE = torch.tensor(E2M1, dtype=torch.int8, device="cpu")
-_PAIRS = torch.stack((_TABLE.repeat(16), _TABLE.repeat_interleave(16)), dim=1)  # the two codes of each byte
-_CHUNK = 1 << 18  # bytes that are decoded at a time
+MX, NV = as_format("mxfp4"), as_format("nvfp4")
 
 
 def read_mx(data: Tensor, exponents: Tensor, where: str) -> Codes:
@@ -34,7 +30,7 @@ def read_mx(data: Tensor, exponents: Tensor, where: str) -> Codes:
     scale = numbers_of(exponents) / 2
     if not bool(scale.isfinite().all()):
         raise CheckpointError(f"{where} has a scale that is not finite: the checkpoint is damaged")
-    return Codes(MX, shape, _codes(data), scale.to(torch.bfloat16))
+    return Codes(MX, shape, data.contiguous(), scale.to(torch.bfloat16))
 
 
 def read_nv(data: Tensor, scale: Tensor, factor: Tensor, where: str, *, divide: bool) -> Codes:
@@ -44,7 +40,7 @@ def read_nv(data: Tensor, scale: Tensor, factor: Tensor, where: str, *, divide: 
         raise CheckpointError(f"{where} has a factor {factor.dtype} {list(factor.shape)}, not one float32: the checkpoint is damaged")
     g = factor.reshape(())
     scales = scale.float() / 2
-    return Codes(NV, shape, _codes(data), scales / g if divide else scales * g)
+    return Codes(NV, shape, data.contiguous(), scales / g if divide else scales * g)
 
 
 def shape_of(data: Tensor, scale: Tensor, fmt: Format, dtypes: tuple[torch.dtype, ...], where: str) -> tuple[int, ...]:
@@ -56,11 +52,3 @@ def shape_of(data: Tensor, scale: Tensor, fmt: Format, dtypes: tuple[torch.dtype
         what = f"{got} {list(scale.shape)}, no 4-bit floats with a scale for each {fmt.block}"
         raise CheckpointError(f"{where} is {what}: the checkpoint is damaged")
     return shape
-
-
-def _codes(data: Tensor) -> Tensor:
-    """uint8 [..., K/2] -> int8 [..., K]."""
-    out = torch.empty(data.numel(), 2, dtype=torch.int8, device="cpu")
-    for made, piece in zip(out.split(_CHUNK), data.reshape(-1).split(_CHUNK), strict=True):
-        torch.index_select(_PAIRS, 0, piece.to(torch.int32), out=made)
-    return out.reshape(*data.shape[:-1], 2 * data.shape[-1])

@@ -12,8 +12,8 @@
       low   k0  k1  k2  k3 |k0  k1  k2  k3 | …   k3          which is what a dot-product instruction reads
       high  k4  k5  k6  k7 |k4  k5  k6  k7 | …   k7
 
-Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero. Elements that pad a
-block represent 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only).
+Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero, the index where they are in a table.
+Elements that pad a block represent 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only; of iq4: 1).
 Sums of pairs exist for 8 bits with one scale per row or tensor: int32 sums of u[2i] * u[2i + 1], which kernels without
 dot-product instructions subtract (`kernels/cpu/isa_x86.py`). They take 4 bytes per row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
@@ -156,7 +156,7 @@ def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
     """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
     None where it has no such layout."""
     geo = geometry(fmt, (n, k), sparse=True)
-    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" else None
+    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.table else None
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
@@ -218,9 +218,9 @@ def pack(codes: Codes) -> Packed:
         rows = slice(start * PANEL, min(n, stop * PANEL))
         missing = (stop - start) * PANEL - (rows.stop - rows.start)
         u = _stored(data[rows], k, fmt)
-        u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=-fmt.q_min).view(stop - start, PANEL, k)
+        u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=fmt.nothing).view(stop - start, PANEL, k)
         parts = [torch.nn.functional.pad(t[rows], (0, 0, 0, missing)).view(stop - start, PANEL, geo.blocks) for t in tails]
-        fill = torch.tensor(-fmt.q_min, dtype=torch.uint8, device="cpu").expand(stop - start, PANEL, geo.blocks, 1)
+        fill = torch.tensor(fmt.nothing, dtype=torch.uint8, device="cpu").expand(stop - start, PANEL, geo.blocks, 1)
         if fmt.zero == "point":
             fill = parts[1].unsqueeze(-1)
         cut = full * geo.record_bytes(geo.padded)
@@ -283,7 +283,7 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
     fmt, (panels, blocks, _) = geo.format, records.shape
     at = data_bytes(fmt.bits, padded, sparse=geo.sparse)
     if geo.sparse:
-        points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else -fmt.q_min
+        points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else fmt.nothing
         quads = _quads(records[:, :, :at].reshape(panels, blocks, -1, at * SPARSE_UNIT // padded), fmt.bits, points).permute(0, 3, 1, 2, 4)
     else:
         quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)

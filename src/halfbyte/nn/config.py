@@ -152,9 +152,10 @@ class Config:
 
     def default_for(self, kind: str, *, narrow: bool = False) -> Format:
         """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
-        if narrow and isinstance(as_format(self.format).block, int):
+        fmt = as_format(self.format)
+        if (narrow and isinstance(fmt.block, int)) or (fmt.table and kind.startswith("Conv")):
             return as_format("int8_channel")
-        return as_format(self.embedding if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else self.format)
+        return as_format(self.embedding) if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else fmt
 
 
 def _check_settings(cls: type, settings: Mapping[str, Any]) -> None:

@@ -61,6 +61,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
 
     Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
+    Codes of iq4 formats become integers of 8 bits on a GPU.
 
     sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
             and few rows less time; many rows take longer on a GPU. None: as HALFBYTE_SPARSE says, or else on CPUs alone
@@ -69,6 +70,8 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     device = check_device(device)
     asked = env.sparse() if sparse is None else sparse
     on_cpu, codes = device.type == "cpu", codes.to(device)
+    if not on_cpu and codes.format.family == "iq4":
+        codes = codes.integers()
     if len(codes.shape) == 3:
         return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
     if on_cpu:

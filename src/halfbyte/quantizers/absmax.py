@@ -24,19 +24,26 @@ ggml q4_1        d      = (hi - lo) / 15
 ggml q8_0, q8_1, inferllm
                  d      = amax / q_max
                  q      = clamp(away(x * inverse(d)))
+"fp4", bfloat16  scale  = 2^(floor(log2(amax)) - 3), at least 2^-128, and 0 where amax is 0
+"fp4", others    scale  = amax / 12, rounded to the scale dtype
+"iq4"            scale  = peak / -127, rounded to the scale dtype; peak = lo where -lo > hi, else hi
+both             q      = the nearest of the table to x * inverse(scale); of two that of the even index (fp4), the greater one (iq4)
 
-In the "int" family codes are computed with the scale as stored; the other projects compute them with the unrounded float32 d
+In the families but ggml's and InferLLM's codes are computed with the scale as stored; these compute them with the unrounded float32 d
 (and lo), and round these to the scale dtype afterwards. A block whose scale underflows to 0 in the scale dtype becomes all
 zeros (or its offset). A scale that overflows is an error.
 
 Sources: ggml's quantize_row_q4_0_ref, q4_1_ref, q8_0_ref (ggml-quants.c), of which the `gguf` package's quants.py has a
 bit-exact copy (it differs from this only where the lo of a q4_1 block is -0: whether that sign is stored there depends on the
 order of its comparisons; the dequantized weights are the same); InferLLM's quantize_row_q4_0_reference and q8_0
-(src/kern/naive/quantize.h).
+(src/kern/naive/quantize.h); OCP Microscaling Formats (MX) 1.0, section 6.3, for fp4 with bfloat16 scales, which is mxfp4: codes are
+twice the values, and scales half of the standard's.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -71,7 +78,13 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
         return _ggml_q4_0(builder, as_blocks(group[0], fmt))
     lo, hi = limits(fmt, group)
     if fmt.zero == "none":
-        exact, zero = _divide(torch.maximum(lo.abs(), hi.abs()), fmt.q_max), None
+        amax, zero = torch.maximum(lo.abs(), hi.abs()), None
+        if fmt.family == "iq4":
+            exact = _divide(torch.where(-lo > hi, lo, hi), fmt.q_min)
+        elif fmt.family == "fp4" and fmt.scale == torch.bfloat16:
+            exact = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 4).clamp(min=-128)), 0.0)
+        else:
+            exact = _divide(amax, fmt.q_max)
     else:
         if fmt.zero == "point":
             lo, hi = lo.clamp(max=0), hi.clamp(min=0)
@@ -81,7 +94,7 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
     if fmt.zero == "offset" and zero is not None and grid.zero is not None:
         builder.check("offset", zero, grid.zero)
     # ggml and InferLLM: the codes come from the float32 values, which are rounded for storage only afterwards.
-    return grid if fmt.family == "int" else Grid(grid.scale, grid.zero, _inverse(exact), zero)
+    return Grid(grid.scale, grid.zero, _inverse(exact), zero) if fmt.family in ("ggml", "inferllm") else grid
 
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -114,6 +127,8 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
     if grid.start is not None:
         x = x - grid.start.unsqueeze(-1)
     v = x * grid.inverse.unsqueeze(-1)
+    if fmt.table:
+        return nearest(fmt, v)
     if fmt.family == "int":
         q = torch.round(v)
         if fmt.zero == "point" and grid.zero is not None:
@@ -126,6 +141,21 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
         whole = torch.trunc(v)
         q = whole + torch.where((v - whole).abs() >= 0.5, torch.sign(v), 0.0)
     return q.clamp(fmt.q_min, fmt.q_max)
+
+
+def nearest(fmt: Format, v: Tensor) -> Tensor:
+    """Of the codes of a format with a table the nearest to each v, float32."""
+    codes, ends = (torch.tensor(numbers, dtype=torch.float32, device=v.device) for numbers in _levels(fmt))
+    return codes[torch.bucketize(v.float(), ends)]
+
+
+@functools.cache
+def _levels(fmt: Format) -> tuple[list[int], list[float]]:
+    """The codes of a format with a table, ascending, and the greatest numbers that go to each but the last."""
+    codes = sorted({*fmt.table})
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
+    ups = [fmt.family == "iq4" or fmt.table.index(low) % 2 == 1 for low in codes[:-1]]
+    return codes, [middle - 2.0**-20 * up for middle, up in zip(middles, ups, strict=True)]
 
 
 def decode(fmt: Format, q: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:

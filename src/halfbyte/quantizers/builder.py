@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.formats.codes import Codes, pack_nibbles
+from halfbyte.formats.codes import Codes, nibbles, pack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.check import check_finite, check_weight, overflow
 
@@ -91,7 +91,7 @@ class Builder:
         for rows, piece in zip(group, codes, strict=True):
             q = piece.reshape(len(rows), -1)[:, : rows.shape[-1]]
             out = self.data[self._row : self._row + len(rows)]
-            out.copy_(q if fmt.bits == 8 else pack_nibbles((q - fmt.q_min).to(torch.uint8)))
+            out.copy_(q if fmt.bits == 8 else pack_nibbles(nibbles(fmt, q)))
             self._row += len(rows)
 
     def check(self, what: str, exact: Tensor, stored: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
     if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
-        wide = replace(fmt, scale=torch.bfloat16, family="int", sums=False)
+        wide = fmt.with_scale(torch.bfloat16)
         raise FormatError(
             f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: "
             f"use bfloat16 or float32 scales, for example {wide}, or skip it"
@@ -80,6 +79,6 @@ def overflow(fmt: Format, name: str, what: str, place: str, value: float) -> For
     limit = torch.finfo(fmt.scale).max
     remedy = "multiply the weight by a smaller factor"
     if fmt.scale == torch.float16:
-        wide = replace(fmt, scale=torch.bfloat16, family="int", sums=False)
+        wide = fmt.with_scale(torch.bfloat16)
         remedy = f"use bfloat16 or float32 scales, for example {wide}"
     return FormatError(f"{name}: the {what} of {place} is {value:.6g}, and {str(fmt.scale)[6:]} holds at most {limit:.6g}: {remedy}")

@@ -29,7 +29,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.quantizers.absmax import absmax
+from halfbyte.quantizers.absmax import absmax, nearest
 from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.mse import mse
 
@@ -185,7 +185,10 @@ class _Sweep:
         zero = self.zero[block]
         if self.fmt.zero == "offset":
             return ((column - zero) / self.step[block]).round_().clamp_(self.fmt.q_min, self.fmt.q_max)
-        q = (column / self.step[block]).round_()
+        q = column / self.step[block]
+        if self.fmt.table:
+            return nearest(self.fmt, q).to(q.dtype)
+        q.round_()
         return (q.add_(zero) if self.fmt.zero == "point" else q).clamp_(self.fmt.q_min, self.fmt.q_max)
 
     def _decode(self, q: Tensor, block: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from halfbyte.kernels.cpu.ir import Function, Value
+from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.isa_x86 import AVX2, AVXVNNI
 
@@ -25,6 +26,12 @@ class EmulatedTiles(AMXTiles):
     def nibbles(self, stored: Value, signed: bool) -> list[Value]:
         codes = [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
         return [code - 8 for code in codes] if signed else codes
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        return ISA.looked_up(self, indices, table)
+
+    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
+        return ISA.unit_weights(self, stored, bits)
 
     def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
         for shift in (24, 16, 8, 0):
@@ -62,11 +69,12 @@ class EmulatedTiles(AMXTiles):
             for column in f.loop(shape.column_bytes):
                 (to + row * stride + column).store((source + row * source_stride + column).load("i8"))
 
-    def bf16_codes(self, f: Function, stored: Value, signed: bool) -> list[Value]:
+    def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
         out = []
         for k in (0, 4, 1, 5):  # and two more than that in the upper half of each lane
             shift = 8 * (k % 4) + k // 4 * 4
-            pair = [((stored.bits(self.ints) >> (shift + at)) & 15) - (8 if signed else 0) for at in (0, 16)]
+            pair = [(stored.bits(self.ints) >> (shift + at)) & 15 for at in (0, 16)]
+            pair = [ISA.looked_up(self, code, table) if table else code - (8 if signed else 0) for code in pair]
             low, high = (code.to("float").bits(self.ints) >> 16 for code in pair)
             out.append((low | high << 16).bits("<32 x i16>"))
         return out

@@ -43,7 +43,7 @@ class MatrixTile(Tile):
         self.ahead = isa.blocks_ahead if spec.inner == "int8" else isa.float_blocks_ahead
         self.sums = f.alloca("i8", _power_of_two(self.ahead) * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
-        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if spec.bits == 4 else 1, 64)
+        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
         blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.blocks, self.units, self.last_units = blocks, units, last
         self.corrected = isa.correction(spec.bits, spec.signed) != 0
@@ -66,7 +66,7 @@ class MatrixTile(Tile):
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
         self._begin(first)
-        unpacking = _Unpacking(self, first) if spec.bits == 4 else None
+        unpacking = _Unpacking(self, first) if self.int8.stored_bits == 4 else None
         ahead = f.variable(self.weights), f.variable(self.activations)
         behind = f.variable(self.weights), f.variable(self.activations)
 
@@ -192,7 +192,10 @@ class _Unpacking:
         for row in range(spec.unit // 8):
             for v in range(spec.vectors):
                 bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
-                codes = isa.nibbles(bytes_, spec.signed) if spec.inner == "int8" else isa.bf16_codes(f, bytes_, spec.signed)
+                if spec.inner == "bf16":
+                    codes = isa.bf16_codes(f, bytes_, spec.signed, self.tile.int8.table)
+                else:
+                    codes = isa.table_weights(bytes_, self.tile.int8.table) if spec.table else isa.nibbles(bytes_, spec.signed)
                 for i, code in enumerate(codes):
                     to.store(code, ((row * len(codes) + i) * spec.vectors + v) * 64, 64)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfbyte.formats.spec import TABLES
 from halfbyte.kernels.cpu import runtime, sparse
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
 from halfbyte.kernels.cpu.ir import Function, Value
@@ -30,7 +31,7 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec; `out` is "f32", "bf16" or "f16"; `pairs`: records hold sums of pairs; `sparse`: as in Geometry."""
+    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry."""
 
     bits: int
     scale: str
@@ -39,6 +40,7 @@ class DequantizeSpec:
     out: str
     pairs: bool = False
     sparse: bool = False
+    table: str = ""
 
 
 @phase
@@ -76,7 +78,11 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
                 u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
-            w = (u - (1 << (spec.bits - 1) if point is None and spec.zero == "none" else 0 if point is None else point)).to("float")
+            if spec.table:
+                codes = isa.looked_up(u.bits("<32 x i8>"), TABLES[spec.table]).bits(u.type)
+                w = (codes << 24).shift_signed(24).to("float")
+            else:
+                w = (u - (1 << (spec.bits - 1) if point is None and spec.zero == "none" else 0 if point is None else point)).to("float")
             if spec.zero == "offset":
                 w = f.fma(w, scale.splat(8), _number(isa, tail + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
             else:
@@ -112,7 +118,7 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 @functools.lru_cache(maxsize=1024)
 def spec_of(geo: Geometry, out: str) -> DequantizeSpec:
     fmt = geo.format
-    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, geo.pairs, geo.sparse)
+    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, geo.pairs, geo.sparse, fmt.family if fmt.table else "")
 
 
 def weight_fields(weights: int, geo: Geometry) -> dict[str, int]:

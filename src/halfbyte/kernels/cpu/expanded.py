@@ -51,7 +51,7 @@ class PanelSpec:
     def of(cls, spec: TileSpec) -> PanelSpec:
         points_off = spec.biased and spec.zero == "point"
         lifts = spec.biased and not spec.single
-        return cls(spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse)
+        return cls(4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse)
 
     @property
     def zeros(self) -> str:
@@ -91,7 +91,7 @@ class ExpandedTile(Tile):
         if not self.in_registers:
             self.scratch = sums
         self.width = isa.lanes * spec.vectors
-        self.unit_bytes, self.packed_unit = self.width * spec.unit, data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes, self.packed_unit = self.width * spec.unit, data_bytes(self.int8.stored_bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, steps=self._steps)
 

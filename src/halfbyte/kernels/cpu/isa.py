@@ -23,6 +23,7 @@ from halfbyte.machine import machine
 class Int8Unit:
     """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
 
+    bits     of a code; stored ones that are indices in a `table` of such have 4
     paired   products of sums (`ISA.multiplies_sums`) are made
     steps    from the unit's address the unit weights of each step, where the layout's data are not unpacked for them
     """
@@ -32,7 +33,12 @@ class Int8Unit:
     bits: int
     k: int
     paired: bool = False
+    table: tuple[int, ...] = ()
     steps: Callable[[Value], Iterator[tuple[Value, ...]]] | None = None
+
+    @property
+    def stored_bits(self) -> int:
+        return 4 if self.table else self.bits
 
 
 class Tiling(NamedTuple):
@@ -101,6 +107,8 @@ class ISA:
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
+        if geo.format.table:  # to look up takes some fifty instructions
+            return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
     def unit(self, geo: Geometry, inner: str) -> int:
@@ -159,16 +167,32 @@ class ISA:
             return [stored]
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
+    def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
+        """As `unit_weights` of 8 bits, of indices in a table."""
+        codes = [code - self.correction(8, signed=True) for code in table]
+        return [self.looked_up(nibbles, codes) for nibbles in self.unit_weights(stored, 4)]
+
+    def weights_of(self, stored: Value, unit: Int8Unit) -> list[Value]:
+        return self.table_weights(stored, unit.table) if unit.table else self.unit_weights(stored, unit.bits)
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        """Bytes below 16 -> those of the table that they number."""
+        found = [indices.fn.value(indices.type, code) for code in table]
+        for bit in (1, 2, 4, 8):
+            odd = (indices & bit).equals(bit)
+            found = [odd.select(second, first) for first, second in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
     def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
         """The unit weights of one row of the layout's data, step by step: a vector each."""
-        by_vector = [self.unit_weights(s, unit.bits) for s in self.stored(row, unit.vectors)]
+        by_vector = [self.weights_of(s, unit) for s in self.stored(row, unit.vectors)]
         return zip(*by_vector, strict=True)
 
     def unit_steps(self, weights: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
         """The unit weights of a unit, step by step: a vector each."""
         if unit.steps is not None:
             return unit.steps(weights)
-        rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.bits // 32))
+        rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.stored_bits // 32))
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 
     def activation_bytes(self, inner: str, bits: int) -> int:
@@ -284,6 +308,15 @@ class ISA:
             else:
                 field = (words >> (bits * s)) & ((1 << bits) - 1)
             yield k, field.to("float")
+
+    def float_weights(self, f: Function, stored: Value, unit: Int8Unit, signed: bool) -> Iterator[tuple[int, Value]]:
+        return self.float_table(f, stored, unit.table) if unit.table else self.float_codes(f, stored, unit.bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        """As `float_codes`, of indices in a table."""
+        for first, indices in zip((0, 4), (stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15), strict=True):
+            for k, code in self.float_codes(f, self.looked_up(indices, [code + 128 for code in table]), 8, signed=True):
+                yield first + k, code
 
     def to_float(self, raw: Value, kind: str) -> Value:
         """Lanes of `kind` (i16 for f16 and bf16, float for f32) -> float, exactly."""

@@ -41,6 +41,14 @@ class Neon(ISA):
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
         return [stored ^ 128] if bits == 8 else [stored & 15, stored >> 4]
 
+    def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
+        return [self.looked_up(indices, table) for indices in self.unit_weights(stored, 4)]
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        if lanes_of(indices.type) != 16:
+            return super().looked_up(indices, table)
+        return indices.fn.call(indices.type, "llvm.aarch64.neon.tbl1.v16i8", indices.fn.constant(indices.type, table), indices)
+
     def apart(self, bits: int) -> bool:
         return True
 
@@ -133,7 +141,7 @@ class NeonI8mm(NeonDotprod):
         accs, sums = list(totals), list(weight_sums)
         ones = f.value("i32", 0x01010101).splat(self.lanes)
         for g in range(unit.k // 8):
-            steps = list(zip(*(self._eight(weights, g, v, unit.bits) for v in range(unit.vectors)), strict=True))
+            steps = list(zip(*(self._eight(weights, g, v, unit) for v in range(unit.vectors)), strict=True))
             operands = [(low.shuffle(_ZIP_LOW, high), low.shuffle(_ZIP_HIGH, high)) for low, high in zip(*steps, strict=True)]
             for n, (first, second) in enumerate(self._pairs_of_accumulators(unit)):
                 i, v = n // unit.vectors * 2, n % unit.vectors
@@ -151,11 +159,11 @@ class NeonI8mm(NeonDotprod):
             f.fence()
         return accs, sums
 
-    def _eight(self, weights: Value, g: int, v: int, bits: int) -> list[Value]:
+    def _eight(self, weights: Value, g: int, v: int, unit: Int8Unit) -> list[Value]:
         """Unit weights of the g-th eight k of four outputs: the first four k and the last."""
-        rows = 8 * bits // 32
-        at = [(g * rows + r) * PANEL * 4 + v * 16 for r in range(rows)]
-        return [w for offset in at for w in self.unit_weights(weights.load(self.quads, offset, 16), bits)]
+        rows = 8 * unit.stored_bits // 32
+        stored = [weights.load(self.quads, (g * rows + r) * PANEL * 4 + v * 16, 16) for r in range(rows)]
+        return [w for quads in stored for w in self.weights_of(quads, unit)]
 
 
 _ZIP_LOW = [*range(4), *range(16, 20), *range(4, 8), *range(20, 24)]  # outputs 0 and 1, eight k each
@@ -186,6 +194,14 @@ class SVE(NeonDotprod):
 
     def spread(self, a: Value, element: str, at: int) -> Value:
         return ISA.spread(self, a, element, at)  # a load that repeats; a lane of another part of the register is not for free
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        f = indices.fn
+        if indices.type != self.quads:
+            return super().looked_up(indices, table)
+        codes = f.constant(self.quads, [*table] * (self.lanes // 4))
+        found = f.call(_BYTES, "llvm.aarch64.sve.tbl.nxv16i8", *(self._scalable(f, v) for v in (codes, indices)))
+        return f.call(self.quads, f"llvm.vector.extract.{mangled(self.quads)}.nxv16i8", found, f.value("i64", 0))
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         scalable = [self._scalable(f, v) for v in (acc, weights, a.bits(self.quads))]

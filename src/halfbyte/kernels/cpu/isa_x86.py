@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
@@ -54,7 +55,7 @@ class AVX2(ISA):
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         fmt = geo.format
         # At a block's end float offsets take so many instructions that expanding is slower.
-        if inner == "int8" and expandable(self, geo) and fmt.bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
+        if inner == "int8" and expandable(self, geo) and fmt.code_bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
             return Tiling(5, 2, expanded=True)
         # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
         # do not wait for memory.
@@ -102,6 +103,13 @@ class AVX2(ISA):
         return [both & 255, both >> 8]  # u of k = 0 and 2, and of 1 and 3
 
     def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
+        if unit.table:
+            codes = [code + 128 for code in unit.table]
+            for step in super().steps(row, replace(unit, bits=4, table=())):
+                both = [self.looked_up(indices, codes).bits(self.shorts) for indices in step]
+                yield tuple(pair & 255 for pair in both)
+                yield tuple(pair >> 8 for pair in both)
+            return
         # A step loads the stored bytes anew: the 16 registers are for accumulators.
         if unit.bits == 4:
             low = row.fn.value(self.quads, 15)
@@ -151,6 +159,9 @@ class AVX2(ISA):
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
 
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        return _picked_bytes(indices, table)
+
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
         return _narrowed(self, f, reals)
 
@@ -191,7 +202,10 @@ class AVX512(AVX2):
         return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a, b)
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
+        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, table)
 
 
 class AVXVNNI(ISA):
@@ -223,6 +237,9 @@ class AVXVNNI(ISA):
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.shorts), b.bits(self.shorts))
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        return _picked_bytes(indices, table)
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
         return _narrowed(self, f, reals)
@@ -280,6 +297,14 @@ class AVX512VNNI(AVXVNNI):
             return super().unit_weights(stored, bits)
         return affine_nibbles(stored, signed=False)
 
+    def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
+        if not self.spreads:
+            return super().table_weights(stored, table)
+        # vpermb reads six bits of each byte: the table stands four times, and what is beside a nibble does not matter.
+        f, high = stored.fn, (stored.bits(self.shorts) >> 4).bits(stored.type)
+        codes = f.constant(stored.type, [code + 128 for code in table] * 4)
+        return [f.call(stored.type, "llvm.x86.avx512.permvar.qi.512", codes, indices) for indices in (stored, high)]
+
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
         return super().kept_codes(stored, bits) if bits == 8 or not self.affine else affine_nibbles(stored, signed=False)
 
@@ -288,7 +313,10 @@ class AVX512VNNI(AVXVNNI):
         return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, places.bits("<64 x i1>"))
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, signed) if bits == 4 else super().float_codes(f, stored, bits, signed)
+        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, table)
 
 
 class AVX512BF16(AVX512VNNI):
@@ -306,12 +334,12 @@ class AVX512BF16(AVX512VNNI):
     # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
     bf16_pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
 
-    def bf16_codes(self, f: Function, stored: Value, signed: bool) -> list[Value]:
-        """Stored 4-bit codes (quads) -> pairs of bfloat16 weights for each of `bf16_pairs`, exactly."""
-        values = [float(i - 8 if signed else i) for i in range(16)] * 2  # vpermw reads five bits: the table stands twice
-        table = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
+    def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
+        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_pairs`, exactly."""
+        values = [float(code) for code in table or _codes(signed)] * 2  # vpermw reads five bits: the table stands twice
+        numbers = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
         words = stored.bits("<32 x i16>")
-        return [f.call("<32 x i16>", "llvm.x86.avx512.permvar.hi.512", table, words >> (4 * s)) for s in range(4)]
+        return [f.call("<32 x i16>", "llvm.x86.avx512.permvar.hi.512", numbers, words >> (4 * s)) for s in range(4)]
 
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
         both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
@@ -361,9 +389,21 @@ def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
     return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
 
 
-def _looked_up(isa: ISA, f: Function, stored: Value, signed: bool) -> Iterator[tuple[int, Value]]:
+def _codes(signed: bool) -> tuple[int, ...]:
+    """Those of 4 bits, in the order of how they are stored."""
+    return tuple(range(-8, 8) if signed else range(16))
+
+
+def _looked_up(isa: ISA, f: Function, stored: Value, table: Sequence[int]) -> Iterator[tuple[int, Value]]:
     """`ISA.float_codes` of 4-bit codes, one lookup a nibble: vpermps reads the low four bits of each lane."""
-    table = f.constant(isa.floats, [float(i - 8 if signed else i) for i in range(16)])
+    numbers = f.constant(isa.floats, [float(code) for code in table])
     words = stored.bits(isa.ints)
     for s in range(8):
-        yield (s >> 1) + 4 * (s & 1), f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", table, words >> (4 * s))
+        yield (s >> 1) + 4 * (s & 1), f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", numbers, words >> (4 * s))
+
+
+def _picked_bytes(indices: Value, table: Sequence[int]) -> Value:
+    """`ISA.looked_up`, which vpshufb does in each 16 bytes."""
+    f, size = indices.fn, lanes_of(indices.type)
+    name = "avx512.pshuf.b.512" if size == 64 else "avx2.pshuf.b"
+    return f.call(indices.type, f"llvm.x86.{name}", f.constant(indices.type, [*table] * (size // 16)), indices)

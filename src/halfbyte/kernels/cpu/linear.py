@@ -117,7 +117,7 @@ class LinearKernel:
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
         self.element_bytes = dtype.itemsize
-        element = self.isa.activation_bytes(inner, fmt.bits)
+        element = self.isa.activation_bytes(inner, fmt.code_bits)
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
         self._of, self._zeroed = (fmt, n, k, dtype, inner, activation), zeroed
@@ -257,9 +257,12 @@ def specs(
 ) -> tuple[TileSpec, RowSpec]:
     """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
-    bits = fmt.bits
+    bits = fmt.code_bits
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
     shifted, whole_row = integers and activation.endswith("_offset"), integers and activation.startswith("row")
+    if shifted and fmt.family == "iq4" and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+        what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
+        raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
     by_row = whole_row and not shifted
     by_block = integers and source != "i8" and not by_row and not shifted
     # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
@@ -270,6 +273,7 @@ def specs(
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
     weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse}
+    weight |= {"table": fmt.family if fmt.table else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
     shared |= {"folded": folded, "biased": biased}
     row = RowSpec(

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from halfbyte.formats.spec import Format
+from halfbyte.formats.spec import TABLES, Format
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
@@ -48,7 +48,7 @@ _FEW_ROWS = 8  # of a tile that waits for memory
 
 def biasable(fmt: Format, block: int) -> bool:
     """Whether ROUND + a block's sum of products is a float exactly, and ROUND times a scale, too; and sums of activations are int16."""
-    largest = 1 << (fmt.bits - 1) if fmt.signed else (1 << fmt.bits) - 1
+    largest = 1 << (fmt.code_bits - 1) if fmt.signed else (1 << fmt.bits) - 1
     fits = block * largest * 127 <= 1 << 22 and (fmt.zero != "point" or block * 127 < 1 << 15)
     return fmt.scale == torch.float16 and fits
 
@@ -63,7 +63,7 @@ class TileSpec:
     """What a tile is compiled for. M, N, K and the block's length are arguments.
 
     inner    what the products are made of
-    bits, signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
+    bits (of a code), signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
     pairs    records hold sums of pairs
     unit     elements of K taken at a time; `single`: a block is one unit of 32
     by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
@@ -73,7 +73,7 @@ class TileSpec:
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
-    expands, sparse   as in `expanded.py` and `sparse.py`
+    expands, sparse, table   as in `expanded.py` and `sparse.py`; the format's family, where its codes are in a table
     """
 
     inner: Inner
@@ -94,6 +94,7 @@ class TileSpec:
     biased: bool = False
     expands: bool = False
     sparse: bool = False
+    table: str = ""
 
     @property
     def signed(self) -> bool:
@@ -137,15 +138,15 @@ class Tile:
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
-        self.unit_bytes = data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
+        self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired, TABLES.get(spec.table, ()))
+        self.unit_bytes = data_bytes(self.int8.stored_bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
         self.prefetcher = Prefetcher(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, record, *ahead) if ahead else None
-        self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
         self.count = spec.rows * spec.vectors
-        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired)
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals
         self.apart = spec.inner == "int8" and isa.apart(spec.bits)
@@ -375,8 +376,7 @@ class Tile:
             int8 = self.int8 if unit is None or self.int8.steps else replace(self.int8, steps=lambda _: unit.steps())
             new, new_sums = self.isa.int8_unit(f, int8, rows, activations, sums[: self.count], sums[self.count :])
             return [*new, *new_sums]
-        step = self._bf16_row if spec.inner == "bf16" else self._float_row
-        row_k = 32 // spec.bits
+        step, row_k = self._bf16_row if spec.inner == "bf16" else self._float_row, 32 // self.int8.stored_bits
         for t in range(spec.unit // row_k):
             stored = self.isa.stored(rows + t * PANEL * 4, spec.vectors) if unit is None else unit.stored(t)
             sums = step(stored, a + t * row_k * self.row_unit_bytes // spec.unit, sums)
@@ -385,7 +385,7 @@ class Tile:
 
     def _float_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        by_vector = [isa.float_codes(f, s, spec.bits, spec.signed) for s in stored]
+        by_vector = [isa.float_weights(f, s, self.int8, spec.signed) for s in stored]
         out = list(totals)
         for parts in zip(*by_vector, strict=True):
             for i in range(spec.rows):
@@ -398,7 +398,7 @@ class Tile:
     def _bf16_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
         assert isinstance(isa, AVX512BF16)
-        by_vector = [isa.bf16_codes(f, s, spec.signed) for s in stored]
+        by_vector = [isa.bf16_codes(f, s, spec.signed, self.int8.table) for s in stored]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):
             for i in range(spec.rows):

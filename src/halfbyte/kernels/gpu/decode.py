@@ -10,6 +10,9 @@ A float whose mantissa's low bits are a code is a constant plus the code: 0x6400
              bfloat16   (128 + low 7 bits) - (128 + 128 * sign bit) = q: two LOP3 and a subtraction, no constant left to take off
              Where neighbours are every other byte (`int8_pairs`), a shift of the word takes the place of its two PRMT.
 
+4-bit floats (e2m1: a sign, two bits of exponent, one of mantissa) are floats once their bits are where those of float16 or bfloat16 are,
+but for the exponent's bias: a multiplication, by 2^15 or 2^127, gives twice their value, subnormal ones included (`e2m1`).
+
 `minus` takes the constant and the point off with one fused multiply-add for two elements, which also divides by 16. All of it is
 exact, for points too: integers of at most 8 bits are numbers of all three types.
 
@@ -38,6 +41,21 @@ BYTES_BF16 = tl.constexpr(
     )
     + "}"
 )
+
+
+def _e2m1(shifted: str, down: int, mask: str, power: str, fma: str) -> str:
+    """`shifted` puts the four bits highest in each half of t: the sign is there then, and magnitudes go where those of a float are. Times a
+    power of two; + 0, so that there is no -0."""
+    return (
+        f"{{.reg .b32 s, t, u; {shifted} shr.b32 u, t, {down}; and.b32 u, u, {mask}; lop3.b32 t, t, 0x80008000, u, 0xea;"
+        f"mov.b32 s, 0; mov.b32 u, {power}; {fma} $0, t, u, s;}}"
+    )
+
+
+_F16, _BF16 = (3, "0x0e000e00", "0x78007800", "fma.rn.f16x2"), (6, "0x01c001c0", "0x7f007f00", "fma.rn.bf16x2")
+_E2M1_F16, _E2M1_BF16 = (tl.constexpr(_e2m1("and.b32 s, $2, 255; shl.b32 t, $1, s;", *how)) for how in (_F16, _BF16))
+# Of each plane, for kernels that take planes one by one.
+E2M1_F16, E2M1_BF16 = (tl.constexpr(tuple(_e2m1(f"shl.b32 t, $1, {12 - 4 * j};", *how) for j in range(4))) for how in (_F16, _BF16))
 # t = each half of $1 >> its half of $2. In the layouts that kernels have the shifts are constants and alike, and one instruction is left.
 _SHIFTED = (
     "{.reg .pred p; .reg .b32 s, t, u, v; and.b32 s, $2, 0xffff; shr.b32 u, $2, 16; setp.eq.u32 p, s, u; shr.b32 t, $1, s;"
@@ -87,6 +105,29 @@ def nibbles(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
             return tl.inline_asm_elementwise(_NIBBLES_F16, "=r,r,r,r", [words, shift, mask], dtype=tl.float16, is_pure=True, pack=2)
         else:
             return tl.inline_asm_elementwise(_NIBBLES_BF16, "=r,r,r,r", [words, shift, mask], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def e2m1(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words [rows, 1, columns] of 4-bit floats -> twice the values of their planes, [rows, 4, columns] in DTYPE."""
+    SHAPE: tl.constexpr = (words.shape[0], 4, words.shape[2])
+    words = tl.broadcast_to(words, SHAPE)
+    plane = tl.arange(0, 4)[None, :, None]
+    if not ASM:
+        return e2m1_codes(words.to(tl.int32) >> 4 * plane & 15).to(tl.float32).to(DTYPE)
+    shift = tl.broadcast_to((12 - 4 * plane).to(tl.int16), SHAPE)
+    if DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(_E2M1_F16, "=r,r,r", [words, shift], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(_E2M1_BF16, "=r,r,r", [words, shift], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def e2m1_codes(u):
+    """4-bit floats, int32 -> twice their values."""
+    magnitude = u & 7
+    code = tl.where(magnitude < 2, magnitude, 2 + (magnitude & 1) << (magnitude >> 1) >> 1)
+    return tl.where(u > 7, -code, code)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import spread
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
+from halfbyte.kernels.gpu.decode import e2m1_codes
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD
@@ -44,6 +45,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
         BITS=geo.format.bits,
         ZERO=ZEROS[geo.format.zero],
+        TABLE=bool(geo.format.table),
         G=min(geo.padded, RECORD),
         CONTIGUOUS=geo.contiguous,
         EARLY=early,
@@ -70,6 +72,7 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
             geo.n,
             BITS=geo.format.bits,
             ZERO=ZEROS[geo.format.zero],
+            TABLE=bool(geo.format.table),
             G=min(geo.padded, RECORD),
             HELD=held,
             num_warps=max(1, held // 2),
@@ -83,9 +86,11 @@ def _sizes(geo: gpu_tiles.Geometry) -> tuple[int, ...]:
 
 
 @triton.jit
-def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr):
-    """Codes as stored (int32) -> float32; s and z broadcast to u."""
-    if ZERO == 0:
+def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr):
+    """Codes as stored (int32) -> float32; s and z broadcast to u. TABLE: they are 4-bit floats."""
+    if TABLE:
+        return e2m1_codes(u).to(tl.float32) * s.to(tl.float32)
+    elif ZERO == 0:
         return (u - 8 if BITS == 4 else u).to(tl.float32) * s.to(tl.float32)
     q = u if BITS == 4 else u + 128
     if ZERO == 1:
@@ -107,7 +112,7 @@ def _place(start, i, k, block, padded):
 @triton.jit
 def _whole(
     codes, scale, zero, out, k, NP, R, block, padded, N, steps,
-    BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
     if EARLY:
@@ -136,7 +141,7 @@ def _whole(
     at = (piece * G // padded)[None, :] * NP + rn[:, None]
     s = tl.load(scale + at)[:, :, None]
     z = tl.load(zero + at)[:, :, None] if ZERO != 0 else s
-    v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO)
+    v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, TABLE)
     if CONTIGUOUS:  # the compiler sees that elements are neighbours, and stores 16 bytes at a time
         column = r * 128 + tl.arange(0, 128)
         real = column < k
@@ -153,7 +158,7 @@ def _whole(
 @triton.jit
 def _rows(
     ids, codes, scale, zero, out, k, NP, R, block, padded, N,
-    BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """HELD records of one row."""
     number = tl.program_id(0).to(tl.int64)
@@ -173,7 +178,7 @@ def _rows(
     at = start // padded * NP + n
     s = tl.load(scale + at, mask=r < R, other=0)
     z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
-    v = _value(u, s, z, BITS, ZERO)
+    v = _value(u, s, z, BITS, ZERO, TABLE)
     v = tl.where(known, v, float("nan")).to(out.dtype.element_ty)
     column, real = _place(start, plane * 32 % G + kq, k, block, padded)
     tl.store(out + number * k + column, v, mask=real & (r < R))

@@ -101,6 +101,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
         zero=geo.format.zero,
         clamp=False,
         lifted=gemm_hopper.lifted(problem),
+        table=bool(problem.format.table),
     )
     if geo.format.bits == 4:
         codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.layouts import gpu_tiles
@@ -76,6 +77,7 @@ class Static:
     clamp: bool
     sent: bool = False  # tiles are written by TMA, from stages of x
     lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
+    table: bool = False  # codes are 4-bit floats
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
     @property
@@ -287,7 +289,7 @@ def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.const
         POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
         zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
     q = plane
-    if not SIGNED or S.zero != "none":
+    if (not SIGNED or S.zero != "none") and not S.table:
         q = fma(plane, factor, zero)
     if not S.whole:
         offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
@@ -355,9 +357,10 @@ def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
     elif DTYPE == gl.float16:
-        u = gl.inline_asm_elementwise(PLANES_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
+        HALVES: gl.constexpr = E2M1_F16 if S.table else PLANES_F16
+        u = gl.inline_asm_elementwise(HALVES[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
     else:
-        TEXTS: gl.constexpr = PLANES_TINY if S.lifted else PLANES_BF16
+        TEXTS: gl.constexpr = E2M1_BF16 if S.table else PLANES_TINY if S.lifted else PLANES_BF16
         u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
     if S.lifted:
         return _lifted(u, tails, PLANE, DTYPE, S)

@@ -168,10 +168,11 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
         scale_bytes=geo.format.scale.itemsize,
         together=together,
         scaled=floats and geo.block_rows > 1 and fewer,
-        lifted=floats and geo.format.bits == 4 and problem.dtype == torch.bfloat16,
+        lifted=floats and geo.format.code_bits == 4 and problem.dtype == torch.bfloat16,
         integers=problem.compute == "int8",
         clamp=clamp,
         partitions=config.partitions,
+        table=bool(geo.format.table),
         gated=gated,
         sparse=problem.sparse,
     )

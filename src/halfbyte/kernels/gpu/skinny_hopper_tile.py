@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
+from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper_tile import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
@@ -55,6 +55,7 @@ class Static:
     integers: bool
     clamp: bool
     partitions: int
+    table: bool  # codes are 4-bit floats
     gated: bool = False  # half of a tile's panels are gates of the others
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
 
@@ -183,7 +184,8 @@ def _plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYP
         u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([ROWS, 32]).to(DTYPE, bitcast=True)
         u = gl.convert_layout(u, OPERAND, assert_trivial=True)
     else:
-        TEXTS: gl.constexpr = PLANES_TINY if S.lifted else PLANES_F16
+        FLOATS: gl.constexpr = E2M1_F16 if DTYPE == gl.float16 else E2M1_BF16
+        TEXTS: gl.constexpr = FLOATS if S.table else PLANES_TINY if S.lifted else PLANES_F16
         u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.int16, is_pure=True, pack=2).to(DTYPE, bitcast=True)
     ODD: gl.constexpr = PLANE % 2 == 1 and S.bits == 4
     SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # u - 128 already
@@ -197,7 +199,7 @@ def _plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYP
     else:
         LEAST: gl.constexpr = 8.0 / LIFT if S.lifted else (64.0 if ODD else 1024.0) + (8.0 if S.bits == 4 else 128.0)
         constant = gl.full([ROWS, 1], -LEAST, DTYPE, layout=OPERAND)
-    if SIGNED and not S.point:
+    if (SIGNED and not S.point) or S.table:
         return u
     else:
         return fma(u, gl.full([ROWS, 1], TIMES, DTYPE, layout=OPERAND), constant)

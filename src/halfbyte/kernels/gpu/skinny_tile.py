@@ -94,6 +94,7 @@ class Static:
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
     wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
     gated: bool = False
+    table: bool = False  # codes are 4-bit floats
     taps: int = 0  # of a convolution, whose patches are the rows of x
 
     @property
@@ -157,6 +158,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         pdl=config.pdl,
         bits=bits,
         zero=geo.format.zero,
+        table=bool(geo.format.table),
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
         whole=geo.block_rows == 1,
@@ -500,7 +502,7 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
     if S.bits == 4:
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
-        values = decode.nibbles(codes, DTYPE, S.ptx)
+        values = decode.e2m1(codes, DTYPE, S.ptx) if S.table else decode.nibbles(codes, DTYPE, S.ptx)
     elif S.turned:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 2))  # batch, slice, band, khalf, rowhalf, row, k4, step, word
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL * 8, 1, 8))
@@ -511,7 +513,7 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
         values = decode.minus(values, _spread(zeros, S), S.bits, S.ptx)
     elif S.zero == "offset":
         values = decode.minus(values, tl.full((1, 1, 1), 0, tl.int16), S.bits, S.ptx)
-    elif S.bits == 4 or DTYPE == tl.float16:
+    elif (S.bits == 4 or DTYPE == tl.float16) and not S.table:
         values = decode.minus(values, None, S.bits, S.ptx)
     if S.mode == "sums":
         w = _operand(values, S)
