@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -87,7 +86,6 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     for m in (1, 2, 3, 17, 33):  # the first two without the unit
         assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
     for ahead in (1, 3, 7):
-        monkeypatch.setattr(EmulatedTiles, "blocks_ahead", ahead - 1)
         monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
         monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
         again = kernel_of(fmt, n, k, torch.float32, way)
@@ -136,29 +134,40 @@ def count(lines: list[str], instruction: str) -> int:
     return sum(line.startswith(f"\t{instruction}\t") for line in lines)
 
 
-def test_totals_of_short_blocks_stay_in_registers() -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, 16, 1, "f32"))
-    assert count(lines, "tdpbssd") == 2  # of the first blocks and of the following ones
-    assert count(lines, "tileloadd") == 4
-    first = next(i for i, line in enumerate(lines) if "vcvtdq2ps" in line)
-    last = max(i for i, line in enumerate(lines) if "vfmadd" in line)
-    scaling = Counter(line.split()[0] for line in lines[first : last + 1] if line.startswith("\tv"))
-    for instruction in ("vcvtdq2ps", "vmulps", "vfmadd231ps"):
-        assert scaling[instruction] == 16
-    assert not any(re.search(r"vmov\w+\s.*%r[sb]p.*%zmm", line) for line in lines[first : last + 1])  # no total was in memory
+SHORT = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, 32, 2, "f32", biased=True)
+LONG = TileSpec("int8", 4, "f16", "none", False, 64, False, False, False, 32, 2, "f32", biased=True)
 
 
-def test_long_blocks_are_four_products_for_four_loads() -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", "none", False, 64, False, False, False, 32, 2, "f32"))
-    assert count(lines, "tdpbssd") == count(lines, "tileloadd") == count(lines, "tilestored") == 2 * 4
-    assert count(lines, "ldtilecfg") == 1
-    assert sum("tilerelease" in line for line in lines) == 1
+@pytest.mark.parametrize("spec", [SHORT, LONG])
+def test_totals_are_read_and_written_once_a_block(spec: TileSpec) -> None:
+    lines = assembly(spec)
+    start = next(i for i, line in enumerate(lines) if "\tvfmadd" in line)
+    stop = max(i for i, line in enumerate(lines) if "\tvfmadd" in line)
+    scaling = lines[start : stop + 3]
+    assert sum("\tvfmadd" in line for line in scaling) == 2 * 64
+    assert sum(bool(re.match(r"\tvmovap[sd]\t%zmm\d+, .*\(", line)) for line in scaling) == 64
+
+
+def test_four_products_for_four_loads() -> None:
+    short, long = assembly(SHORT), assembly(LONG)
+    assert count(short, "tdpbssd") == 4
+    assert count(short, "tileloadd") == 4 + 4  # the latter of what sums begin at
+    assert count(long, "tdpbssd") == 2 * 4  # of a block's first unit, and of the others
+    assert count(long, "tileloadd") == 2 * 4 + 4
+    for lines in (short, long):
+        assert count(lines, "tilestored") == 2 * 4  # of the block before, and of the last one
+        assert count(lines, "ldtilecfg") == sum("tilerelease" in line for line in lines) == 1
+
+
+def test_sums_are_stored_between_the_first_products_of_the_next_block() -> None:
+    names = [line.split()[0] for line in assembly(SHORT) if line.startswith(("\ttdp", "\ttilestored"))]
+    assert names[:8] == ["tilestored", "tdpbssd"] * 4
 
 
 @pytest.mark.parametrize("zero", ["none", "point"])
 def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
-    lines = assembly(TileSpec("int8", 4, "f16", zero, False, 64, False, False, False, 32, 2, "f32"))
-    assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # thrice in the code: low and high, two vectors, eight rows of eight k
+    lines = assembly(replace(LONG, zero=zero, biased=False))
+    assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # at three places: low and high, two vectors, eight rows of eight k
     assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
 
 
@@ -173,7 +182,7 @@ def test_the_map_of_bits_gives_the_code(first: int, signed: bool) -> None:
 
 
 def test_bytes_are_multiplied_where_they_lie() -> None:
-    lines = assembly(TileSpec("int8", 8, "f16", "none", False, 64, False, False, False, 32, 2, "f32"))
+    lines = assembly(replace(LONG, bits=8, biased=False))
     assert count(lines, "tdpbsud") == 2 * 4
     assert not count(lines, "vgf2p8affineqb")
 

@@ -1,8 +1,9 @@
 """The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel, with the arithmetic of `tile.py`.
 
-Three walks over a panel go side by side, so that none waits for another: 4-bit weights are unpacked to int8 or bfloat16 into a
-small ring of memory, some units of k before they are multiplied (8-bit weights are multiplied where they lie); and the sums of a
-block, which leave the unit through memory, are scaled and added to the outputs some blocks after they were multiplied.
+4-bit weights are unpacked to int8 or bfloat16 into a small ring of memory, a unit of k before they are multiplied; 8-bit weights are
+multiplied where they lie. The sums of a block leave the unit through memory. They are stored between the first products of the next block,
+since a store that waits for its product keeps other products waiting, and then scaled. What memory that takes should be small: the
+activations and weights that pass share the first-level cache with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Function, Value, Variable
+from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND_BITS, RequantizingTile, Tile, TileSpec
@@ -37,69 +38,117 @@ class MatrixTile(Tile):
         self.asks = f.parameters[-2].equals(0)  # the first row tile does
         self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
-        self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
-        # Sums of blocks, and of their weights where activations have an offset; as many as are multiplied before one is scaled, and one.
+        self.parts = [range(start, min(start + half, spec.rows)) for start in range(0, spec.rows, half)]  # rows of each A
+        # Sums of blocks, and of their weights where activations have an offset.
         self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
-        self.ahead = isa.blocks_ahead if spec.inner == "int8" else isa.float_blocks_ahead
-        self.sums = f.alloca("i8", _power_of_two(self.ahead) * self.block_bytes, 64)
+        self.slots = 1 + spec.shifted
+        self.sums = f.alloca("i8", self.slots * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
         self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
-        blocks, units, last = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-        self.blocks, self.units, self.last_units = blocks, units, last
+        self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.corrected = isa.correction(spec.bits, spec.signed) != 0
         self.start: Value | None = None  # a row of what sums begin at
         if spec.biased and not self.corrected:
             self.start = f.alloca(isa.ints, 1, 64)
             self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
-        self.all_units = (blocks - 1) * units + last
+        self.all_units = (self.blocks - 1) * self.units + self.last_units
+        self.scratch = f.pinned(self.scratch, "r")  # or LLVM makes registers of all totals, and spills them
 
     def configure(self) -> None:
         spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
-        for i, (_, rows) in enumerate(self.parts):
-            shapes[_FIRST_A + i] = Register(self.row_unit_bytes, rows)
+        for i, rows in enumerate(self.parts):
+            shapes[_FIRST_A + i] = Register(self.row_unit_bytes, len(rows))
             for v in range(spec.vectors):
-                shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, rows)
+                shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, len(rows))
         for v in range(spec.vectors):
             shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_unit_bytes // 4)
         self.isa.configure(self.f, shapes)
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
+        self._ask_for_outputs(first)
         self._begin(first)
         unpacking = _Unpacking(self, first) if self.int8.stored_bits == 4 else None
-        ahead = f.variable(self.weights), f.variable(self.activations)
-        behind = f.variable(self.weights), f.variable(self.activations)
-
-        def record(walk: tuple[Variable, Variable], b: Value) -> tuple[Value, Value, Value]:
-            """Units of block b, where its scales and its fields lie; the walk goes on to the next one."""
-            w, a = walk
-            n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
-            tail, fields = w.value + n * self.unit_bytes, a.value + n * (spec.rows * self.row_unit_bytes)
-            w.value, a.value = tail + self.tail_bytes, fields + 4 * FIELDS * spec.rows
-            return n, tail, fields
-
-        def multiply(b: Value) -> None:
-            w, a = (at.value for at in ahead)
-            n, _, _ = record(ahead, b)
-            self._multiply(w, a, n, first, self._slot(b), unpacking)
-
         if unpacking is not None:
             for _ in f.loop(isa.units_ahead):
                 unpacking.step()
-        for b in f.loop(f.umin(self.blocks, f.value("i64", self.ahead))):
-            multiply(b)
-        for b in f.loop(self.blocks):
-            with f.when(b + self.ahead < self.blocks):
-                multiply(b + self.ahead)
-            n, tail, fields = record(behind, b)
-            slot = self._slot(b)
-            weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
-            self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, n)
-        self._end(first, behind[1].value)
+        for b in f.loop(self.blocks + 1):
+            with f.when(b < self.blocks):
+                self._multiply(b, first, unpacking)
+            with f.when(b.equals(self.blocks)):
+                for n in range(len(self.parts) * spec.vectors):
+                    self._store(n, b - 1)
+            with f.when(b > 0):
+                for rows in self.parts:
+                    self._scale_part(rows, b - 1, first)
+        *_, fields = self._record(self.blocks - 1)
+        self._end(first, fields + 4 * FIELDS * spec.rows)
+
+    def _record(self, b: Value) -> tuple[Value, Value, Value, Value, Value]:
+        """Where the weights and the activations of block b lie, its units, and where its scales and its fields lie."""
+        spec, f, row_bytes = self.spec, self.f, self.spec.rows * self.row_unit_bytes
+        n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
+        w = self.weights + b * (self.units * self.unit_bytes + self.tail_bytes)
+        a = self.activations + b * (self.units * row_bytes + 4 * FIELDS * spec.rows)
+        return w, a, n, w + n * self.unit_bytes, a + n * row_bytes
 
     def _slot(self, b: Value) -> Value:
         """Where the sums of block b lie until they are scaled."""
-        return self.sums + (b & _power_of_two(self.ahead) - 1) * self.block_bytes
+        return self.sums + (b & self.slots - 1) * self.block_bytes
+
+    def _store(self, n: int, b: Value) -> None:
+        i, v = divmod(n, self.spec.vectors)
+        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.spec.vectors + v) * 64, 64 * self.spec.vectors)
+
+    def _multiply(self, b: Value, first: Value, unpacking: _Unpacking | None) -> None:
+        """The sums of block b; those of the block before are stored between its first products."""
+        spec, isa, f = self.spec, self.isa, self.f
+        product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
+        w, a, units, _, _ = self._record(b)
+
+        def unit(u: Value, begins: bool) -> None:
+            if unpacking is not None:
+                unpacking.step()
+                weights, stride = unpacking.taken(), 64 * spec.vectors
+            else:
+                weights, stride = w + u * self.unit_bytes + first * 4, 4 * PANEL
+                self.ask_for(w + u * self.unit_bytes)
+            for i, rows in enumerate(self.parts):
+                at = a + u * (spec.rows * self.row_unit_bytes) + rows.start * self.row_unit_bytes
+                isa.tile_load(f, _FIRST_A + i, at, self.row_unit_bytes)
+                for v in range(spec.vectors):
+                    n = i * spec.vectors + v
+                    if i == 0:
+                        isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
+                    if begins:
+                        self._store(n, b - 1)
+                        if self.start is None:
+                            isa.tile_zero(f, n)
+                        else:
+                            isa.tile_load(f, n, self.start, 0)
+                    product(f, n, _FIRST_A + i, _FIRST_W + v)
+            for v, total in enumerate(weight_sums):
+                for quad in range(spec.unit // 4):
+                    four = weights.load(isa.quads, quad * stride + v * 64, 64)
+                    total.value = isa.byte_sums(f, total.value, four, signed=spec.bits == 4)
+
+        unit(f.value("i64", 0), True)
+        if not spec.single:
+            for u in f.loop(units, 1):
+                unit(u, False)
+        for v, total in enumerate(weight_sums):
+            self._slot(b).store(total.value, (self.count + v) * 64, 64)
+
+    def _scale_part(self, rows: range, b: Value, first: Value) -> None:
+        """Adds the sums of these rows in block b: 16 x 16 outputs at a time."""
+        spec, isa = self.spec, self.isa
+        _, _, units, tail, fields = self._record(b)
+        slot = self._slot(b)
+        weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
+        for v in range(spec.vectors):
+            self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
+            self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, units)
 
     def _sum(self, slot: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
         spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
@@ -108,39 +157,6 @@ class MatrixTile(Tile):
             return total + self._field(fields, 1, row, "i32") if self.corrected else total
         zero = self._zero(tail, first, v) if spec.zero == "point" else None
         return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
-
-    def _multiply(self, w: Value, a: Value, units: Value, first: Value, to: Value, unpacking: _Unpacking | None) -> None:
-        """The sums of one block."""
-        spec, isa, f = self.spec, self.isa, self.f
-        product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
-        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
-        totals = [(i, v) for i in range(len(self.parts)) for v in range(spec.vectors)]
-        for n in range(len(totals)):
-            if self.start is None:
-                isa.tile_zero(f, n)
-            else:
-                isa.tile_load(f, n, self.start, 0)
-        for u in f.loop(units):
-            if unpacking is not None:
-                unpacking.step()
-                weights, stride = unpacking.taken(), 64 * spec.vectors
-            else:
-                weights, stride = w + u * self.unit_bytes + first * 4, 4 * PANEL
-                self.ask_for(w + u * self.unit_bytes)
-            for v in range(spec.vectors):
-                isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
-            for i, (start, _) in enumerate(self.parts):
-                isa.tile_load(f, _FIRST_A + i, a + u * (spec.rows * self.row_unit_bytes) + start * self.row_unit_bytes, self.row_unit_bytes)
-                for v in range(spec.vectors):
-                    product(f, i * spec.vectors + v, _FIRST_A + i, _FIRST_W + v)
-            for v, total in enumerate(weight_sums):
-                for quad in range(spec.unit // 4):
-                    four = weights.load(isa.quads, quad * stride + v * 64, 64)
-                    total.value = isa.byte_sums(f, total.value, four, signed=spec.bits == 4)
-        for n, (i, v) in enumerate(totals):
-            isa.tile_store(f, n, to + (self.parts[i][0] * spec.vectors + v) * 64, 64 * spec.vectors)
-        for v, total in enumerate(weight_sums):
-            to.store(total.value, (self.count + v) * 64, 64)
 
     def ask_for(self, unit: Value) -> None:
         """Ask for the memory that the stream of weights comes to some time after this unit."""

@@ -49,11 +49,9 @@ class AMXTiles(AVX512BF16):
     name = "amx_int8"
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
-    register_totals = ROWS
+    register_totals = 0
     chunk_bytes = 1 << 20
-    # How far multiplying is ahead of scaling, and unpacking ahead of multiplying. Measured on Sapphire Rapids: floats scaled at once are
-    # a quarter faster than two blocks later, bytes of short blocks a third slower than one block later.
-    blocks_ahead, float_blocks_ahead, units_ahead = 1, 0, 2
+    units_ahead = 1  # how far unpacking is ahead of multiplying
 
     def __init__(self) -> None:
         super().__init__(intel=True)
@@ -63,12 +61,7 @@ class AMXTiles(AVX512BF16):
         return super().missing() or refusal()
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
-        # Short blocks: the totals of 16 x 16 outputs stay in registers. Long ones: four products for four loads of tiles.
-        if m <= ROWS // 2:
-            return Tiling(m, 2)
-        if geo.block > COLUMN_BYTES:
-            return Tiling(min(m, 2 * ROWS), 2)
-        return Tiling(min(m, ROWS), 1 if inner == "int8" else 2)
+        return Tiling(min(m, 2 * ROWS), 2)  # four products for four loads of tiles
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""

@@ -153,7 +153,9 @@ class Tile:
         self.accumulators: Value | None = None
         self.scratch = f.alloca(isa.floats, self.count, 4 * isa.lanes)
         self.totals: list[Variable] = []
+        self.out_element = "float" if spec.out == "f32" else "i16"
         self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
+        self.scaled_rows, self.scaled_vectors = range(spec.rows), range(spec.vectors)  # of the sums that `_scale` takes
 
     @property
     def scale_bytes(self) -> int:
@@ -162,10 +164,6 @@ class Tile:
     @property
     def out_bytes(self) -> int:
         return 4 if self.spec.out == "f32" else 2
-
-    @property
-    def out_element(self) -> str:
-        return "float" if self.spec.out == "f32" else "i16"
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
@@ -419,11 +417,11 @@ class Tile:
             self._scale_biased(total, fields, scales, lifts, zeros)
             return
         code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
-        for i in range(spec.rows):
+        for i in self.scaled_rows:
             scale = self._field(fields, 0, i, "float") if spec.inner == "int8" and not spec.by_row else None
             total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
             correction = self._field(fields, 1, i, "float") if spec.folded else None
-            for v in range(spec.vectors):
+            for v in self.scaled_vectors:
                 x, zero = total(i * spec.vectors + v), zeros[v]
                 if spec.inner == "int8":
                     x = x.to("float")
@@ -449,10 +447,10 @@ class Tile:
         highest, points = highest_point(isa, spec.bits, spec.zero, spec.biased), list[Value]()
         if spec.zero == "point":
             points = [zero * -1 + highest for zero in zeros if zero is not None]
-        for i in range(spec.rows):
+        for i in self.scaled_rows:
             scale = self._field(fields, 0, i, "float")
             total_x = self._field(fields, 2, i, "i32" if points else "float") if spec.zero != "none" else None
-            for v in range(spec.vectors):
+            for v in self.scaled_vectors:
                 n = i * spec.vectors + v
                 x, out, zero = total(n), self._total(n), zeros[v]
                 if total_x is not None and points:
@@ -556,7 +554,7 @@ class RequantizingTile(Tile):
     def _scale(
         self, total: Callable[[int], Value], fields: Value, tail: Value, first: Value, weight_sums: list[Value], units: Value
     ) -> None:
-        for n in range(self.count):
+        for n in (i * self.spec.vectors + v for i in self.scaled_rows for v in self.scaled_vectors):
             self._set_total(n, self._total_sum(n, total(n)).bits(self.isa.floats))
 
     def _total_sum(self, n: int, block_sum: Value) -> Value:
