@@ -149,6 +149,8 @@ def _check(fmt: Format, shape: tuple[int, ...], axis: int, ranges: Ranges) -> No
             raise FormatError(f"a run along a dimension of {size} lies in 0 … {size}, got {start} … {stop}")
         if start % unit or (stop % unit and (stop != size or i < len(ranges) - 1)):
             raise FormatError(f"{fmt} codes are cut along K after whole blocks, at multiples of {unit}, got {start} … {stop} of {size}")
+    if axis == len(shape) - 1 and size and fmt.block == "channel" and all(start == stop for start, stop in ranges):
+        raise FormatError(f"{fmt} codes are cut along K into parts of one input at least, for each has the scales of all rows, got none")
 
 
 def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | None:
