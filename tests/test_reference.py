@@ -64,7 +64,8 @@ def scalar_steps(x: np.ndarray, with_offset: bool) -> tuple[list[int], np.float3
     return [max(-127, min(127, v)) for v in q], scale, offset
 
 
-@given(sizes, st.sampled_from([1, 3, 32, 70]), activations, seeds, st.sampled_from([1.0, 1e-30, 1e-37, 1e-42, 1e36, 0.0]))
+# The largest factor leaves the sum of two activations finite: 300 is more than any of random_rows.
+@given(sizes, st.sampled_from([1, 3, 32, 70]), activations, seeds, st.sampled_from([1.0, 1e-30, 1e-37, 1e-42, 3e38 / 2 / 300, 0.0]))
 def test_activations_are_quantized_by_their_definition(
     size: tuple[int, int, int], block: int, activation: str, seed: int, factor: float
 ) -> None:
