@@ -16,7 +16,6 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "HALFBYTE_CACHE": env.cache,
     "HALFBYTE_DUMP": env.dump,
     "HALFBYTE_ISA": env.isa,
-    "HALFBYTE_SPARSE": env.sparse,
     "HALFBYTE_THREADS": env.threads,
     "HALFBYTE_TUNE": env.tune,
 }
@@ -94,15 +93,14 @@ def test_bad_threads(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         env.threads()
 
 
-@pytest.mark.parametrize(("name", "read"), [("HALFBYTE_TUNE", env.tune), ("HALFBYTE_SPARSE", env.sparse)])
-def test_switches(name: str, read: Callable[[], bool | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read()
+def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not env.tune()
     for value, meaning in ((" 1 ", True), ("0", False)):
-        monkeypatch.setenv(name, value)
-        assert read() is meaning
-    monkeypatch.setenv(name, "yes")
-    with pytest.raises(ArgumentError, match=f"{name} is 'yes': use 1 or 0"):
-        read()
+        monkeypatch.setenv("HALFBYTE_TUNE", value)
+        assert env.tune() is meaning
+    monkeypatch.setenv("HALFBYTE_TUNE", "yes")
+    with pytest.raises(ArgumentError, match="HALFBYTE_TUNE is 'yes': use 1 or 0"):
+        env.tune()
 
 
 def test_unknown_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 
 Models        quantize_, Config, report, fuse_, shorten_, fold_batch_norms_; for transformers HalfbyteConfig, Int8Cache
 Files         save, load, load_tensors, load_gguf; convert and export, file to file
-Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_
+Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_, drop_zeros_
 Tensors       quantize -> Codes, pack -> Packed, linear, qlinear, grouped_linear, embedding, dequantize, unpack
               quantize_conv, pack_conv -> PackedConv, conv1d, conv2d, qconv2d; Format, as_format
 Processes     parallelize_, parallel_report; shard, unshard
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.qat import convert_qat_ as convert_qat_
     from halfbyte.nn.qat import prepare_qat_ as prepare_qat_
     from halfbyte.nn.report import report as report
+    from halfbyte.nn.sparsity import drop_zeros_ as drop_zeros_
     from halfbyte.nn.sparsity import prune_ as prune_
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
@@ -103,7 +104,7 @@ _HOMES = {
     "halfbyte.nn.fused": ("fuse_",),
     "halfbyte.nn.parallel": ("parallelize_", "parallel_report"),
     "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
-    "halfbyte.nn.sparsity": ("prune_",),
+    "halfbyte.nn.sparsity": ("prune_", "drop_zeros_"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),

@@ -43,7 +43,6 @@ VARIABLES = (
     Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
     Variable("HALFBYTE_ISA", f"instruction set of the CPU kernels: {', '.join(ISAS[:-1])} or {ISAS[-1]}", "the best that the CPU has"),
-    Variable("HALFBYTE_SPARSE", "1: zeros of 2:4 sparse weights are left out on CPUs and GPUs that can; 0: on neither", "on CPUs alone"),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
     Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
 )
@@ -89,14 +88,10 @@ def threads() -> int | None:
 
 def tune() -> bool:
     """Whether GPU kernels are measured for each new shape (HALFBYTE_TUNE). Raises ArgumentError for anything but 0 and 1."""
-    return _switch("HALFBYTE_TUNE") == "1"
-
-
-def sparse() -> bool | None:
-    """Whether zeros of 2:4 sparse weights are left out (HALFBYTE_SPARSE); None: on CPUs alone. Raises ArgumentError for anything but 0 and
-    1."""
-    text = _switch("HALFBYTE_SPARSE")
-    return None if text is None else text == "1"
+    text = _text("HALFBYTE_TUNE")
+    if text not in (None, "0", "1"):
+        raise ArgumentError(f"HALFBYTE_TUNE is {text!r}: use 1 or 0, or unset it")
+    return text == "1"
 
 
 def unknown() -> list[str]:
@@ -108,13 +103,6 @@ def unknown() -> list[str]:
 def _text(name: str) -> str | None:
     """The value without surrounding blanks; empty counts as not set."""
     return os.environ.get(name, "").strip() or None
-
-
-def _switch(name: str) -> str | None:
-    text = _text(name)
-    if text not in (None, "0", "1"):
-        raise ArgumentError(f"{name} is {text!r}: use 1 or 0, or unset it")
-    return text
 
 
 def _folder(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from samples import random_codes, same_codes, sparse_codes
 from support import RUNNABLE, activations, run_linear
 
 import halfbyte as hb
-from halfbyte.errors import FormatError, KernelError
+from halfbyte.errors import ArgumentError, FormatError, KernelError
 from halfbyte.formats import Codes, Format
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels import reference
@@ -19,7 +20,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.linear import LinearKernel
 from halfbyte.kernels.cpu.tile import TileSpec
 from halfbyte.layouts.base import Packed
-from halfbyte.layouts.cpu_tiles import SPARSE, unpack
+from halfbyte.layouts.cpu_tiles import NAME, SPARSE, unpack
 from halfbyte.ops.functions import pack_dense
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -121,6 +122,8 @@ def test_report_and_explain_say_it() -> None:
     hb.fuse_(mlp)
     assert mlp["up_proj"].packed.layout == SPARSE
     assert all(torch.equal(mlp[name](x), y) for name, y in zip(mlp, alone, strict=True))
+    with pytest.raises(ArgumentError, match="call drop_zeros_ first, then fuse_"):
+        hb.drop_zeros_(mlp)
     asked = {"m": 1, "n": 64, "k": 64, "sparse": True, "measured": False}
     assert "2:4: half of the codes" in str(hb.explain(**asked, format="int8_g64"))
     assert "not 2:4: formats with float offsets" in str(hb.explain(**asked, format="q4_1"))
@@ -130,3 +133,22 @@ def test_report_and_explain_say_it() -> None:
     assert hopper.to_json()["sparsity"] == "2:4"
     assert "not 2:4: it is made of Hopper's" in str(hb.explain(**asked, format="q4_0", device="sm_80"))
     assert "not 2:4: experts" in str(hb.explain(**asked, format="q4_0", experts=2, device="sm_90"))
+
+
+@needs_vbmi2
+def test_zeros_of_a_model_are_left_out_as_asked() -> None:
+    head, table = torch.nn.Linear(64, 96, bias=False), torch.nn.Embedding(96, 64)
+    model = torch.nn.ModuleList([head, table])
+    hb.prune_(torch.nn.ModuleList([head]), "2:4")
+    table.weight = head.weight
+    hb.quantize_(model, hb.Config("int8_channel", embedding=None))
+    x, before = torch.randn(3, 64), model[0].packed
+    y = model[0](x)
+    hb.drop_zeros_(model, sparse=False)
+    assert (before.layout, model[0].packed.layout) == (SPARSE, NAME)
+    assert model[0].packed.data is model[1].packed.data
+    assert torch.equal(model[0](x), y)
+    model.load_state_dict(model.state_dict())
+    copy = deepcopy(model)
+    assert [module.packed.layout for module in (*model, *copy)] == [NAME] * 4
+    assert hb.drop_zeros_(copy)[1].packed.layout == SPARSE

@@ -153,12 +153,11 @@ def test_operations(name: str, device: torch.device, gpu: Gpu) -> None:
         assert torch.equal(y, wanted)
 
 
-def test_a_model(device: torch.device, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model(device: torch.device, gpu: Gpu) -> None:
     if device.type != "cuda" or gpu.capability != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("HALFBYTE_SPARSE", "1")
     mlp = torch.nn.ModuleDict({name: torch.nn.Linear(256, 512) for name in ("gate_proj", "up_proj")}).to(device, B)
-    hb.quantize_(hb.prune_(mlp, "2:4"), "int4_g128")
+    hb.drop_zeros_(hb.quantize_(hb.prune_(mlp, "2:4"), "int4_g128"))
     x = torch.randn(3, 256, device=device).to(B)
     alone = [mlp[name](x) for name in mlp]
     assert "2:4: half of the codes, zeros, are left out of 2 of 2 weights in memory" in str(hb.report(mlp))

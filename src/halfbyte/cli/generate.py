@@ -40,6 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
 
 
@@ -70,7 +71,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     from halfbyte.nn.config import Config
 
     config = None if args.format is None else Config(args.format)
-    model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh)
+    model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh, sparse=args.sparse)
     if args.compile and not args.quiet:
         print("compiling the decoding step, which takes a minute or more", file=sys.stderr)
     torch.manual_seed(args.seed)

@@ -23,7 +23,7 @@ from torch import nn
 
 from halfbyte import ops
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.modules import AnyPacked, QuantLinear
+from halfbyte.nn.modules import AnyPacked, QuantLinear, pack_like
 from halfbyte.nn.permuted import PermutedLinear
 
 _ALL_LINEAR = "all-linear"
@@ -59,7 +59,7 @@ class QuantLoraLinear(Linear):
             codes = ops.quantize(weight, base.packed.format, name=f"the weight with {name}")
             if self._before_merge is None:
                 self._before_merge = base.packed
-            self._put(base, ops.pack(codes, base.packed.device))
+            self._put(base, pack_like(base.packed, codes, base.packed.device))
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:

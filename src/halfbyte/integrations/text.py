@@ -32,6 +32,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 from halfbyte.nn.parallel import is_parallel, parallelize_, whole_rows
+from halfbyte.nn.sparsity import drop_zeros_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +71,13 @@ class Generated:
 
 
 def open_model(
-    path: Path, device: str = "cpu", config: Config | None = None, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
+    path: Path,
+    device: str = "cpu",
+    config: Config | None = None,
+    dtype: torch.dtype | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    sparse: bool | None = None,
 ) -> tuple[Any, Any]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
@@ -78,6 +85,7 @@ def open_model(
     dtype   of the computation. By default: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU the dtype of
             config.json, and bfloat16 for a .gguf file
     mesh    of processes that share the model, each on its own `device`
+    sparse  as for `pack`
 
     Scales and offsets of a .gguf file that would be float32 are rounded to float16. The network is not used, no code from the folder is
     run, and no pickle is opened. Raises CheckpointError, ArgumentError.
@@ -92,7 +100,7 @@ def open_model(
         model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, format=config, mesh=mesh, half_scales=True)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
-        return ready(model, device, dtype), tokenizer
+        return ready(model, device, dtype, sparse), tokenizer
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is not a language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
@@ -104,7 +112,7 @@ def open_model(
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which does not generate text: name a causal language model")
     if mesh is not None and not is_parallel(model):
         parallelize_(model, mesh)
-    return ready(model, device, dtype), open_tokenizer(path)
+    return ready(model, device, dtype, sparse), open_tokenizer(path)
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -228,9 +236,11 @@ def _clear_errors(path: Path) -> Any:
         raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
 
 
-def ready(model: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+def ready(model: Any, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:
     """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `fuse_` and `shorten_`."""
     model = model.to(device)
+    if sparse is not None:
+        drop_zeros_(model, sparse)
     if dtype is not None:
         _compute_in(model, dtype)
     if model.config._attn_implementation == "sdpa":

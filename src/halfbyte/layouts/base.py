@@ -26,6 +26,7 @@ class Packed:
     shape   logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`)
     layout  name of the byte order, which the module of that name in this package defines
     data    uint8, one dimension
+    sparse  whether zeros are to be left out, as `pack` was told: on other devices, too
     name    the format's name, cached: computing it takes longer than a small kernel
     calls   what the operations keep, so that repeated calls take less time
     """
@@ -34,6 +35,7 @@ class Packed:
     shape: tuple[int, ...]
     layout: str
     data: Tensor
+    sparse: bool | None = None
     name: str = field(init=False)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
@@ -44,7 +46,7 @@ class Packed:
         return f"Packed({self.name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.format, self.shape, self.layout, self.data)
+        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ Faster
   fused.py, fused_convolutions.py       `fuse_`
 Training and pruning
   qat.py            quantization-aware training; fake_quantized.py: its modules
-  sparsity.py       `prune_`
+  sparsity.py       `prune_`, `drop_zeros_`
 Several processes
   parallel.py       `parallelize_`; parallel_plan.py: how weights are cut; parallel_sum.py: sums
 """

@@ -163,7 +163,7 @@ class _Group:
 
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
-            self.packed = ops.pack(ops.unpack(self.packed), device)
+            self.packed = ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse)
 
 
 class FusedLinear(DerivedLinear):

@@ -115,7 +115,7 @@ def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacke
     """`codes` of the same shape as those of `packed`, packed for `device`."""
     if isinstance(packed, PackedConv):
         return pack_conv(codes, packed.sizes.kernel, packed.sizes.groups, device)
-    return ops.pack(codes, device)
+    return ops.pack(codes, device, sparse=packed.sparse)
 
 
 class QuantModule(nn.Module):

@@ -30,7 +30,7 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule, pack_like
 from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.parallel_sum import all_reduce, prepare
 from halfbyte.nn.report import size_text, table
@@ -161,7 +161,7 @@ def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
     weight: Any = module.packed.data if isinstance(module, QuantModule) else any_module.weight
     if isinstance(module, QuantModule):
         if id(weight) not in moved:
-            moved[id(weight)] = ops.pack(take(module.codes(), cut.dim, mine), module.packed.device)
+            moved[id(weight)] = pack_like(module.packed, take(module.codes(), cut.dim, mine), module.packed.device)
         module._set_packed(moved[id(weight)])
     else:
         if id(weight) not in moved:

@@ -1,15 +1,16 @@
-"""Pruning a model in place: weights become 0, and stay 0 when they are quantized."""
+"""Pruning a model in place: weights become 0, and stay 0 when they are quantized. Zeros of 2:4 sparse weights are left out of memory."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
 from halfbyte.layouts.convolution import channels_first, channels_last
 from halfbyte.nn.calibrate import Calibration, as_calibration, check_given
@@ -17,7 +18,9 @@ from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of
 from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
+from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.kinds import FLOAT_MODULES
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, pack_like
 from halfbyte.nn.report import add_notes
 from halfbyte.nn.runs import Progress, Runs
 from halfbyte.nn.transposed import is_conv1d
@@ -55,6 +58,27 @@ def prune_(
     check_in_place(model)
     with expanded(model, {name for name, module in model.named_modules() if is_conv1d(module)}.__contains__):
         return _prune_expanded_(model, wanted, method, calibration, skip, progress)
+
+
+def drop_zeros_(model: nn.Module, sparse: bool = True) -> nn.Module:
+    """Packs the 2:4 sparse weights among those of QuantLinear and QuantEmbedding again: without their zeros, or with them if not `sparse`;
+    in place, and returns `model`. No code changes.
+
+    CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/sparsity.md). What is asked
+    for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`, or else ArgumentError is raised.
+    """
+    check_type(model, nn.Module, "drop_zeros_ takes a model, a torch.nn.Module", "for codes there is pack(codes, device, sparse=True)")
+    if any(isinstance(module, FusedLinear) for module in model.modules()):
+        raise ArgumentError("the model computes some layers together: call drop_zeros_ first, then fuse_")
+    done: dict[int, AnyPacked] = {}
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            old = module.packed
+            if id(old.data) not in done:
+                done[id(old.data)] = pack_like(replace(old, sparse=sparse), module.codes(), old.device)
+            module._set_packed(done[id(old.data)])
+            module.refresh()
+    return model
 
 
 def _prune_expanded_(

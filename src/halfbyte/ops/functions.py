@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte import env
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
@@ -64,19 +64,20 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     Codes of iq4 formats become integers of 8 bits on a GPU.
 
     sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
-            and few rows less time; many rows take longer on a GPU. None: as HALFBYTE_SPARSE says, or else on CPUs alone
+            and few rows less time; many rows take longer on a GPU. None: on CPUs alone
     """
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
-    asked = env.sparse() if sparse is None else sparse
     on_cpu, codes = device.type == "cpu", codes.to(device)
     if not on_cpu and codes.format.family == "iq4":
         codes = codes.integers()
     if len(codes.shape) == 3:
         return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
     if on_cpu:
-        return pack_dense(codes) if asked is False else _pack_cpu(codes)
-    return gpu_tiles.pack(codes, sparse=asked is True and cuda.leaves_zeros_out(codes))
+        packed = pack_dense(codes) if sparse is False else _pack_cpu(codes)
+    else:
+        packed = gpu_tiles.pack(codes, sparse=sparse is True and cuda.leaves_zeros_out(codes))
+    return packed if sparse is None else replace(packed, sparse=sparse)
 
 
 def _pack_cpu(codes: Codes) -> Packed:
@@ -107,7 +108,9 @@ def unpack(packed: Packed | PackedConv) -> Codes:
 
 def sparse_on(packed: Packed, gpu: Gpu) -> bool:
     """Whether a weight [N, K], wherever it is now, is packed as a 2:4 sparse one on that GPU."""
-    return packed.layout == gpu_tiles.SPARSE if packed.data.is_cuda else env.sparse() is True and cuda.leaves_zeros_out(unpack(packed), gpu)
+    return (
+        packed.layout == gpu_tiles.SPARSE if packed.data.is_cuda else packed.sparse is True and cuda.leaves_zeros_out(unpack(packed), gpu)
+    )
 
 
 def _all_codes(packed: Packed) -> Packed:
@@ -124,8 +127,8 @@ def join(parts: Sequence[Packed]) -> Packed:
     first, n = parts[0], sum(part.shape[0] for part in parts)
     if all(part.layout == cpu_tiles.NAME and part.shape[0] % cpu_tiles.PANEL == 0 for part in parts) and first.format.block != "tensor":
         data = torch.cat([part.data for part in parts], out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
-        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data)
-    return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device)
+        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse)
+    return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device, sparse=first.sparse)
 
 
 # Public functions
