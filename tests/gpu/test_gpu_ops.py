@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.cli.selftest import checks
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation
@@ -74,6 +75,11 @@ def test_linear_equals_the_reference(fmt: str, dtype: torch.dtype, m: int, compu
 def test_activation_scales(activation: Activation) -> None:
     for fmt, m in (("q4_0", 5), ("int4_g128_zp", 1), ("int8_channel", 65)):
         assert_right(torch.randn(m, K, device="cuda"), packed_weight(fmt), None, "int8", activation)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "int4_g128_zp", "int8_channel"])
+def test_doctor_finds_no_fault(fmt: str) -> None:
+    assert [check.run().fault for check in checks() if check.device != "cpu" and (check.op, check.format) == ("linear", fmt)] == [None]
 
 
 @pytest.mark.parametrize(
