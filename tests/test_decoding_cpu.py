@@ -303,8 +303,11 @@ def test_under_torch_compile(together: list[int]) -> None:
 
     def both() -> None:
         found = [run(input_ids=one, past_key_values=cache).logits for run, cache in zip((short, compiled), kept, strict=True)]
-        assert torch.equal(*found)
-        assert [int(layer.cumulative_length) for layer in kept[0].layers] == [int(layer.cumulative_length) for layer in kept[1].layers]
+        assert close(*found), "the last digits of torch's own lm_head depend on the address of what it reads"
+        for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
+            assert torch.equal(mine.keys, theirs.keys)
+            assert torch.equal(mine.values, theirs.values)
+            assert int(mine.cumulative_length) == int(theirs.cumulative_length)
 
     with torch.no_grad():
         for cache in kept:
