@@ -13,7 +13,7 @@ from halfbyte.kernels.cpu import activations, dequantize, driver, expanded, jit,
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
+from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile import Inner, TileSpec
@@ -117,8 +117,8 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tuple[int, bool]) -> None:
-    isa = BY_NAME["avx512_bf16"]
-    for m in (1, 6):
+    isa = AVX512BF16(intel=False)
+    for m in (1, 6, 8):
         spec = spec_of(isa, "bf16", 4, zero, unit, m)
         text = assembly(isa, spec)
         loop = between(text, "vdpbf16ps")
@@ -127,14 +127,15 @@ def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tu
         assert not spills(loop)
 
 
-@pytest.mark.parametrize(("unit", "panels"), [((32, True), 1), ((32, False), 1), ((32, True), 4), ((32, False), 4)])
-def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int) -> None:
+@pytest.mark.parametrize("unit", [(32, True), (32, False)])
+@pytest.mark.parametrize(("panels", "in_turn"), [(1, False), (1, True), (4, False)])
+def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int, in_turn: bool) -> None:
     isa = AVX512VNNI(intel=True)
-    spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels)
+    spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, in_turn=in_turn)
     text, outputs = assembly(isa, spec), spec.rows * spec.vectors  # a line each, asked for by tiles of one panel
     lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pairs=False)) // 64  # of a unit, and of what is behind its block
     assert count(text.splitlines(), "prefetcht0") == lines + (outputs if panels == 1 else 0)
-    assert count(text.splitlines(), "prefetcht1") == (lines if panels == 1 else 0)
+    assert count(text.splitlines(), "prefetcht1") == (lines if in_turn else 0)
 
 
 def test_avx512_float_tiles_look_nibbles_up() -> None:

@@ -83,7 +83,8 @@ class ISA:
     expands = False  # has tiles that read expanded codes
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
-    asks_in_turn = False  # where several row tiles pass over a panel, each asks for a share of the next one
+    asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
+    asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more none does
     biases = False  # whether sums of blocks become floats by what they begin at: see `tile.biasable`; has `dot_shorts`
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
     expanded_bytes = 24 << 10  # that are expanded at a time

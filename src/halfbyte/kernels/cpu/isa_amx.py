@@ -55,7 +55,7 @@ class AMXTiles(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, False, True
+        self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, 0, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

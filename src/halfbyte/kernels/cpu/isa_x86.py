@@ -274,20 +274,23 @@ class AVX512VNNI(AVXVNNI):
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
-            self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, True
+            self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, 1
+        else:
+            self.asks_in_turn, self.asking_bytes = 2, 3 << 18
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         block, few = geo.padded, m <= (3 if inner == "int8" else 2)
         panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
         if inner != "int8":
-            return Tiling(min(m, 6), 2, panels)
+            most_for_eight = 0 if self.intel else 24 if inner == "bf16" else 8
+            return Tiling(min(m, 8 if m <= most_for_eight else 6), 2, panels)
         if expandable(self, geo) and m >= (25 if block < _LONG_BLOCK else 40) and not codes:
             return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
         if block >= _LONG_BLOCK:
             return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
-        if self.intel and m in _ONE_PASS:
-            return Tiling(m, 1)
-        return Tiling(m if m <= 8 else 6 if not self.intel else min(m, 12) if block > 32 else 8, 2, panels)
+        if self.intel:
+            return Tiling(m, 1) if m in _ONE_PASS else Tiling(min(m, 12 if block > 32 else 8), 2, panels)
+        return Tiling(min(m, 10 if m <= 10 and (block > 32 or geo.format.bits == 8) else 8 if m <= 24 else 6), 2)
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")

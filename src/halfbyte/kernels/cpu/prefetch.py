@@ -16,6 +16,7 @@ class Prefetcher:
     """What a tile prefetches.
 
     panels        most that it takes at once
+    in_turn       whether `turns` may be any
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
@@ -23,11 +24,10 @@ class Prefetcher:
     """
 
     def __init__(
-        self, isa: ISA, f: Function, panel_bytes: Value, panels: int, record: int, ahead: Value, turn: Value, turns: Value
+        self, isa: ISA, f: Function, panel_bytes: Value, panels: int, in_turn: bool, record: int, ahead: Value, turn: Value, turns: Value
     ) -> None:
         self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
-        self.several = panels > 1
-        self.in_turn = isa.asks_in_turn and not self.several
+        self.several, self.in_turn = panels > 1, in_turn
         self.distance = isa.streams_ahead if self.several else isa.ahead
         self.asks = turn.equals(0) | (turns > 0)  # near
         self.left = f.variable(turn)

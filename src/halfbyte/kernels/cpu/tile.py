@@ -72,6 +72,7 @@ class TileSpec:
     gelu     outputs go through `gelu.gelu`
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
+    in_turn  may be called as one of row tiles that ask in turn for what comes next
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     expands, sparse, table   as in `expanded.py` and `sparse.py`; the format's family, where its codes are in a table
     """
@@ -91,6 +92,7 @@ class TileSpec:
     gelu: bool = False
     folded: bool = False
     panels: int = 1
+    in_turn: bool = False
     biased: bool = False
     expands: bool = False
     sparse: bool = False
@@ -145,7 +147,8 @@ class Tile:
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
-        self.prefetcher = Prefetcher(isa, f, LINEAR.load(self.args, "panel_bytes"), spec.panels, record, *ahead) if ahead else None
+        size = LINEAR.load(self.args, "panel_bytes")
+        self.prefetcher = Prefetcher(isa, f, size, spec.panels, spec.in_turn, record, *ahead) if ahead else None
         self.count = spec.rows * spec.vectors
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals
