@@ -9,7 +9,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
-_REGION, _LINE = 1 << 26, 64  # bytes
+_REGION, _LINE = 1 << 28, 64  # bytes
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
@@ -51,7 +51,11 @@ class _Region:
         self.taken = -(-stop // _LINE) * _LINE
         part = (ctypes.c_char * size).from_buffer(self.memory, start)
         weakref.finalize(part, _give_back, self.memory, start, stop).atexit = False
+        _parts[ctypes.addressof(part)] = part
         return part
+
+
+_parts = weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]]()  # that regions have given away, by their addresses
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
@@ -84,6 +88,19 @@ def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
         _thread.region = _Region(_REGION)
         part = _thread.region.take(size)
     return part
+
+
+def joined(parts: Sequence[Tensor]) -> ctypes.Array[ctypes.c_char] | None:
+    """The memory of tensors that hold all of what `side_by_side` gave, each right behind the one before, as one; else None."""
+    memory = [_parts.get(part.data_ptr()) for part in parts]
+    at = parts[0].data_ptr()
+    for part, tensor in zip(memory, parts, strict=True):
+        if part is None or tensor.data_ptr() != at or len(part) != tensor.nbytes:
+            return None
+        at += len(part)
+    whole = (ctypes.c_char * sum(part.nbytes for part in parts)).from_address(parts[0].data_ptr())
+    whole.parts = memory  # type: ignore[attr-defined]  # which are given back when nobody has them
+    return whole
 
 
 @functools.cache

@@ -50,6 +50,19 @@ def test_joined_rows(name: str, rows: int) -> None:
     assert whole.data.data_ptr() % 64 == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights do not lie side by side")
+def test_weights_packed_one_after_the_other_are_joined_where_they_are() -> None:
+    codes = [random_codes(as_format("q4_0"), (n, 64), n) for n in (64, 32, 96)]
+    first, second, third = (hb.pack(each) for each in codes)
+    start, other = first.data.data_ptr(), ops.join([second, first])
+    assert other.data.data_ptr() not in (start, second.data.data_ptr())
+    whole = ops.join([first, second, third])
+    assert whole.data.data_ptr() == start
+    del first, second, third
+    cpu_tiles.allocate(1 << 20).fill_(255)
+    assert hb.dequantize(whole).equal(torch.cat([each.dequantize() for each in codes]))
+
+
 def test_experts_are_rows() -> None:
     codes = random_codes(as_format("q4_0"), (3, 21, 64))
     assert pack.pack(codes).data.equal(cpu_tiles.pack(codes).data)

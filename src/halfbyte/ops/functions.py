@@ -17,6 +17,7 @@ from halfbyte.layouts import convolution, cpu_tiles, experts, gpu_tiles
 from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
+from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
@@ -123,10 +124,15 @@ def _all_codes(packed: Packed) -> Packed:
 
 
 def join(parts: Sequence[Packed]) -> Packed:
-    """The rows of weights [N, K] of one format and K, one weight after the other, as one."""
+    """The rows of weights [N, K] of one format and K, one weight after the other, as one: in their own memory where they were packed one
+    after the other."""
     first, n = parts[0], sum(part.shape[0] for part in parts)
     if all(part.layout == cpu_tiles.NAME and part.shape[0] % cpu_tiles.PANEL == 0 for part in parts) and first.format.block != "tensor":
-        data = torch.cat([part.data for part in parts], out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
+        given = [part.data for part in parts]
+        if (memory := joined(given)) is None:
+            data = torch.cat(given, out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
+        else:
+            data = torch.frombuffer(memory, dtype=torch.uint8)
         return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse)
     return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device, sparse=first.sparse)
 
