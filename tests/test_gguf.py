@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from halfbyte.formats import Codes, as_format, ggml
 from halfbyte.formats.blocks import to_blocks
 from halfbyte.integrations.gguf import load_gguf
 from halfbyte.io import gguf
+from halfbyte.kernels.cpu.extract import extract
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
 
 package = pytest.importorskip("gguf")
@@ -86,6 +88,10 @@ def test_blocks_are_what_the_gguf_package_makes_of_them(number: int) -> None:
     assert codes.format == kind.format
     # Each product is exact in float32, so that there is one rounding at most, the same on both sides.
     assert np.array_equal(codes.dequantize().numpy(), package.dequantize(raw, theirs))
+    if kind.fields:
+        blocks = torch.from_numpy(raw).reshape(-1, kind.nbytes)
+        for part in (blocks, blocks[1:4], blocks[:0], blocks.repeat(4000, 1)):  # the last in several threads
+            assert torch.equal(extract(kind, part), ggml.extract(kind, part))
 
 
 def test_the_scales_of_k_quants_are_exact_products() -> None:
@@ -409,8 +415,12 @@ def write_k_quants(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     return model, float_state
 
 
-def test_k_quants_in_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_k_quants_in_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    """Also where codes are not taken out of blocks by a kernel, for want of llvmlite."""
     model, float_state = write_k_quants(tmp_path)
+    if not compiled:
+        monkeypatch.setitem(sys.modules, "halfbyte.kernels.cpu.extract", None)  # importing it raises ImportError
     loaded, _ = load_gguf(tmp_path / "k.gguf")
     state, heads = {}, {"attn_q": 4, "attn_k": 2}
     for name, weight in float_state.items():

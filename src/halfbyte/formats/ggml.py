@@ -28,32 +28,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import grids
-from halfbyte.formats.blocks import from_blocks
 from halfbyte.formats.codes import Codes, pack_nibbles
 from halfbyte.formats.spec import Format, as_format
 
-_LOW = (0, 4)  # shifts of the nibbles of a byte
-
-# The result of decoding blocks uint8 [B, bytes]: codes [B, weights] (indices of those in a table), scales [B, n], zeros [B, n] or None.
+# The result of decoding blocks uint8 [B, bytes]: codes [B, weights], scales [B, n], zeros [B, n] or None.
 Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Where the codes of a block have some of their bits: `size` bytes from byte `at` on. Of each `run` bytes the lowest `bits` bits belong
+    to as many codes, the next ones to the next codes. In a code they are those from bit `place` on."""
+
+    at: int
+    size: int
+    run: int
+    bits: int
+    place: int = 0
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of quantized tensors: blocks of `weights` weights in `nbytes` bytes, held exactly by `format`."""
+    """A type of quantized tensors: blocks of `weights` weights in `nbytes` bytes, held exactly by `format`.
+
+    fields  of which the codes consist; none for types whose codes are made otherwise
+    point   the code that stands for 0
+    scales  scales and zeros [B, n] of blocks [B, nbytes]
+    decode  codes, too, of types without fields
+    """
 
     name: str
     weights: int
     nbytes: int
     format: Format
+    fields: tuple[Field, ...] = ()
+    point: int = 0
+    scales: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     decode: Callable[[Tensor], Parts] | None = None
+
+    @property
+    def added(self) -> int:
+        """What is added to a code, modulo 256, as it is stored in Codes."""
+        nibble = self.format.bits == 4 and self.format.signed and not self.format.table
+        return (8 * nibble - self.point) & 255
 
     def row_bytes(self, k: int) -> int:
         """Bytes of a row of `k` weights. Raises FormatError where `k` is not a multiple of the block."""
@@ -62,19 +86,33 @@ class BlockType:
         return k // self.weights * self.nbytes
 
 
-def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor) -> Codes:
+# The codes of blocks [B, nbytes] of a type with fields, as Codes store them.
+Extract = Callable[[BlockType, Tensor], Tensor]
+
+
+def extract(kind: BlockType, blocks: Tensor) -> Tensor:
+    """An Extract; `kernels/cpu/extract.py` does the same faster."""
+    parts = (_fields(blocks[:, f.at : f.at + f.size], f.run, f.bits) << f.place for f in kind.fields)
+    q = reduce(torch.bitwise_or, parts) + kind.added
+    return pack_nibbles(q) if kind.format.bits == 4 else q.view(torch.int8) if kind.format.signed else q
+
+
+def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor, extract: Extract = extract) -> Codes:
     """uint8 [..., N, row_bytes] -> Codes of `shape` [..., N, K]."""
-    if kind.decode is None:
-        return from_blocks(kind.format, shape, data)
     wanted = (*shape[:-1], kind.row_bytes(shape[-1]))
     if data.dtype != torch.uint8 or tuple(data.shape) != wanted:
         raise FormatError(f"{kind.name} of shape {list(shape)} is uint8 {list(wanted)}, got {data.dtype} {list(data.shape)}")
-    values, scale, zero = kind.decode(data.reshape(-1, kind.nbytes))
-    sizes = kind.format.scale_shape(shape)
-    parts = [part.reshape(sizes).to(kind.format.scale) for part in (scale, zero) if part is not None]
-    if kind.format.table:
-        return Codes(kind.format, shape, pack_nibbles(values.reshape(shape)), *parts)
-    return Codes.from_values(kind.format, values.reshape(shape), *parts)
+    fmt, blocks = kind.format, data.reshape(-1, kind.nbytes)
+
+    def shaped(*parts: Tensor | None) -> list[Tensor]:
+        return [part.reshape(fmt.scale_shape(shape)).to(fmt.scale) for part in parts if part is not None]
+
+    if kind.scales is not None:
+        stored = extract(kind, blocks).reshape(*shape[:-1], shape[-1] * fmt.bits // 8)
+        return Codes(fmt, shape, stored, *shaped(*kind.scales(blocks)))
+    assert kind.decode is not None
+    values, *numbers = kind.decode(blocks)
+    return Codes.from_values(fmt, values.reshape(shape), *shaped(*numbers))
 
 
 def encode_q5_0(codes: Codes) -> Tensor:
@@ -96,69 +134,49 @@ def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(dtype)
 
 
-def _shifted(bytes: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """Bit fields of bytes [B, n] -> [B, n * len(shifts)]: for each `run` of bytes all fields at the first shift, then at the next."""
-    fields = bytes.reshape(len(bytes), -1, 1, run) >> torch.tensor(shifts, dtype=torch.uint8, device="cpu").view(1, 1, -1, 1) & mask
-    return fields.reshape(len(bytes), -1)
+def _fields(bytes: Tensor, run: int, bits: int) -> Tensor:
+    """Bit fields of bytes [B, n] -> [B, n * 8 / bits]: for each `run` of bytes all lowest fields, then all next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu").view(-1, 1)
+    fields = bytes.reshape(len(bytes), bytes.shape[1] // run, 1, run) >> shifts & (1 << bits) - 1
+    return fields.flatten(1)
 
 
-def _fifth_bits(bytes: Tensor) -> Tensor:
-    """The bits of each block's 4 bytes, lowest first, each shifted to the value 16: uint8 [B, 32]."""
-    return ((bytes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).reshape(len(bytes), 32) << 4
+# Scales, and zeros or None
 
 
-def _q5_0(b: Tensor) -> Parts:
-    q = _shifted(b[:, 6:], 16, _LOW, 15) | _fifth_bits(b[:, 2:6])
-    return q.to(torch.int8) - 16, _f16(b, 0, torch.float16), None
+def _d(b: Tensor, at: int = 0) -> tuple[Tensor, None]:
+    return _f16(b, at, torch.float16), None
 
 
-def _q5_1(b: Tensor) -> Parts:
-    q = _shifted(b[:, 8:], 16, _LOW, 15) | _fifth_bits(b[:, 4:8])
-    return q, _f16(b, 0, torch.float16), _f16(b, 2, torch.float16)
+def _d_and_m(b: Tensor) -> tuple[Tensor, Tensor]:
+    return _f16(b, 0, torch.float16), _f16(b, 2, torch.float16)
 
 
-def _iq4_nl(b: Tensor) -> Parts:
-    return _shifted(b[:, 2:], 16, _LOW, 15), _f16(b, 0, torch.float16), None
+def _q2_k(b: Tensor) -> tuple[Tensor, Tensor]:
+    return _f16(b, 80) * (b[:, :16] & 15), -(_f16(b, 82) * (b[:, :16] >> 4))
 
 
-def _q2_k(b: Tensor) -> Parts:
-    q = _shifted(b[:, 16:80], 32, (0, 2, 4, 6), 3)
-    return q, _f16(b, 80) * (b[:, :16] & 15), -(_f16(b, 82) * (b[:, :16] >> 4))
+def _q3_k(b: Tensor) -> tuple[Tensor, None]:
+    scales = _fields(b[:, 96:104], 8, 4) | _fields(b[:, 104:108], 4, 2) << 4
+    return _f16(b, 108) * (scales.to(torch.int8) - 32), None
 
 
-def _q3_k(b: Tensor) -> Parts:
-    high = _shifted(b[:, :32], 32, tuple(range(8)), 1)
-    q = _shifted(b[:, 32:96], 32, (0, 2, 4, 6), 3) | high << 2
-    scales = _shifted(b[:, 96:104], 8, _LOW, 15) | _shifted(b[:, 104:108], 4, (0, 2, 4, 6), 3) << 4
-    return q.to(torch.int8) - 4, _f16(b, 108) * (scales.to(torch.int8) - 32), None
-
-
-def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of q4_K and q5_K. Of bytes 4 to 15, four hold s, four m, and four the low nibbles of four more of each."""
+def _q4_k(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Also of q5_K. Of bytes 4 to 15, four hold s, four m, and four the low nibbles of four more of each."""
     s, m, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((s & 63, rest & 15 | s >> 6 << 4), dim=1)
     minima = torch.cat((m & 63, rest >> 4 | m >> 6 << 4), dim=1)
     return _f16(b, 0) * scales, -(_f16(b, 2) * minima)
 
 
-def _q4_k(b: Tensor) -> Parts:
-    return _shifted(b[:, 16:], 32, _LOW, 15), *_scales_and_minima(b)
+def _q6_k(b: Tensor) -> tuple[Tensor, None]:
+    return _f16(b, 208) * b[:, 192:208].view(torch.int8), None
 
 
-def _q5_k(b: Tensor) -> Parts:
-    q = _shifted(b[:, 48:], 32, _LOW, 15) | _shifted(b[:, 16:48], 32, tuple(range(8)), 1) << 4
-    return q, *_scales_and_minima(b)
-
-
-def _q6_k(b: Tensor) -> Parts:
-    q = _shifted(b[:, :128], 64, _LOW, 15) | _shifted(b[:, 128:192], 32, (0, 2, 4, 6), 3) << 4
-    return q.to(torch.int8) - 32, _f16(b, 208) * b[:, 192:208].view(torch.int8), None
-
-
-def _iq4_xs(b: Tensor) -> Parts:
-    high = _shifted(b[:, 2:4], 1, (0, 2, 4, 6), 3)
-    scales = _shifted(b[:, 4:8], 1, _LOW, 15) | high << 4
-    return _shifted(b[:, 8:], 16, _LOW, 15), _f16(b, 0) * (scales.to(torch.int8) - 32), None
+def _iq4_xs(b: Tensor) -> tuple[Tensor, None]:
+    high = _fields(b[:, 2:4], 1, 2)
+    scales = _fields(b[:, 4:8], 1, 4) | high << 4
+    return _f16(b, 0) * (scales.to(torch.int8) - 32), None
 
 
 def _tq1_0(b: Tensor) -> Parts:
@@ -169,46 +187,54 @@ def _tq1_0(b: Tensor) -> Parts:
     return (fractions.to(torch.int16) * 3 >> 8).to(torch.int8) - 1, _f16(b, 52, torch.float16), None
 
 
-def _tq2_0(b: Tensor) -> Parts:
-    return _shifted(b[:, :64], 32, (0, 2, 4, 6), 3).to(torch.int8) - 1, _f16(b, 64, torch.float16), None
-
-
-def _mxfp4(b: Tensor) -> Parts:
+def _mxfp4(b: Tensor) -> tuple[Tensor, None]:
     scale = torch.ldexp(torch.ones(len(b), 1, dtype=torch.float32, device="cpu"), b[:, :1].to(torch.int32) - 128)
-    return _shifted(b[:, 1:], 16, _LOW, 15), scale.to(torch.bfloat16), None
+    return scale.to(torch.bfloat16), None
 
 
-def _nvfp4(b: Tensor) -> Parts:
+def _nvfp4(b: Tensor) -> tuple[Tensor, None]:
     scale = (b[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float()
     scale = torch.where(scale.isnan(), 0.0, scale) / 2  # as ggml has it
-    return _shifted(b[:, 4:], 8, _LOW, 15), scale.half(), None
+    return scale.half(), None
 
 
-def _type(name: str, weights: int, nbytes: int, format: str, decode: Callable[[Tensor], Parts] | None = None) -> BlockType:
-    return BlockType(name, weights, nbytes, as_format(format), decode)
+def _type(
+    name: str,
+    weights: int,
+    nbytes: int,
+    format: str,
+    scales: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    *fields: Field,
+    point: int = 0,
+) -> BlockType:
+    return BlockType(name, weights, nbytes, as_format(format), fields, point, scales)
+
+
+def _other(name: str, weights: int, nbytes: int, format: str, decode: Callable[[Tensor], Parts]) -> BlockType:
+    return BlockType(name, weights, nbytes, as_format(format), decode=decode)
 
 
 # By ggml's numbers, enum ggml_type.
 TYPES: dict[int, BlockType] = {
-    2: _type("q4_0", 32, 18, "q4_0"),
-    3: _type("q4_1", 32, 20, "q4_1"),
-    6: _type("q5_0", 32, 22, "int8_g32", _q5_0),
-    7: _type("q5_1", 32, 24, "int8_g32_offset", _q5_1),
-    8: _type("q8_0", 32, 34, "q8_0"),
-    10: _type("q2_K", 256, 84, "int4_g16_offset_f32", _q2_k),
-    11: _type("q3_K", 256, 110, "int4_g16_f32", _q3_k),
-    12: _type("q4_K", 256, 144, "int4_g32_offset_f32", _q4_k),
-    13: _type("q5_K", 256, 176, "int8_g32_offset_f32", _q5_k),
-    14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k),
-    20: _type("iq4_nl", 32, 18, "iq4_nl", _iq4_nl),
-    23: _type("iq4_xs", 256, 136, "iq4_g32_f32", _iq4_xs),
+    2: _type("q4_0", 32, 18, "q4_0", _d, Field(2, 16, 16, 4), point=8),
+    3: _type("q4_1", 32, 20, "q4_1", _d_and_m, Field(4, 16, 16, 4)),
+    6: _type("q5_0", 32, 22, "int8_g32", _d, Field(6, 16, 16, 4), Field(2, 4, 1, 1, place=4), point=16),
+    7: _type("q5_1", 32, 24, "int8_g32_offset", _d_and_m, Field(8, 16, 16, 4), Field(4, 4, 1, 1, place=4)),
+    8: _type("q8_0", 32, 34, "q8_0", _d, Field(2, 32, 32, 8)),
+    10: _type("q2_K", 256, 84, "int4_g16_offset_f32", _q2_k, Field(16, 64, 32, 2)),
+    11: _type("q3_K", 256, 110, "int4_g16_f32", _q3_k, Field(32, 64, 32, 2), Field(0, 32, 32, 1, place=2), point=4),
+    12: _type("q4_K", 256, 144, "int4_g32_offset_f32", _q4_k, Field(16, 128, 32, 4)),
+    13: _type("q5_K", 256, 176, "int8_g32_offset_f32", _q4_k, Field(48, 128, 32, 4), Field(16, 32, 32, 1, place=4)),
+    14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k, Field(0, 128, 64, 4), Field(128, 64, 32, 2, place=4), point=32),
+    20: _type("iq4_nl", 32, 18, "iq4_nl", _d, Field(2, 16, 16, 4)),
+    23: _type("iq4_xs", 256, 136, "iq4_g32_f32", _iq4_xs, Field(8, 128, 16, 4)),
     **{
-        number: _type(name, 256, nbytes, f"int8_g{256 // scales}_f32", partial(grids.decode, name))
+        number: _other(name, 256, nbytes, f"int8_g{256 // scales}_f32", partial(grids.decode, name))
         for number, name, nbytes, scales in grids.TYPES
     },
-    34: _type("tq1_0", 256, 54, "int4_g256", _tq1_0),
-    35: _type("tq2_0", 256, 66, "int4_g256", _tq2_0),
-    39: _type("mxfp4", 32, 17, "mxfp4", _mxfp4),
-    40: _type("nvfp4", 64, 36, "fp4_g16", _nvfp4),
+    34: _other("tq1_0", 256, 54, "int4_g256", _tq1_0),
+    35: _type("tq2_0", 256, 66, "int4_g256", partial(_d, at=64), Field(0, 64, 32, 2), point=1),
+    39: _type("mxfp4", 32, 17, "mxfp4", _mxfp4, Field(1, 16, 16, 4)),
+    40: _type("nvfp4", 64, 36, "fp4_g16", _nvfp4, Field(4, 32, 8, 4)),
 }
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}

@@ -24,6 +24,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, overload
@@ -82,6 +83,13 @@ class Strings(Sequence[str]):
             return self._text[self._ends[index] + 8 : self._ends[index + 1]].decode()
         except UnicodeDecodeError:
             raise CheckpointError(f"string {index} of {self._key} is not UTF-8: the GGUF file is damaged") from None
+
+    def __iter__(self) -> Iterator[str]:
+        ends = self._ends.tolist()
+        try:
+            return iter([self._text[start + 8 : end].decode() for start, end in pairwise(ends)])
+        except UnicodeDecodeError:
+            return super().__iter__()  # which says where
 
 
 class Numbers(Sequence[Any]):
@@ -326,13 +334,16 @@ def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
         raise CheckpointError(f"{path}: tensor {short(name)}: {e}") from e
 
 
-def read(entry: Entry) -> Codes | Tensor:
-    """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and a few MB."""
+def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
+    """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and a few MB.
+
+    extract  how codes are taken out of blocks
+    """
     try:
         with open(entry.place.path, "rb", buffering=0) as file:
             file.seek(entry.place.offset)
             if (kind := entry.blocks) is not None:
-                codes = _read_codes(kind, entry, file)
+                codes = _read_codes(kind, entry, file, extract)
                 codes.check_values()
                 return codes
             out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
@@ -342,7 +353,7 @@ def read(entry: Entry) -> Codes | Tensor:
         raise CheckpointError(f"cannot read {entry.place.path}: {e.strerror}") from e
 
 
-def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any) -> Codes:
+def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
     flat = stored_tensors(kind.format, (count, kind.weights))
     parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
@@ -351,7 +362,7 @@ def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any) -> Codes:
         last = min(count, first + step)
         raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8, device="cpu")
         fill(file, raw, entry.place.path)
-        for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw).tensors().items():
+        for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw, extract).tensors().items():
             parts[name][first:last] = tensor
     return Codes.from_tensors(kind.format, (count, kind.weights), parts).reshape(entry.shape)
 

@@ -14,7 +14,7 @@ Linear layers
   driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
   activations.py   activations into the order of tiles
   pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights
-  quantize.py      float weights to codes; dequantize.py: and back
+  quantize.py      float weights to codes; dequantize.py: and back; extract.py: codes out of llama.cpp's blocks
 
 Convolutions and int8 networks
   conv/            convolutions

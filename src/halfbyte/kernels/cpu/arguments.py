@@ -125,4 +125,6 @@ PACK = Block(
     )
 )
 
+EXTRACT = Block((*_HEADER, "data", "out", "blocks"))
+
 PACK_SPARSE = Block((*_HEADER, "dense", "sparse", "panels", "blocks", "units", "last_units", "dense_bytes", "sparse_bytes"))
