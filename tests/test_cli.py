@@ -510,7 +510,7 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answer.json
     assert found["faults"] == []
     assert {test["op"] for test in found["tests"]} == {
-        *("quantize", "layout", "dequantize", "embedding", "linear", "qlinear", "grouped_linear")
+        *("quantize", "layout", "dequantize", "embedding", "linear", "qlinear", "grouped_linear", "conv2d", "qconv2d")
     }
     assert all(test["passed"] and test["cases"] for test in found["tests"])
     assert found["cache"]["usable"]
@@ -518,7 +518,7 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["isa"]["chosen"] not in found["isa"]["others"]
     table = run("doctor").out
     assert "HALFBYTE_THREADS?" in table
-    assert "14 of 14 passed" in table
+    assert "17 of 17 passed" in table
 
 
 def test_doctor_finds_a_wrong_kernel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

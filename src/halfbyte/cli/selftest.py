@@ -14,16 +14,18 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Codes, as_format
-from halfbyte.kernels import reference
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels import conv_reference, reference
+from halfbyte.kernels.problem import Activation, Window
+from halfbyte.ops import conv
 from halfbyte.quantizers import absmax
 
 FORMATS = (
-    *("q4_0", "q4_1", "q8_0", "inferllm_q4_0"),
+    *("q4_0", "q4_1", "q8_0", "inferllm_q4_0", "mxfp4", "nvfp4", "iq4_nl"),
     *("int4_g128_zp", "int4_g48_offset", "int4_channel", "int8_g64_zp", "int8_channel", "int8_tensor"),
 )
 # Formats tested with all dtypes and activation scales, which do not interact with other properties of formats.
 _THOROUGH = ("q4_0", "int4_g128_zp", "int8_channel")
+_CONVOLVED = ("q4_0", "int8_channel")
 _N, _K = 70, 200
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -84,7 +86,8 @@ def checks() -> list[Check]:
     kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
     channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
     pairs = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
-    pairs += [(("grouped_linear", _grouped_linear), name) for name in _THOROUGH]
+    pairs += [*((("grouped_linear", _grouped_linear), name) for name in _THOROUGH), *((("conv2d", _conv2d), name) for name in _CONVOLVED)]
+    pairs += [(("qconv2d", _qconv2d), name) for name in channelwise]
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     return [Check(op, name, device, cases) for device in devices for (op, cases), name in pairs]
 
@@ -99,7 +102,8 @@ def _quantize(codes: Codes, device: str) -> Iterator[Case]:
 
 def _layout(codes: Codes, device: str) -> Iterator[Case]:
     back = ops.unpack(ops.pack(codes, device)).tensors()
-    for name, tensor in codes.tensors().items():
+    kept = codes if device == "cpu" or codes.format.family != "iq4" else codes.integers()
+    for name, tensor in kept.tensors().items():
         yield f"{name} after pack and unpack", back[name].cpu() == tensor
 
 
@@ -179,3 +183,31 @@ def _qlinear(codes: Codes, device: str) -> Iterator[Case]:
         scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
         expected = reference.qlinear(xq, codes, bias, **scales)  # type: ignore[arg-type]
         yield f"M={m}", expected.agrees(ops.qlinear(xq.to(device), packed, bias.to(device), **scales).cpu())  # type: ignore[arg-type]
+
+
+def _convolutions(codes: Codes) -> Iterator[tuple[str, Tensor, Codes, int, Tensor]]:
+    """Of 3 x 3 taps, one of them depthwise: its name, images, weight, groups and bias."""
+    generator = torch.Generator().manual_seed(5)
+    for name, channels, groups in (("3 x 3", 40, 1), ("depthwise", 24, 24)):
+        weight = torch.randn(24, channels // groups, 3, 3, generator=generator)
+        images, bias = torch.randn(2, channels, 9, 11, generator=generator), torch.randn(24, generator=generator)
+        yield name, images, conv.quantize_conv(weight, codes.format), groups, bias
+
+
+def _conv2d(codes: Codes, device: str) -> Iterator[Case]:
+    window = Window((2, 1), (1, 1, 1, 1))
+    for name, x, weight, groups, bias in _convolutions(codes):
+        packed = conv.pack_conv(weight, 3, groups, device)
+        for compute in ("float",) if groups > 1 else ("float", "int8"):
+            y = conv.conv2d(x.to(device), packed, bias.to(device), window.stride, 1, compute=compute).cpu()
+            of = x, weight, (3, 3), window, bias, groups, compute
+            yield f"{name}, {compute}", reference.agrees(y, conv_reference.conv2d(*of), conv_reference.error_bound(*of))  # type: ignore[arg-type]
+
+
+def _qconv2d(codes: Codes, device: str) -> Iterator[Case]:
+    scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
+    for name, x, weight, groups, bias in _convolutions(codes):
+        xq = (40 * x).round().clamp(-128, 127).to(torch.int8)
+        y = conv.qconv2d(xq.to(device), conv.pack_conv(weight, 3, groups, device), bias.to(device), padding=1, **scales).cpu()  # type: ignore[arg-type]
+        expected = conv_reference.qconv2d(xq, weight, (3, 3), Window((1, 1), (1, 1, 1, 1)), bias, groups=groups, **scales)  # type: ignore[arg-type]
+        yield name, expected.agrees(y)
