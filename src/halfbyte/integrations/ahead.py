@@ -1,12 +1,14 @@
-"""Consecutive layers are computed by the call of the first, in the order in which they followed each other before: the result of the next
-one is ready if it is called with the result of the previous one and nothing else has changed. Layers with hooks are called one by one.
+"""Consecutive layers are computed by the call of the first, in the order of their list, or in which they followed each other before: the
+result of the next one is ready if it is called with the result of the previous one and nothing else has changed. Layers with hooks are
+called one by one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -66,8 +68,14 @@ _follower: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 _thread = _Thread()
 
 
+def expect(layers: Iterable[nn.Module]) -> None:
+    """They are expected to follow each other, until another one does."""
+    for before, after in pairwise(layers):
+        _follower[before] = ref(after)
+
+
 def following(layer: nn.Module) -> Iterator[nn.Module]:
-    """The layer, and the layers that followed it before."""
+    """The layer, and those that are expected to follow it."""
     seen = [layer]
     yield layer
     while (link := _follower.get(layer)) is not None and (after := link()) is not None and after not in seen:

@@ -18,7 +18,7 @@ and of the ops that produced them, recursively, which after a chain of custom op
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, embedding, encoding
+from halfbyte.integrations.ahead import expect
 from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
@@ -69,6 +70,10 @@ def shorten_(model: nn.Module) -> nn.Module:
             if why_not_short(module, DEVICES[-1]) is None:  # it may be moved to another device later
                 reason = None
             shorten(module, _OneToken, LONG, reason)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for _, alike in groupby(module, type):
+                expect(layer for layer in alike if isinstance(layer, Shortened))
     return model
 
 
