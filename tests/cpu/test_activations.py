@@ -13,7 +13,7 @@ from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import ROUND_BITS, highest_point
+from halfbyte.kernels.cpu.tile import HIGHEST_CODE, ROUND_BITS, highest_point
 from halfbyte.kernels.problem import Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +65,8 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     assert torch.equal(got.data[columns], wanted.q[columns])
     assert not bool(got.padding[good.all(dim=1)].any())
     spec = kernel.tile_spec
-    start = wanted.sums * (kernel.isa.correction(fmt.bits, fmt.signed) - highest_point(kernel.isa, fmt.bits, fmt.zero, spec.biased))
+    highest = HIGHEST_CODE if spec.points_off else highest_point(kernel.isa, fmt.bits, fmt.zero, spec.biased)
+    start = wanted.sums * (kernel.isa.correction(fmt.bits, fmt.signed) - highest)
     if kernel.paired:
         q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
         start = start - q.prod(2, dtype=torch.int32).sum(1, keepdim=True, dtype=torch.int32)  # there is one block
@@ -77,7 +78,9 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):
         assert torch.equal(got.offset[good], offset[good])
-    if fmt.zero == "point" and spec.biased:  # int16, beside a 0
+    if spec.points_off:
+        assert not bool(got.sum.any())
+    elif fmt.zero == "point" and spec.biased:  # int16, beside a 0
         assert torch.equal(got.sum[good].view(torch.int32), wanted.sums[good] & 0xFFFF)
     elif fmt.zero == "point" or (fmt.zero == "offset" and way == "row"):
         assert torch.equal(got.sum[good], wanted.sums.float()[good])

@@ -1,4 +1,5 @@
-"""Sums of blocks that become floats by what they begin at, and tiles of dot products that read expanded codes, on any x86."""
+"""Sums of blocks that become floats by what they begin at, codes from which points are taken, and tiles of dot products that read expanded
+codes, on any x86."""
 
 import itertools
 
@@ -28,6 +29,11 @@ class Expanding(EmulatedDotProducts):
         return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
 
 
+class TakingPointsOff(EmulatedDotProducts):
+    name = "avx_vnni_points_off"
+    biases, points_off = False, 256
+
+
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))
 
 KINDS = list(itertools.product((4, 8), ("none", "point", "offset")))
@@ -48,6 +54,23 @@ def test_products_are_those_of_the_reference_for_any_number_of_rows(number: int)
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", "block"), error).all())
     for rows in (1, 5):
         assert torch.equal(run_linear(kernel, x[:rows], packed), y[:rows])
+
+
+@pytest.mark.parametrize("activation", ["block", "row", "row_offset"])
+@pytest.mark.parametrize("block", [32, 128, 20, 300])
+def test_points_that_tiles_take_off_codes(block: int, activation: Activation) -> None:
+    m, n, k, fmt = 13, 45, 333, Format(4, block, "point")
+    codes, x = random_codes(fmt, (n, k), block), activations(m, k, torch.float32, block, 3)
+    packed, kernel = pack(codes), LinearKernel(fmt, n, k, x.dtype, "int8", activation, isa=TakingPointsOff())
+    assert kernel.tile_spec.points_off == (block <= 256 and activation != "row_offset")
+    y = run_linear(kernel, x, packed)
+    error = reference.error_bound(x, codes, None, "int8", activation)
+    assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", activation), error).all())
+    for rows in (1, 5):
+        assert torch.equal(run_linear(kernel, x[:rows], packed), y[:rows])
+    if activation != "row_offset":
+        one = torch.eye(k)[:: k // 7]  # its sums are exact: the weight comes back
+        assert torch.equal(run_linear(kernel, one, packed), codes.dequantize().T[:: k // 7])
 
 
 @pytest.mark.parametrize("activation", ["row", "block_offset", "row_offset"])

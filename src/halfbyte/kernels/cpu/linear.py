@@ -275,7 +275,10 @@ def specs(
     # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
     # taken off: it stays an integer.
     biased = by_block and isa.biases and tile.biasable(fmt, geo.padded)
-    correction = (isa.correction(bits, fmt.signed) if integers else 0) - tile.highest_point(isa, bits, fmt.zero, biased)
+    points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
+    points_off &= not (shifted or geo.sparse or source == "i8")
+    highest = tile.HIGHEST_CODE if points_off else tile.highest_point(isa, bits, fmt.zero, biased)
+    correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
     weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse}
@@ -288,9 +291,10 @@ def specs(
         paired=geo.pairs and integers and isa.multiplies_sums,
         by_row=whole_row or (integers and geo.blocks == 1),
         correction=correction,
-        sums="none" if fmt.zero == "none" else "codes" if integers and (fmt.zero == "point" or by_row) else "values",
+        sums="none" if fmt.zero == "none" or points_off else "codes" if integers and (fmt.zero == "point" or by_row) else "values",
         zeroed=zeroed and (geo.blocks == 1 or geo.block % unit == 0),
     )
+    weight |= {"points_off": points_off}
     return TileSpec(**shared, **weight, by_row=by_row, rows=1, vectors=1, out=out, gelu=gelu), row
 
 

@@ -74,6 +74,7 @@ class TileSpec:
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     in_turn  may be called as one of row tiles that ask in turn for what comes next
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
+    points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
     expands, sparse, table   as in `expanded.py` and `sparse.py`; the format's family, where its codes are in a table
     """
 
@@ -94,6 +95,7 @@ class TileSpec:
     panels: int = 1
     in_turn: bool = False
     biased: bool = False
+    points_off: bool = False
     expands: bool = False
     sparse: bool = False
     table: str = ""
@@ -329,7 +331,7 @@ class Tile:
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
         spec, lanes = self.spec, self.isa.lanes
-        if spec.zero == "none":
+        if spec.zero == "none" or spec.points_off:
             return None
         after = PANEL * self.scale_bytes
         if spec.zero == "offset":
@@ -375,6 +377,9 @@ class Tile:
         if spec.inner == "int8":
             activations = [a + i * self.row_unit_bytes for i in range(spec.rows)]
             int8 = self.int8 if unit is None or self.int8.steps else replace(self.int8, steps=lambda _: unit.steps())
+            if spec.points_off and points is not None:
+                left = [self._left_of_point(points, v) for v in range(spec.vectors)]
+                int8 = replace(int8, steps=lambda at: self._codes_without_points(at, left))
             new, new_sums = self.isa.int8_unit(f, int8, rows, activations, sums[: self.count], sums[self.count :])
             return [*new, *new_sums]
         step, row_k = self._bf16_row if spec.inner == "bf16" else self._float_row, 32 // self.int8.stored_bits
@@ -383,6 +388,16 @@ class Tile:
             sums = step(stored, a + t * row_k * self.row_unit_bytes // spec.unit, sums)
             f.fence()
         return sums
+
+    def _left_of_point(self, points: Value, v: int) -> Value:
+        """HIGHEST_CODE - point in each byte of a vector of outputs: what is added to unsigned codes, which stay unsigned."""
+        isa = self.isa
+        quads = points.load(vector("i8", isa.lanes), v * isa.lanes, 1).shuffle([n // 4 for n in range(4 * isa.lanes)])
+        return self.f.value(isa.quads, HIGHEST_CODE) - quads
+
+    def _codes_without_points(self, rows: Value, left: Sequence[Value]) -> Iterator[tuple[Value, ...]]:
+        for step in self.isa.unit_steps(rows, replace(self.int8, steps=None)):
+            yield tuple(code + less for code, less in zip(step, left, strict=True))
 
     def _float_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
