@@ -252,3 +252,42 @@ def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
     calls = r"convert\('.*', 'new_folder', 'q4_0'\) does it once, load\('.*', format='q4_0'\) as it loads"
     with pytest.raises(CheckpointError, match=f"not quantized by halfbyte, {calls}"):
         hb.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: model().double(), r": 0 stays as it is \(its weight is torch.float64: kernels take"),
+        (lambda: model().to("meta"), r": 0 stays as it is \(its weight has no data \(meta device\)\)"),
+        (lambda: nn.Sequential(nn.LayerNorm(8), nn.LSTM(8, 8)), r": 0 stays as it is \(only Linear, Embedding"),
+        (lambda: nn.Sequential(nn.LayerNorm(8), model().double()), r": 1.0 stays as it is \(its weight is torch.float64"),
+        (lambda: nn.Sequential(nn.ReLU()), ", which has no weights"),
+    ],
+)
+def test_a_model_with_nothing_to_quantize_is_refused(made: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(ArgumentError, match=f"there is nothing to quantize in Sequential{why}"):
+        hb.quantize_(made(), "q4_0")
+
+
+def test_a_weight_is_read_like_a_tensor_of_floats() -> None:
+    layer: Any = hb.quantize_(model(), "q4_0")[0]
+    assert layer.weight.tolist() == layer.weight.numpy().tolist() == layer.codes().dequantize().tolist()
+
+
+def test_loading_a_state_keeps_shared_weights_shared() -> None:
+    def tied(seed: int) -> Any:
+        torch.manual_seed(seed)
+        made: Any = nn.ModuleList([nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)])
+        made[1].weight = made[0].weight
+        return hb.quantize_(made, hb.Config("q8_0"))
+
+    one, other = tied(1), tied(2)
+    one.load_state_dict(other.state_dict())
+    assert one[0].packed.data is one[1].packed.data
+    assert torch.equal(one[1].weight + 0, other[1].weight + 0)
+    state = other.state_dict()
+    state["1.weight.data"] = -state["1.weight.data"]
+    one.load_state_dict(state)
+    assert torch.equal(one[1].weight + 0, -one[0].weight)
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one[1].weight + 0, other[0].weight + 0)

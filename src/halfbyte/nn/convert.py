@@ -12,7 +12,7 @@ from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
-from halfbyte.nn.candidates import Candidate, candidates, quantized
+from halfbyte.nn.candidates import NOT_A_KIND, Candidate, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import check_not_in_training
@@ -49,8 +49,8 @@ def quantize_(
 
     `report(model)` tells what was not quantized, and why. Weights that modules share stay shared. Layers that are quantized already keep
     their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. Raises
-    ArgumentError (a layer of such a model has another format, method, compute or activation, a pattern that matches nothing, a NaN in
-    a weight, a method without its calibration) or FormatError; then nothing has changed.
+    ArgumentError (a layer of such a model has another format, method, compute or activation, nothing can be quantized, a pattern matches
+    nothing, a NaN in a weight, a method without its calibration) or FormatError; then nothing has changed.
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
@@ -74,6 +74,10 @@ def _quantize_expanded_(
             raise ArgumentError(f"{others}, and nothing is left to quantize: load the float model again and quantize that")
         return model
     check_patterns(config, found)
+    if not formats:
+        kept = sorted(decisions.items(), key=lambda item: item[1] == NOT_A_KIND)
+        why = f": {kept[0][0] or 'it'} stays as it is ({kept[0][1]})" if kept else ", which has no weights"
+        raise ArgumentError(f"there is nothing to quantize in {type(model).__name__}{why}")
     if config.activations == "static":
         return _quantize_static_(model, config, decisions, calibration)
     results: dict[str, Result] = {}

@@ -96,12 +96,19 @@ class WeightView(Tensor):
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self._numbers()
 
+    def numpy(self, *, force: bool = False) -> Any:  # torch gives no subclass's
+        return self._numbers().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._numbers().tolist()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.format})"
 
 
-# Weights that have moved to another device, by their bytes on the old one: modules that share a weight still share it afterwards.
+# Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
 _moved: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
+_loaded: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
 
 
 def _repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
@@ -109,6 +116,14 @@ def _repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
     if (there := _moved.get(packed.data)) is None or there.device != device:
         there = _moved[packed.data] = pack_like(packed, ops.unpack(packed), device)
     return there
+
+
+def _with_codes(packed: AnyPacked, codes: Codes) -> AnyPacked:
+    """A weight with other codes, in place of `packed`."""
+    wanted, made = codes.to(packed.device).tensors(), _loaded.get(packed.data)
+    if made is None or not all(torch.equal(tensor, wanted[name]) for name, tensor in ops.unpack(made).tensors().items()):
+        made = _loaded[packed.data] = pack_like(packed, codes, packed.device)
+    return made
 
 
 def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacked:
@@ -225,7 +240,7 @@ class QuantModule(nn.Module):
         except FormatError as e:
             error_msgs.append(f"{prefix}weight: {e}")
             return
-        self._set_packed(pack_like(self._packed, codes, self._packed.device))
+        self._set_packed(_with_codes(self._packed, codes))
         self.error = None
         self.refresh()
 
