@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import halfbyte
 from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
+from halfbyte.cli.output import settling
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.attention import _written_out, attention
 from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
@@ -238,6 +240,19 @@ def test_generate(run: Run, folder: Path, opened: tuple[Any, Any], monkeypatch: 
     assert json.loads(run(*asked, "--json", "--temperature", 5, "--top-k", 1)[1])["text"] == expected
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n"))
     assert run(*asked, "--quiet", "--prompt", "-") == (0, f"{PROMPT}{expected}\n", "")
+
+
+def test_garbage_is_collected_again_after_an_error() -> None:
+    @settling()
+    def fails() -> None:
+        assert not gc.isenabled()
+        raise ArgumentError
+
+    with pytest.raises(ArgumentError):
+        fails()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 1000
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

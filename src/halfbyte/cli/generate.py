@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halfbyte.cli.output import Commands, add_command, print_json
+from halfbyte.cli.output import Commands, add_command, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,6 +57,7 @@ def asked_dtype(args: argparse.Namespace) -> Any:
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
+@settling()
 def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
     if args.max_new_tokens < 1:
@@ -131,7 +132,8 @@ def writes_text(path: Path) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """All processes started by torchrun generate the same text; the first prints it."""
-    check_device(args.device)
+    with settling():
+        check_device(args.device)
     from halfbyte.integrations.tensor_parallel import processes, rank_and_count
 
     rank, count = rank_and_count()

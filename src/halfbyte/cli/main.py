@@ -7,6 +7,8 @@ heavy packages are imported only when a command runs, so that `halfbyte --help` 
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import io
 import os
 import sys
@@ -31,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
+    atexit.register(gc.freeze)  # so that Python does not look for cycles before it ends, which takes a second where torch is
     if sys.stdout is None:  # as Python has it where the file descriptor is closed
         return _fail("stdout is closed: send it to a file, a pipe or /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):

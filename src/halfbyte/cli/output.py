@@ -6,6 +6,7 @@ Results go to stdout, progress and notes to stderr. With --json stdout holds one
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,18 @@ def add_command(commands: Commands, name: str, run: Command, help: str, descript
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars and no notes")
     parser.set_defaults(run=run)
     return parser
+
+
+@contextmanager
+def settling() -> Iterator[None]:
+    """A context in which what stays is imported or opened: without Python's searches for cycles, of which each takes a quarter of a second
+    when torch and transformers are there. Later searches leave out what there is at its end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def print_json(document: Mapping[str, Any]) -> None:
