@@ -311,3 +311,9 @@ def test_explain_and_tune_here() -> None:
     taken = rules.choose_gpu(asked, found.gpu).taken
     assert taken is not None
     assert taken.measured
+
+
+def test_4_bit_floats_have_no_integers() -> None:
+    said = r"NVIDIA H\w+ solves linear of mxfp4 and torch.float32 with compute='int8' .* use compute='float'$"
+    with pytest.raises(UnsupportedError, match=said):
+        explain(7, 64, 64, "mxfp4", dtype=torch.float32, compute="int8", device="sm_90")

@@ -238,8 +238,10 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     if not options and by_torch:
         return GpuChoice(None, (), tuple(rejected))
     if not options:
-        reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected)
-        raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
+        reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected if candidate.compute == problem.compute)
+        what = f"{problem.op} of {problem.format} and {problem.dtype} with compute={problem.compute!r}"
+        instead = "compute='float'" if linear else "the CPU"
+        raise UnsupportedError(f"no kernel on {gpu.name} solves {what} ({reasons}): use {instead}")
     if linear:  # what was measured comes before what was not, however good that looks
         options.sort(key=lambda option: (not option.measured, option.seconds))
     return GpuChoice(options[0], tuple(options[1:]), tuple(rejected))
