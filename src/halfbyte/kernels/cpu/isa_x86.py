@@ -274,7 +274,7 @@ class AVX512VNNI(AVXVNNI):
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
-            self.ahead, self.streams_ahead, self.asks_in_turn = 4096, 1024, 1
+            self.ahead, self.streams_ahead, self.asks_in_turn, self.all_ask_near = 4096, 1024, 1, True
         else:
             self.asks_in_turn, self.asking_bytes = 2, 3 << 18
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2

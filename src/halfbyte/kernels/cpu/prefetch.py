@@ -20,7 +20,8 @@ class Prefetcher:
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
-    turn, turns   its number, and of how many that ask in turn for what comes next; of none, number 0 alone asks for its own
+    turn, turns   its number, and of how many that ask in turn for what comes next; of none, or unless `all_ask_near`, number 0 alone asks
+                  for its own
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Prefetcher:
         self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
         self.several, self.in_turn = panels > 1, in_turn
         self.distance = isa.streams_ahead if self.several else isa.ahead
-        self.asks = turn.equals(0) | (turns > 0)  # near
+        self.asks = turn.equals(0) | (turns > 0) if isa.all_ask_near else turn.equals(0)  # near
         self.left = f.variable(turn)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
         self.side: tuple[Value, int] | None = None  # which of how many tiles of a panel: each asks for a share
