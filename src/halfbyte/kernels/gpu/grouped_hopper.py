@@ -288,9 +288,7 @@ def _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, size
     DTYPE: gl.constexpr = out.dtype.element_ty
     first_n = (pn * 2 + HALF) * ROWS
     HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    high = HIGH
-    if S.bits == 8:
-        high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
     column = gl.arange(0, BM // PIECES, layout=gl.SliceLayout(0, OUT))
     places = ()  # read at once, as scales are
     for i in gl.static_range(PIECES):

@@ -49,6 +49,10 @@ TWO_BF16 = gl.constexpr(
 )
 # The constant, of which the compiler does not know that it is one: else it would write it into a register again for each use.
 HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
+# A branch that the compiler can't make predicates of, over a loop that is never entered ($1 is not negative).
+FENCE = gl.constexpr(
+    "{.reg .pred p; setp.lt.s32 p, $1, 0; @!p bra.uni skip; again: nanosleep.u32 20; @p bra.uni again; skip: mov.b32 $0, $1;}"
+)
 PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
 PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
 # Nibbles and bytes alone, which read as bfloat16 are 2**-133 times as much: below 256 its numbers lie as far apart as integers do.
@@ -430,7 +434,8 @@ def sums(
     mbarrier.wait(full.index(stage), phase)
     if ONE:
         now = _tails_at(buffers, stage, HALF, OPERAND, DTYPE, S)
-        w0 = _plane(_codes(ws.index(stage), 0, HALF, OPERAND, S), high, now, 0, OPERAND, DTYPE, S)
+        codes = _codes(ws.index(stage), 0, HALF, OPERAND, S)
+        w0 = _plane(codes, high, now, 0, OPERAND, DTYPE, S)
     else:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
         now = _tails_at(buffers, step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
@@ -443,7 +448,6 @@ def sums(
         if ONE:
             second = stage
             following, its_phase = next_stage(stage, phase, STAGES)
-            ahead, phase_ahead = following, its_phase
         else:
             last = step + 1  # of the stages of this record
             next_step = last + gl.where(more, 1, 0)
@@ -453,7 +457,7 @@ def sums(
             ahead, phase_ahead = far_step % STAGES, (far_step // STAGES) & 1
         # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
         # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
-        if ONE:
+        if ONE and S.bits == 8:
             codes = _codes(ws.index(stage), 1, HALF, OPERAND, S)
         a = warpgroup_mma(w0, _columns(xs, stage, 0, S), acc, is_async=True)
         if ONE:
@@ -480,12 +484,16 @@ def sums(
             mbarrier.wait(full.index(ahead), phase_ahead)
         if ONE:
             after = _tails_at(buffers, following, HALF, OPERAND, DTYPE, S)
-            w0 = _plane(_codes(ws.index(following), 0, HALF, OPERAND, S), high, after, 0, OPERAND, DTYPE, S)
+            codes = _codes(ws.index(following), 0, HALF, OPERAND, S)
+            w0 = _plane(codes, high, after, 0, OPERAND, DTYPE, S)
         else:
             after = _tails_at(buffers, next_step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
             w0, w1 = two_planes(weight_stage(ws, next_step, S), high, after, 0, HALF, OPERAND, DTYPE, S)
-        # This looks for the second half of the next record, and is a branch, over which the compiler does not move what was made.
-        mbarrier.wait(full.index(ahead), phase_ahead, pred=more | (not ONE))
+        # The compiler does not move what was made over a branch: one that looks for the second half of the next record, or for nothing.
+        if ONE:
+            gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
+        else:
+            mbarrier.wait(full.index(ahead), phase_ahead)
         acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
         mbarrier.arrive(empty.index(second), count=1)
         now = after
