@@ -159,6 +159,28 @@ def test_wide_tiles_come_before_narrow_ones(pairs: int, count: int, device: torc
         assert [at for expert, at, _ in tiles if expert == e] == [ends[e] - number + 64 * i for i in range(len(sizes))]
 
 
+@pytest.mark.parametrize(("pairs", "count"), [(700, 3), (2600, 9)])
+def test_tiles_of_an_expert_are_about_as_wide(pairs: int, count: int, device: torch.device) -> None:
+    """Each expert's rows once, in as few tiles of 64 columns as may be, which differ by 16 columns at most; wide ones first."""
+    ids = random_ids(pairs, count + 1)
+    ids[ids == 1] = 0
+    table = grouped.sorted_by_expert(ids.to(device), count, 64, 16, even=True)
+    order, experts_of, first, size, ends, (used, *_) = (part.tolist() for part in table)
+    assert order == ids.argsort(stable=True).tolist()
+    tiles = list(zip(experts_of, first, size, strict=True))[:used]
+    assert set(experts_of[used:]) <= {-1}
+    widths = [-(-columns // 16) for _, _, columns in tiles]
+    assert widths == sorted(widths, reverse=True)
+    for e in range(count + 1):
+        number, mine = int((ids == e).sum()), [i for i in range(used) if experts_of[i] == e]
+        assert len(mine) == -(-number // 64)
+        assert sum(widths[i] for i in mine) == -(-number // 16)
+        assert not mine or widths[mine[0]] - widths[mine[-1]] <= 1
+        starts = [ends[e] - number + sum(size[i] for i in mine[:j]) for j in range(len(mine) + 1)]
+        assert [first[i] for i in mine] == starts[:-1]
+        assert starts[-1] == ends[e]
+
+
 @pytest.mark.parametrize("name", ["int4_g128_zp", "q4_1", "q8_0"])
 def test_stacked_weights_are_written_out(name: str, device: torch.device) -> None:
     codes = random_codes(as_format(name), (3, 70, 160))
@@ -206,7 +228,7 @@ def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gp
         pytest.skip("needs a Hopper GPU")
     pairs, sizes = (120, (3, 140, 320)) if interpreted else (1500, (5, 200, 1000))
     block_m, geo = tile[0], gpu_tiles.geometry(as_format(name), sizes[1:])
-    config = grouped_hopper.Config(block_m, min(tile[1], gemm_hopper.most_stages(geo, 64, block_m, GPUS["sm_90"])), 7)
+    config = grouped_hopper.Config(64, block_m, min(tile[1], gemm_hopper.most_stages(geo, 64, block_m, GPUS["sm_90"])), 7)
     for dtype, share in ((H, 1), (B, 2)):
         ids = random_ids(pairs, sizes[0] + 1)
         ids[ids == 1] = 0

@@ -27,11 +27,11 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import GROUP
 from halfbyte.kernels.gpu.hopper import not_hopper
 from halfbyte.kernels.gpu.hopper_tile import (
-    HIGH_BYTES,
     PIECES,
     Static,
     as_held,
     as_summed,
+    high_bytes,
     keep_free,
     load_stage,
     load_weight,
@@ -128,6 +128,23 @@ def most_stages(geo: gpu_tiles.Geometry, rows: int, block_m: int, gpu: Gpu) -> i
     return min(2 * geo.format.bits, (gpu.shared - BESIDE - (parts - 1) * tails) * parts // record)
 
 
+def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    return Static(
+        rows=config.rows,
+        block_m=config.block_m,
+        stages=config.stages,
+        bits=geo.format.bits,
+        groups=geo.blocks_a_record,
+        wide=geo.records_a_block,
+        whole=whole(geo),
+        zero=geo.format.zero,
+        clamp=clamp,
+        lifted=lifted(problem),
+        table=bool(geo.format.table),
+    )
+
+
 def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
@@ -153,28 +170,14 @@ def multiply(
     codes, scale, zero = views
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
+    static = replace(static, sent=_sent(problem, static, out, epilogue))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     if geo.format.bits == 4:
         weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
     else:
-        width = gpu_tiles.RECORD // parts_of(config.block_m)
-        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
-        weight = TensorDescriptor.from_tensor(codes, [2 * config.rows, width], of_bytes)
-    static = Static(
-        rows=config.rows,
-        block_m=config.block_m,
-        stages=config.stages,
-        bits=geo.format.bits,
-        groups=geo.blocks_a_record,
-        wide=geo.records_a_block,
-        whole=whole(geo),
-        zero=geo.format.zero,
-        clamp=epilogue.clamps,
-        lifted=lifted(problem),
-        table=bool(problem.format.table),
-    )
-    static = replace(static, sent=_sent(problem, static, out, epilogue))
+        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=static.width, element_bitwidth=8, rank=2)
+        weight = TensorDescriptor.from_tensor(codes, [static.block_n, static.width], of_bytes)
     yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.sent else None
     scratch: tuple[Tensor, Tensor] | None = None
     if memory is not None and beside(problem, config):
@@ -299,12 +302,8 @@ def _produce(read, buffers, full, empty, sizes, S: gl.constexpr):
 def _consume(buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
-    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    high = high_bytes(DTYPE)
     step = 0
     owed = 0
     end, whole, start, rest = _share(sizes, S)
@@ -316,8 +315,8 @@ def _consume(buffers, full, empty, scale, yd, out, added, scratch, sizes, bounds
         if scratch is not None:  # divisions take long: before the first records are there
             sharing = _sharing(tile - whole * gl.num_programs(0), gl.maximum(rest, 1), sizes)
         before, first_n, first_m, done = tile, (pn * 2 + HALF) * ROWS, pm * BM, count
-        scales = scale + gl.minimum(first_n + row, sizes[2] - 1)
-        acc, step = sums(buffers, full, empty, owed, scales, count, step, high, HALF, OPERAND, DTYPE, S)
+        acc, step = sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, HALF, DTYPE, S)
+        acc = acc[0]
         at += count
         tile, pm, pn, _first, count = _segment(gl.minimum(at, end - 1), end, whole, start, order, sizes, S)
         if scratch is not None:

@@ -453,7 +453,7 @@ def _produce(xd, wd, ad, md, sd, buffers, full, empty, sizes, S: gl.constexpr):
         ahead -= ahead
         tile += gl.num_programs(0) // S.split
     if S.halves:
-        HALVED: gl.constexpr = S.halved
+        HALVED: gl.constexpr = S.narrower
         there, m, pn = _half(sizes, S)
         if there:
             load_tile(xd, wd, ad, md, sd, (0, 0), buffers, full, empty, m, pn, 0, sizes[3], stage, phase, sizes, HALVED)
@@ -474,7 +474,7 @@ def _consume(buffers, full, empty, yd, ys, of_x, of_w, out, added, scratch, size
             buffers, full, empty, of_x, of_w, to, scratch, tile, pm * S.block_m, n, first, count, stage, phase, W, S
         )  # fmt: skip
     if S.halves:
-        HALVED: gl.constexpr = S.halved
+        HALVED: gl.constexpr = S.narrower
         there, m, pn = _half(sizes, S)
         if there:
             n = (pn * S.panels + W) * 64

@@ -111,7 +111,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
 
 
 def sorted_by_expert(
-    ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1, marks: int = 0
+    ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1, marks: int = 0, even: bool = False
 ) -> tuple[Tensor, ...]:
     """int32 in the device's scratch memory: the pairs in the order of their experts, [P] or more; for each tile its expert (-1: none), its
     first of these, and their number; where each expert's end, [E + 1]; how many tiles there are, and zeros: two, and `marks`
@@ -119,6 +119,7 @@ def sorted_by_expert(
 
     least   an expert's last tile is half as wide as others, or a quarter, …, where that holds its pairs, but as wide as this; and narrow
             tiles come after wide ones. None: all are alike, in the order of experts
+    even    an expert's tiles are about as wide as each other instead, in steps of `least`
     align   each expert's pairs begin at a multiple of it: what is between is -1
     """
     pairs = ids.numel()
@@ -154,7 +155,8 @@ def sorted_by_expert(
         CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(pairs))),
         PART=_PART,
         COLUMNS=columns,
-        LEVELS=(columns // (least or columns)).bit_length(),
+        LEAST=least or columns,
+        EVEN=even,
         ALIGN=align,
         num_warps=4,
     )
@@ -175,7 +177,8 @@ def _count(ids, counts, pairs, experts, each, BINS: tl.constexpr, PART: tl.const
 @triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each", "length", "zeros"])
 def _sort(
     ids, table, counted, pairs, experts, blocks, each, length, zeros,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, ALIGN: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEAST: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A program's pairs to their places, and some of the tiles."""
     ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))  # of a table with as many columns as bins
@@ -208,9 +211,7 @@ def _sort(
         inside = at + i < pairs
         tl.store(table[0] + tl.gather(to, e, 0) + tl.sum(alike.to(tl.int32), 1), at + i, mask=inside)
         to += tl.histogram(e, BINS, mask=inside)
-    used = 0
-    for level in tl.static_range(LEVELS):
-        used = _list(table, total, first, used, blocks, BINS, ROWS, COLUMNS, level, LEVELS)
+    used = _list(table, total, first, 0, blocks, BINS, ROWS, COLUMNS, COLUMNS, LEAST, EVEN)
     for tile in range(p * ROWS, blocks, tl.num_programs(0) * ROWS):
         at = tile + rows
         tl.store(table[1] + at, tl.zeros_like(at) - 1, mask=(at >= used) & (at < blocks))
@@ -228,29 +229,36 @@ def _sort(
 @triton.jit
 def _list(
     table, total, first, used, blocks,
-    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVEL: tl.constexpr, LEVELS: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of COLUMNS / 2^LEVEL pairs, from tile `used` on; the tile after them."""
-    WIDTH: tl.constexpr = COLUMNS >> LEVEL
-    NARROWER: tl.constexpr = WIDTH // 2 if LEVEL + 1 < LEVELS else 0
-    rest = total % COLUMNS
-    tiles = ((rest > NARROWER) & (rest <= WIDTH)).to(tl.int32)
-    if LEVEL == 0:
-        tiles += total // COLUMNS
+    """Tiles of WIDTH pairs and narrower ones, from tile `used` on; the tile after them."""
+    NARROWER: tl.constexpr = WIDTH - LEAST if EVEN else WIDTH // 2
+    if EVEN:
+        steps = (total + (LEAST - 1)) // LEAST
+        count = tl.maximum((total + (COLUMNS - 1)) // COLUMNS, 1)
+        wider = steps % count  # tiles, by one step
+        width = steps // count * LEAST  # of the others
+        tiles = tl.where(width == WIDTH, count - wider, tl.where(width == NARROWER, wider, 0))
+        before = tl.where(width == WIDTH, wider * (WIDTH + LEAST), 0)
+    else:
+        rest = total % COLUMNS
+        tiles = ((rest > (NARROWER if WIDTH > LEAST else 0)) & (rest <= WIDTH)).to(tl.int32)
+        before = total - rest
+        if WIDTH == COLUMNS:
+            tiles += total // COLUMNS
+            before = tl.zeros_like(total)
     ends = used + tl.cumsum(tiles, 0)
     after = used + tl.sum(tiles, 0)
     for tile in range(tl.program_id(0) * ROWS, after, tl.num_programs(0) * ROWS):
         at = tile + tl.arange(0, ROWS)
         inside = (at >= used) & (at < after)
         e = tl.minimum(tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1), BINS - 1)
-        mine = tl.gather(total, e, 0)
-        if LEVEL == 0:
-            done = (at - tl.gather(ends - tiles, e, 0)) * COLUMNS
-        else:
-            done = mine // COLUMNS * COLUMNS
+        done = tl.gather(before, e, 0) + (at - tl.gather(ends - tiles, e, 0)) * WIDTH
         tl.store(table[1] + at, e, mask=inside)
         tl.store(table[2] + at, tl.gather(first, e, 0) + done, mask=inside)
-        tl.store(table[3] + at, tl.minimum(mine - done, WIDTH), mask=inside)
+        tl.store(table[3] + at, tl.minimum(tl.gather(total, e, 0) - done, WIDTH), mask=inside)
+    if WIDTH > LEAST:
+        after = _list(table, total, first, after, blocks, BINS, ROWS, COLUMNS, NARROWER, LEAST, EVEN)
     return after
 
 

@@ -2,10 +2,10 @@
 
 Rows of x are put in the order of their experts, so that TMA reads those of one expert as a box; what of the next expert is in the box is
 computed and not written. Two warps of each program do that while others multiply: what several tiles begin with, then what follows. An
-expert's last tile is half or a quarter as wide where that holds its rows. The list of tiles (expert, first row, how many) is made on the
-device, as `grouped.py` makes it, the wide ones first. It says how many there are: the host never waits. A program that has room takes the
-next one, so that all end at about the same time: the warp that loads finds out which, and tells the others. Rows of y are written where
-they belong.
+expert has as few tiles as may be, which are all about as wide, in steps of 64 rows: a narrow one makes as many weights as a wide one. The
+list of tiles (expert, first row, how many) is made on the device, as `grouped.py` makes it, the wide ones first. It says how many there
+are: the host never waits. A program that has room takes the next one, so that all end at about the same time: the warp that loads finds
+out which, and tells the others. Rows of y are written where they belong.
 
 Weight: the words or bytes of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
 expert's gives a row of NaN.
@@ -15,10 +15,9 @@ It wins from some 64 rows an expert on, where a weight that is made once serves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, OUT, PIECES, Static, load_stage, pieces_of, ring, sums, tails_read, write_tile
+from halfbyte.kernels.gpu.gemm_hopper import Config, compiled_for, most_stages
+from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, high_bytes, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -39,16 +39,13 @@ _ROWS = 64  # of the weight, for each of two warpgroups
 LEAST_ROWS = 48  # of an expert on the average
 NARROWEST = gl.constexpr(64)  # rows of x of a tile
 CHUNK = gl.constexpr(256)  # elements of rows of x that are put in order together
-_NARROWER = {128: 1.02, 256: 1.15}  # times as long as where all tiles are as narrow (H200)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tiles of 128 rows of the weight by `block_m` of x, `stages` stages in flight."""
-
-    block_m: int
-    stages: int
-    programs: int
+# Microseconds of a record of tiles of 64, 128, … rows of x in stages for the widest of them, by bits, and of what else 64 rows take of a
+# tile, by the widest: what fits the times of some shapes on an H200.
+_RECORD_US = {
+    4: {256: (0.67, 0.84, 1.12, 1.36), 128: (0.54, 0.76), 64: (0.54,)},
+    8: {256: (0.79, 0.97, 1.23, 1.47), 128: (0.72, 0.94), 64: (0.72,)},
+}
+_REST_US = {256: 1.25, 128: 0.95, 64: 0.95}
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -62,23 +59,21 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first: the least time of all tiles, experts having some more and fewer rows than the mean."""
-    mean, bits, geo = problem.m / problem.experts, problem.format.bits, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    mean, geo = problem.m / problem.experts, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     found = []
-    for rows, block_m in gemm_hopper.RECORD_US[bits]:
-        if rows == _ROWS and block_m >= NARROWEST.value:
-            us = sum(_record_us(bits, block_m, round(mean + i * mean**0.5)) for i in (-1.5, -0.5, 0.5, 1.5))
-            found.append((us, Config(block_m, gemm_hopper.most_stages(geo, _ROWS, block_m, gpu), gpu.sms)))
+    for block_m, record_us in _RECORD_US[problem.format.bits].items():
+        tile_us = [geo.records * us + (i + 1) * _REST_US[block_m] for i, us in enumerate(record_us)]
+        us = sum(_us(round(mean + i * mean**0.5), tile_us) for i in (-1.5, -0.5, 0.5, 1.5))
+        found.append((us, Config(_ROWS, block_m, most_stages(geo, _ROWS, block_m, gpu), gpu.sms)))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
-def _record_us(bits: int, block_m: int, rows: int) -> float:
-    """Microseconds of a record of all tiles of an expert with so many rows."""
-    of_tile, last = gemm_hopper.RECORD_US[bits], rows % block_m
-    us = rows // block_m * of_tile[_ROWS, block_m]
-    width = max(NARROWEST.value, triton.next_power_of_2(last))
-    if last:
-        us += of_tile[_ROWS, width] * (1.0 if width == block_m else _NARROWER[block_m])
-    return us
+def _us(rows: int, tile_us: list[float]) -> float:
+    """Microseconds of all tiles of an expert with so many rows, which are as wide as each other but for one step."""
+    steps = -(-rows // 64)
+    tiles = -(-steps // len(tile_us))
+    width, wider = divmod(steps, tiles)
+    return (tiles - wider) * tile_us[width - 1] + wider * tile_us[width % len(tile_us)]
 
 
 def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -87,28 +82,15 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo = gpu_tiles.geometry(problem.format, (n, k))
     first = gpu_tiles.views(weight[: geo.nbytes], geo)
     scale, zero = _of_all(first.scale, experts, geo.nbytes), None if first.zero is None else _of_all(first.zero, experts, geo.nbytes)
-    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, marks=-(-k // CHUNK.value) + 1)
+    table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, marks=-(-k // CHUNK.value) + 1, even=True)
     rows = torch.empty(problem.m, k, dtype=x.dtype, device=x.device)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    static = Static(
-        rows=_ROWS,
-        block_m=config.block_m,
-        stages=config.stages,
-        bits=geo.format.bits,
-        groups=geo.blocks_a_record,
-        wide=geo.records_a_block,
-        whole=gemm_hopper.whole(geo),
-        zero=geo.format.zero,
-        clamp=False,
-        lifted=gemm_hopper.lifted(problem),
-        table=bool(problem.format.table),
-    )
+    layout, static = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2), compiled_for(problem, config, clamp=False)
     if geo.format.bits == 4:
         codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)
     else:  # rows of twice their length, as an expert may begin anywhere in one
         shape, strides = [(experts - 1) * geo.nbytes // geo.k_padded + geo.n_padded, 2 * geo.k_padded], [geo.k_padded, 1]
         of_bytes = replace(layout, swizzle_byte_width=static.width, element_bitwidth=8)
-        codes = TensorDescriptor(weight.view(torch.int8), shape, strides, [2 * _ROWS, static.width], of_bytes)
+        codes = TensorDescriptor(weight.view(torch.int8), shape, strides, [static.block_n, static.width], of_bytes)
     launcher.run(
         _grouped,
         (config.programs,),
@@ -137,10 +119,10 @@ def _of_all(part: Tensor, experts: int, nbytes: int) -> Tensor:
 @gluon.jit
 def as_narrow(work: gl.constexpr, args, count, S: gl.constexpr):
     """work(*args, S) for as narrow a tile as holds `count` rows of x."""
-    HALVED: gl.constexpr = S.halved
+    NARROWER: gl.constexpr = S.narrower
     if S.block_m > NARROWEST:
-        if count <= S.block_m // 2:
-            found = as_narrow(work, args, count, HALVED)
+        if count <= NARROWER.block_m:
+            found = as_narrow(work, args, count, NARROWER)
         else:
             found = work(*args, S)
     else:
@@ -191,15 +173,21 @@ def learn(told, full, stage, phase):
 @gluon.jit
 def _produce(read, away, table, chunks, told, buffers, full, empty, experts, sizes, S: gl.constexpr):
     step = 0
-    e, first, count, pn, pm = tile_of(gl.program_id(0), table, sizes, 2 * S.rows)
-    tell(told, full, empty, (e, first, count, pn), 0, 1)
-    while count > 0:
-        following = tile_of(untaken(table), table, sizes, 2 * S.rows)
-        e = gl.minimum(e, experts - 1)
-        marks = table[5] + 3 + pm * (chunks + 1)
-        step = as_narrow(_load, (read, buffers, full, empty, first, count, (e * away, e), pn, (marks, chunks), step, sizes), count, S)
-        e, first, count, pn, pm = following
-        tell(told, full, empty, (e, first, count, pn), step % S.stages, ((step // S.stages) & 1) ^ 1)
+    tile = _tile(gl.program_id(0), table, chunks, sizes, S)
+    tell(told, full, empty, tile, 0, 1)
+    while tile[2] > 0:
+        matrix = gl.minimum(tile[0], experts - 1)
+        step, tile = as_narrow(_load, (read, buffers, full, empty, tile, (matrix * away, matrix), table, chunks, step, sizes), tile[2], S)
+        tell(told, full, empty, tile, step % S.stages, ((step // S.stages) & 1) ^ 1)
+
+
+@gluon.jit
+def _tile(number, table, chunks, sizes, S: gl.constexpr):
+    """`tile_of`, where its marks are, and whether all of its rows are in place."""
+    e, first, count, pn, pm = tile_of(number, table, sizes, 2 * S.rows)
+    marks = 3 + pm * (chunks + 1)
+    there = _passed(table[5] + marks + chunks, 0) == gl.cdiv(count, NARROWEST) * chunks
+    return e, first, count, pn, marks, there.to(gl.int32)
 
 
 @gluon.jit
@@ -250,17 +238,19 @@ def _gather(table, gathering, chunks, S: gl.constexpr):
 
 
 @gluon.jit
-def _load(read, buffers, full, empty, first, count, matrix, pn, gathered, step, sizes, S: gl.constexpr):
-    """A tile on its way to shared memory; the step after it."""
+def _load(read, buffers, full, empty, tile, matrix, table, chunks, step, sizes, S: gl.constexpr):
+    """A tile on its way to shared memory; the step after it, and the next tile. That is looked for halfway, when the stages are full."""
     EACH: gl.constexpr = CHUNK // S.width
-    marks, chunks = gathered
-    parts = gl.cdiv(count, NARROWEST)
-    there = _passed(marks + chunks, 0) == parts * chunks
-    for r in range(sizes[3] * S.parts):
-        if (r % EACH == 0) & (not there):
-            _passed(marks + r // EACH, parts)
+    _e, first, count, pn, marks, there = tile
+    steps = sizes[3] * S.parts
+    following = tile
+    for r in range(steps):
+        if (r % EACH == 0) & (there == 0):
+            _passed(table[5] + marks + r // EACH, gl.cdiv(count, NARROWEST))
         load_stage(read, buffers, full, empty, first, matrix, pn, r, step + r, sizes, S)
-    return step + sizes[3] * S.parts
+        if r == steps // 2:
+            following = _tile(untaken(table), table, chunks, sizes, S)
+    return step + steps, following
 
 
 @gluon.jit
@@ -281,26 +271,29 @@ def _consume(told, buffers, full, empty, scale, away, table, out, bias, experts,
 @gluon.jit
 def _multiply(buffers, full, empty, scale, out, added, to, known, pn, step, sizes, HALF: gl.constexpr, S: gl.constexpr):
     """A warpgroup's half of it; the step after it."""
-    ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
-    first_n = (pn * 2 + HALF) * ROWS
-    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-    column = gl.arange(0, BM // PIECES, layout=gl.SliceLayout(0, OUT))
+    first_n = (pn * 2 + HALF) * S.rows
     places = ()  # read at once, as scales are
-    for i in gl.static_range(PIECES):
-        at = i * (BM // PIECES) + column
-        places += (gl.load(to[0] + at, mask=at < to[1], other=-1),)  # type: ignore[assignment]
-    scales = scale + gl.minimum(first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA)), sizes[2] - 1)
-    acc, step = sums(buffers, full, empty, 0, scales, sizes[3], step, high, HALF, OPERAND, DTYPE, S)
-    pieces = pieces_of(acc, S)
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(len(S.widths) * PIECES):
+        places += (_places(to, i, S),)  # type: ignore[assignment]
+    high = high_bytes(DTYPE)
+    acc, step = sums(buffers, full, empty, 0, scale, first_n, sizes[3], step, high, sizes, HALF, DTYPE, S)
+    pieces = ()
+    for i in gl.static_range(len(S.widths)):
+        pieces += pieces_of(acc[i], S)
+    for i in gl.static_range(len(S.widths) * PIECES):
         y = gl.where(known, pieces[i], float("nan"))
         write_tile(y, out, added, first_n, 0, places[i], sizes, (0.0, 0.0), S)
     return step
+
+
+@gluon.jit
+def _places(to, PIECE: gl.constexpr, S: gl.constexpr):
+    """The rows of y of a piece of a tile's columns, -1 for none."""
+    SUMS: gl.constexpr = PIECE // PIECES
+    WIDTH: gl.constexpr = S.widths[SUMS] // PIECES
+    at = S.starts[SUMS] + PIECE % PIECES * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
+    return gl.load(to[0] + at, mask=at < to[1], other=-1)
 
 
 @gluon.jit(do_not_specialize=["experts"])

@@ -68,6 +68,11 @@ def parts_of(block_m: int) -> int:
     return 2 if block_m > 128 else 1
 
 
+@gluon.constexpr_function
+def _sums_layout(width):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+
+
 @dataclass(frozen=True)
 class Static:
     rows: int
@@ -90,9 +95,24 @@ class Static:
         return self.lifted and self.groups == 1 and not self.whole
 
     @property
-    def halved(self) -> Static:
-        """For tiles of half as many rows of x, in the same stages."""
-        return replace(self, block_m=self.block_m // 2, room=self.room or self.block_m)
+    def narrower(self) -> Static:
+        """For tiles of 64 rows of x fewer, in the same stages."""
+        return replace(self, block_m=self.block_m - 64, room=self.room or self.block_m)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the tensors that hold a tile's sums, which are powers of two."""
+        return (128, 64) if self.block_m == 192 else (self.block_m,)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first column of each."""
+        return tuple(sum(self.widths[:i]) for i in range(len(self.widths)))
+
+    @property
+    def operand(self) -> gl.DotOperandLayout:
+        """Of planes of the weight, as they are made."""
+        return gl.DotOperandLayout(0, _sums_layout(self.widths[0]), 2)
 
     @property
     def parts(self) -> int:
@@ -338,6 +358,13 @@ def _lifted(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.conste
 
 
 @gluon.jit
+def high_bytes(DTYPE: gl.constexpr):
+    """What bytes become numbers with, of which the compiler does not know that it is a constant."""
+    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
+    return gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
     """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
@@ -402,34 +429,48 @@ def _tails_at(buffers, place, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: 
 
 
 @gluon.jit
-def _columns(xs, stage, PLANE: gl.constexpr, S: gl.constexpr):
-    """What plane PLANE of the weight is multiplied with: xᵀ [32, block_m]."""
-    rows = xs.index(stage)
-    if S.room > 0:
-        rows = rows.slice(0, S.block_m, dim=0)
-    return rows.slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
+def _zeros(SUMS: gl.constexpr, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    WIDTH: gl.constexpr = S.widths[SUMS]
+    return gl.zeros([ROWS, WIDTH], gl.float32, layout=_sums_layout(WIDTH))
 
 
 @gluon.jit
-def sums(
-    buffers, full, empty, owed, scales, count, step, high, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr
-):
-    """float32 [rows, block_m] of `count` records, whose stages begin with `step`; and the step after them.
+def _multiplied(w, xs, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
+    """acc + plane PLANE of the weight by its columns of xᵀ [32, block_m], for each of a tile's sums."""
+    found = ()
+    for i in gl.static_range(len(S.widths)):
+        rows = xs.index(stage)
+        if S.room > 0:
+            rows = rows.slice(S.starts[i], S.widths[i], dim=0)
+        columns = rows.slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
+        operand = gl.convert_layout(w, gl.DotOperandLayout(0, _sums_layout(S.widths[i]), 2), assert_trivial=True)
+        found += (warpgroup_mma(operand, columns, acc[i], is_async=True),)  # type: ignore[assignment]
+    return found
 
-    scales  where those of whole rows stand: read at once, as that takes longer than what is left to do when the products are there
+
+@gluon.jit
+def sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, HALF: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """float32 [rows, width] for each of `S.widths`, of `count` records whose stages begin with `step`; and the step after them.
+
+    scale   where those of whole rows stand, of which the tile's begin with first_n: read at once, as that takes longer than what is left
+            to do when the products are there
     owed    if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
     """
     xs, ws, _ss, _zs = buffers
+    OPERAND: gl.constexpr = S.operand
     ROWS: gl.constexpr = S.rows
-    BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
     BESIDE: gl.constexpr = S.beside
     ONE: gl.constexpr = S.parts == 1
-    MMA: gl.constexpr = OPERAND.parent
-    acc = gl.zeros([ROWS, BM], gl.float32, layout=MMA)
-    factor = gl.full([ROWS], LIFT if S.lifted else 1.0, gl.float32, layout=gl.SliceLayout(1, MMA))
+    SUMS: gl.constexpr = len(S.widths)
+    acc = ()
+    for i in gl.static_range(SUMS):
+        acc += (_zeros(i, S),)  # type: ignore[assignment]
+    factor = gl.full([ROWS], LIFT if S.lifted else 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND.parent))
     if S.whole:
-        factor *= gl.load(scales).to(gl.float32)
+        row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND.parent))
+        factor *= gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32)
     stage, phase = step % STAGES, (step // STAGES) & 1
     mbarrier.wait(full.index(stage), phase)
     if ONE:
@@ -459,10 +500,10 @@ def sums(
         # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
         if ONE and S.bits == 8:
             codes = _codes(ws.index(stage), 1, HALF, OPERAND, S)
-        a = warpgroup_mma(w0, _columns(xs, stage, 0, S), acc, is_async=True)
+        a = _multiplied(w0, xs, stage, acc, 0, S)
         if ONE:
             w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w1, _columns(xs, stage, 1, S), a, is_async=True)
+        a = _multiplied(w1, xs, stage, a, 1, S)
         if ONE:
             if S.bits == 8:
                 codes = _codes(ws.index(stage), 2, HALF, OPERAND, S)
@@ -471,11 +512,11 @@ def sums(
                 codes = _codes(ws.index(stage), 3, HALF, OPERAND, S)
         else:
             w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w2, _columns(xs, second, 2, S), a, is_async=True)
+        a = _multiplied(w2, xs, second, a, 2, S)
         if ONE:
             w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
-        a = warpgroup_mma(w3, _columns(xs, second, 3, S), a, is_async=True)
-        a, w0, w1 = warpgroup_mma_wait(2, deps=[a, w0, w1])
+        a = _multiplied(w3, xs, second, a, 3, S)
+        a = warpgroup_mma_wait(2 * SUMS, deps=a + (w0, w1))[:SUMS]  # noqa: RUF005
         if not ONE:
             mbarrier.arrive(empty.index(stage), count=1)
         # After the last record of a tile something is made of what is there, and not used.
@@ -494,20 +535,24 @@ def sums(
             gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
         else:
             mbarrier.wait(full.index(ahead), phase_ahead)
-        acc, w2, w3 = warpgroup_mma_wait(0, deps=[a, w2, w3])
+        acc = warpgroup_mma_wait(0, deps=a + (w2, w3))[:SUMS]  # noqa: RUF005
         mbarrier.arrive(empty.index(second), count=1)
         now = after
         step += S.parts
         if ONE:
             stage, phase = following, its_phase
-    if S.lifted or S.whole:
-        acc *= gl.expand_dims(factor, 1)
-    return acc, step
+    total = ()
+    for i in gl.static_range(SUMS):
+        one = acc[i]  # type: ignore[var-annotated]
+        if S.lifted or S.whole:
+            one *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, _sums_layout(S.widths[i])), assert_trivial=True), 1)
+        total += (one,)  # type: ignore[assignment]
+    return total, step
 
 
 @gluon.jit
 def pieces_of(total, S: gl.constexpr):
-    """The columns of a tile in four parts: what is written from fewer registers leaves more of them for addresses."""
+    """The columns of sums in four parts: what is written from fewer registers leaves more of them for addresses."""
     left, right = _halves(total, S)
     return _halves(left, S) + _halves(right, S)
 
@@ -515,7 +560,7 @@ def pieces_of(total, S: gl.constexpr):
 @gluon.jit
 def _halves(total, S: gl.constexpr):
     WIDTH: gl.constexpr = total.shape[1] // 2
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    MMA: gl.constexpr = _sums_layout(WIDTH)
     left, right = total.reshape([S.rows, 2, WIDTH]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
 

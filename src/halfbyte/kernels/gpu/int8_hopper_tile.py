@@ -47,7 +47,7 @@ class Static:
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
     @property
-    def halved(self) -> Static:
+    def narrower(self) -> Static:
         """For tiles of half as many rows of x, in the same stages."""
         return replace(self, block_m=self.block_m // 2, room=self.room or self.block_m)
 
