@@ -292,7 +292,10 @@ class AVX512VNNI(AVXVNNI):
             return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
         if self.intel:
             return Tiling(m, 1) if m in _ONE_PASS else Tiling(min(m, 12 if block > 32 else 8), 2, panels)
-        return Tiling(min(m, 10 if m <= 10 and (block > 32 or geo.format.bits == 8) else 8 if m <= 24 else 6), 2)
+        # Totals of more than 6 rows lie in memory, which takes stores at each block's end, and saves reading weights once more.
+        if m <= 24 and (block > 32 or (geo.format.bits == 8 and m <= 16)):
+            return Tiling(min(m, 10 if m <= 10 else 8), 2)
+        return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
