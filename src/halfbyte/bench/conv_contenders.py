@@ -182,6 +182,40 @@ def _qlinearconv(layer: Layer) -> bytes:
     return model([conv], constants, [("x", "UINT8", layer.image.shape)], [("y", "UINT8", layer.wanted.shape)])
 
 
+def _openvino_int8(layer: Layer) -> Ready:
+    """A convolution of what unsigned codes and signed weights stand for, in whose place OpenVINO puts one of the codes."""
+    import openvino
+    import openvino.opset13 as opset
+
+    def number(value: float) -> object:
+        return opset.constant(torch.full((1, 1, 1, 1), value).numpy())
+
+    def real(codes: object, scale: object) -> object:
+        return opset.multiply(opset.convert(codes, openvino.Type.f32), scale)
+
+    kernel, groups = [layer.kernel] * 2, layer.groups
+    codes = channels_first(layer.codes.data, (layer.kernel, layer.kernel)).contiguous()
+    weight = real(opset.constant(codes.numpy()), opset.constant(layer.codes.scale.float().view(-1, 1, 1, 1).numpy()))
+    settings: Any = [layer.stride] * 2, [layer.padding] * 2, [layer.padding] * 2, [1, 1]
+    x = opset.parameter(list(layer.image.shape), openvino.Type.u8)
+    if groups == 1:
+        y = opset.convolution(real(x, number(IN_SCALE)), weight, *settings)
+    else:
+        apart = opset.reshape(weight, opset.constant([groups, layer.out // groups, layer.channels // groups, *kernel]), False)
+        y = opset.group_convolution(real(x, number(IN_SCALE)), apart, *settings)
+    quantized = opset.fake_quantize(y, number(-128 * layer.out_scale), number(127 * layer.out_scale), number(0), number(255), 256)
+    model = openvino.Model([opset.result(opset.convert(quantized, openvino.Type.u8))], [x])
+    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False}
+    request = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", **threads}).create_infer_request()
+    request.set_input_tensor(openvino.Tensor((layer.image.int() + 128).to(torch.uint8).contiguous().numpy()))
+
+    def result() -> Tensor:
+        request.infer()
+        return (torch.from_numpy(request.get_output_tensor(0).data).float() - 128) * layer.out_scale
+
+    return Ready(request.infer, result, 1.001 * layer.out_scale)
+
+
 CONTENDERS: dict[str, Callable[[Layer], Ready]] = {
     "halfbyte int8→int8": _halfbyte_int8,
     "halfbyte fp32, int8 weight, a scale an image": lambda layer: _halfbyte_floats(layer, "int8", "image"),
@@ -191,5 +225,6 @@ CONTENDERS: dict[str, Callable[[Layer], Ready]] = {
     "torch bf16": lambda layer: _torch_dense(layer, torch.bfloat16),
     "torch oneDNN int8→int8": _torch_int8,
     "ONNX Runtime QLinearConv": _onnxruntime_int8,
+    "OpenVINO int8→int8": _openvino_int8,
 }
-INTEGER = ("halfbyte int8→int8", "torch oneDNN int8→int8", "ONNX Runtime QLinearConv")
+INTEGER = ("halfbyte int8→int8", "torch oneDNN int8→int8", "ONNX Runtime QLinearConv", "OpenVINO int8→int8")

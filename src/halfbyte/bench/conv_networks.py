@@ -16,6 +16,7 @@ from halfbyte.bench.onnx_chain import onnx_model
 from halfbyte.nn.batchnorm import fold_batch_norms_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import fuse_
 
 CALIBRATION = 8  # images
 PEER = "ONNX Runtime int8"
@@ -65,7 +66,7 @@ def _run(work: Inference, model: nn.Module, error: float) -> Ready:
 
 
 def _quantized(work: Inference, config: Config, error: float) -> Ready:
-    return _run(work, quantize_(copy.deepcopy(work.model), config), error)
+    return _run(work, fuse_(quantize_(copy.deepcopy(work.model), config)), error)
 
 
 def _onnxruntime(work: Inference) -> Ready:
