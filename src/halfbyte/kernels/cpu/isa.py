@@ -73,6 +73,7 @@ class ISA:
     mixed_dot = False  # `dot` multiplies bytes, of which one is unsigned and the other signed
     multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
     minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle of `conv/direct.py` and `conv/winograd.py`, where that may pay
+    minimal_tiles = 48, 48  # of a run there that are enough, with weights from the third-level cache and from the second
     arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `conv/arrange.py`
     bf16_dot = False  # sums products of bfloat16 pairs in float32
     bf16_pays = True  # faster than by float32

@@ -77,7 +77,8 @@ ORDER = {position: n for n, position in enumerate(itertools.chain(*CLASSES))}  #
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _GROUP_COST = 0.5  # of beginning and ending a group's products, in tiles
-_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights
+_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights, unless fewer have `ISA.minimal_tiles`
+_NEAR_BYTES = 1 << 19  # of weights that stay in the second-level cache
 _AHEAD = 8192  # bytes of weights, which come from the third-level cache where they are many
 # A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
 _WEIGHT_BYTES, _PIXEL_CYCLES, _OUTPUT_CYCLES = 8, 0.18, 0.37
@@ -451,9 +452,11 @@ class WinogradKernel(CodesConv):
         rows = spec.classes[0].rows
         groups = -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        runs = -(-groups // max(_LEAST_GROUPS, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
+        enough = self.isa.minimal_tiles[weights.nbytes <= _NEAR_BYTES]
+        least = min(_LEAST_GROUPS, -(-enough // rows))
+        runs = -(-groups // max(least, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
         if most > 1:
-            runs = max(runs, min(most * _ITEMS_A_THREAD, groups // _LEAST_GROUPS))
+            runs = max(runs, min(most * _ITEMS_A_THREAD, groups // least))
         run = -(-groups // runs) * rows
         runs = -(-tiles // run)
         parts = max(1, min(columns, -(-most * _ITEMS_A_THREAD // runs))) if most > 1 else 1
