@@ -213,6 +213,11 @@ def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
     assert len(calls) == 8
     # The caches are of `dtype` in both.
     assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
+    calls.clear()
+    with torch.inference_mode():
+        once, again, one_by_one = (m(input_ids=ids, use_cache=False).logits for m in (short, short, copy.deepcopy(short)))
+    assert torch.equal(once, again)
+    assert torch.equal(once, one_by_one)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp+q8_0", "int8_channel"])

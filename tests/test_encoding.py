@@ -174,6 +174,8 @@ def test_bfloat16(calls: list[int]) -> None:
     assert torch.equal(states(short, given), found)
     assert found.dtype == torch.bfloat16
     assert calls == [3, 3]
+    assert torch.equal(states(copy.deepcopy(short), given), found)
+    assert calls[2:] == [1, 1, 1], "what layers give one by one is not rounded before the next one, either"
     # Norms, biases, embeddings and the result are rounded to 2^-9 of them: twice that for each of three layers, as norms enlarge it.
     assert float((found.float() - wanted).norm() / wanted.norm()) < 3 * 2 * 2.0**-8
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.layers import Addresses, Weight, why_not_packed
+from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,8 +116,7 @@ def run_layers(
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
     inner = [layer._refreshed() for layer in layers]
-    y = decoder.run(inner, x.float().contiguous(), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask)
-    return tuple(one.to(x.dtype) for one in y)
+    return given(decoder.run(inner, exactly(x), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask), x.dtype)
 
 
 def why_not(weights: Sequence[Weight], heads: Heads) -> str | None:

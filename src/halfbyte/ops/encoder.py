@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.layers import Addresses, LayerNorm, Weight, why_not_packed
+from halfbyte.ops.layers import Addresses, LayerNorm, Weight, exactly, given, why_not_packed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +66,7 @@ class EncoderLayer:
         return self._layer
 
 
-def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
+def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """What each of the layers, which are of one `size`, gives, one after the other; everything else as in a call."""
     from halfbyte.kernels.cpu import encoder
 
@@ -81,11 +81,11 @@ def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, b
         mask = mask.contiguous()
     if bias is not None:
         bias = bias.float() if bias.stride(3) == 1 else bias.float().contiguous()
-    outputs = encoder.run([layer._refreshed() for layer in layers], x.float().contiguous(), mask, bias)
-    if x.dtype == torch.float32:
-        return outputs
-    most = torch.finfo(x.dtype).max  # more becomes that, not infinite, as in Whisper's layers
-    return [y.clamp(-most, most).to(x.dtype) for y in outputs]
+    outputs = encoder.run([layer._refreshed() for layer in layers], exactly(x), mask, bias)
+    if x.dtype != torch.float32:
+        most = torch.finfo(x.dtype).max  # more becomes that, not infinite, as in Whisper's layers
+        outputs = [y.clamp(-most, most) for y in outputs]
+    return given(outputs, x.dtype)
 
 
 def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts import cpu_tiles
@@ -31,6 +32,24 @@ class LayerNorm(NamedTuple):
     weight: Tensor
     bias: Tensor
     eps: float
+
+
+# What layers gave in 16 bits, as it was in float32: so that layers called one by one compute the same as those in one call.
+_exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+
+def exactly(x: Tensor) -> Tensor:
+    """x in float32, contiguous: if a layer gave it, and nobody has changed it, as it was before it was rounded."""
+    exact = _exact.get(x) if x.dtype != torch.float32 else None
+    return x.float().contiguous() if exact is None or not torch.equal(exact.to(x.dtype), x) else exact
+
+
+def given(outputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What layers give, in `dtype`; the last of it will be known `exactly`."""
+    rounded = tuple(y.to(dtype) for y in outputs)
+    if dtype != torch.float32:
+        _exact[rounded[-1]] = outputs[-1]
+    return rounded
 
 
 class Addresses:
