@@ -11,9 +11,10 @@ from torch import Tensor
 
 from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
+from halfbyte.kernels.cpu.biased import HIGHEST_CODE, highest_point
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import HIGHEST_CODE, ROUND_BITS, highest_point
+from halfbyte.kernels.cpu.tile import ROUND_BITS
 from halfbyte.kernels.problem import Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

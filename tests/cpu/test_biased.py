@@ -11,10 +11,10 @@ from support import activations, pairwise, run_linear
 
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
+from halfbyte.kernels.cpu.biased import biasable
 from halfbyte.kernels.cpu.isa import Tiling
 from halfbyte.kernels.cpu.isa_x86 import expandable
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import biasable
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import Geometry, pack
 

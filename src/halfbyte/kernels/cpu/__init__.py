@@ -10,7 +10,7 @@ Making code
 
 Linear layers
   linear.py        the call: from arguments to a plan; grouped.py: of experts
-  tile.py          the micro-kernel; amx.py: on matrix units; expanded.py: on codes that are expanded once
+  tile.py          the micro-kernel, biased.py: what its sums begin at; amx.py: on matrix units; expanded.py: on codes expanded once
   driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
   activations.py   activations into the order of tiles
   pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.biased import HIGHEST_CODE
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.sparse import SparseUnit, zeros_of
-from halfbyte.kernels.cpu.tile import FIELDS, HIGHEST_CODE, ROUND, Part, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import FIELDS, ROUND, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other

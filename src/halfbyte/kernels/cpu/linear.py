@@ -27,6 +27,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu import activations, amx, driver, expanded, jit, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.biased import HIGHEST_CODE, biasable, highest_point
 from halfbyte.kernels.cpu.expanded import PanelSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
@@ -274,10 +275,10 @@ def specs(
     # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
     # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
     # taken off: it stays an integer.
-    biased = by_block and isa.biases and tile.biasable(fmt, geo.padded)
+    biased = by_block and isa.biases and biasable(fmt, geo.padded)
     points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
     points_off &= not (shifted or geo.sparse or source == "i8")
-    highest = tile.HIGHEST_CODE if points_off else tile.highest_point(isa, bits, fmt.zero, biased)
+    highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0

@@ -25,10 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
-from halfbyte.formats.spec import TABLES, Format
+from halfbyte.formats.spec import TABLES
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.biased import HIGHEST_CODE, highest_point
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
@@ -42,20 +41,7 @@ Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
-HIGHEST_CODE = 15  # of 4 bits
 _FEW_ROWS = 8  # of a tile that waits for memory
-
-
-def biasable(fmt: Format, block: int) -> bool:
-    """Whether ROUND + a block's sum of products is a float exactly, and ROUND times a scale, too; and sums of activations are int16."""
-    largest = 1 << (fmt.code_bits - 1) if fmt.signed else (1 << fmt.bits) - 1
-    fits = block * largest * 127 <= 1 << 22 and (fmt.zero != "point" or block * 127 < 1 << 15)
-    return fmt.scale == torch.float16 and fits
-
-
-def highest_point(isa: ISA, bits: int, zero: str, biased: bool) -> int:
-    """A point that is taken off by what sums begin at, so that codes from which points were taken instead may be unsigned; else 0."""
-    return HIGHEST_CODE if biased and zero == "point" and bits == 4 and isa.expands else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +110,12 @@ def build(spec: TileSpec, isa: ISA, f: Function) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a tile computes at a time.
+    """What a tile computes at a time."""
 
-    number    how many parts are before it
-    weights   bytes to its panel
-    first     its first row of the panel
-    column    its first output
-    """
-
-    number: Value
-    weights: Value
-    first: Value
-    column: Value
+    number: Value  # how many parts are before it
+    weights: Value  # bytes to its panel
+    first: Value  # its first row of the panel
+    column: Value  # its first output
 
 
 class Tile:
