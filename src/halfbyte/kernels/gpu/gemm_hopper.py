@@ -25,12 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import GROUP
-from halfbyte.kernels.gpu.hopper import not_hopper
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper
 from halfbyte.kernels.gpu.hopper_tile import (
     PIECES,
     Static,
-    as_held,
-    as_summed,
     high_bytes,
     keep_free,
     load_stage,

@@ -26,8 +26,7 @@ from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
-from halfbyte.kernels.gpu.hopper_tile import as_held, as_summed
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem

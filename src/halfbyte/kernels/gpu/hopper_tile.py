@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper import barriers, next_stage
+from halfbyte.kernels.gpu.hopper import barriers, fma, next_stage
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
@@ -273,15 +273,6 @@ def keep_free(full, empty, step, S: gl.constexpr):
         stage = (step + i) % S.stages
         mbarrier.wait(empty.index(stage), (((step + i) // S.stages) & 1) ^ 1)
         mbarrier.arrive(full.index(stage), count=1)
-
-
-@gluon.jit
-def fma(a, b, c):
-    """a * b + c of float16 or bfloat16, two elements at a time."""
-    if a.dtype == gl.float16:
-        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -604,27 +595,3 @@ def send_tile(acc, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.co
     place.permute([1, 0]).store(y)
     fence_async_shared()
     tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
-
-
-@gluon.constexpr_function
-def _lanes_of(layout):
-    half = layout is not None and layout.warps_per_cta[1] == 2  # warps that take every other 8 columns
-    return gl.BlockedLayout([1, 4], [1, 32], [2, 2] if half else [1, 4], [0, 1] if half else [1, 0])
-
-
-@gluon.jit
-def as_held(acc):
-    """Sums [rows, columns] -> [., 512], four that one lane holds after the other: what is written and read 16 bytes at a time."""
-    ROWS: gl.constexpr = acc.shape[0]
-    WIDTH: gl.constexpr = acc.shape[1]
-    LANES: gl.constexpr = _lanes_of(acc.type.layout)
-    held = acc.reshape([ROWS // 64, 4, 2, 8, WIDTH // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(held.reshape([ROWS * WIDTH // 512, 512]), LANES, assert_trivial=True)
-
-
-@gluon.jit
-def as_summed(held, ROWS: gl.constexpr):
-    """The inverse."""
-    WIDTH: gl.constexpr = held.shape[0] * 512 // ROWS
-    acc = held.reshape([ROWS // 64, WIDTH // 8, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6])
-    return acc.reshape([ROWS, WIDTH])

@@ -32,8 +32,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as gates
-from halfbyte.kernels.gpu.hopper import barriers, next_stage, not_hopper
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, as_held, as_summed
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
+from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles

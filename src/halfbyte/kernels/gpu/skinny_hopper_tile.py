@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
-from halfbyte.kernels.gpu.hopper_tile import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, fma, negative
+from halfbyte.kernels.gpu.hopper import fma
+from halfbyte.kernels.gpu.hopper_tile import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, negative
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
