@@ -66,7 +66,7 @@ def test_ggml_and_plain_formats_of_the_same_bits_and_block_differ() -> None:
     assert len({*PRESETS.values()}) == len(PRESETS)
 
 
-BAD_NAMES = ["", "int4", "int4_g", "int4_g0", "int4_g032", "int5_g32", "int4_g32_zp_offset", "Q4_0", "q4_0 ", "int4_g32_f64"]
+BAD_NAMES = ["", "int4", "int4_g", "int4_g0", "int4_g032", "int7_g32", "int4_g32_zp_offset", "Q4_0", "q4_0 ", "int4_g32_f64"]
 
 
 @pytest.mark.parametrize("name", [*BAD_NAMES, "int4_g1000000000", "int4_g٣٢", "int4_g32\n", None, 4])

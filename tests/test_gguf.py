@@ -442,7 +442,7 @@ def test_k_quants_in_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
             assert torch.equal(mine.scale, exact.scale.half())
             assert exact.zero is None or torch.equal(mine.zero, exact.zero.half())
     formats = {str(row.format) for row in describe(tmp_path / "k.gguf").quantized}
-    assert {"int4_g32_offset_f32", "int8_g16_f32", "int4_g16_offset_f32"} <= formats
+    assert {"int4_g32_offset_f32", "int6_g16_f32", "int4_g16_offset_f32"} <= formats
 
 
 def test_llama3_scaling_is_what_transformers_computes() -> None:

@@ -109,6 +109,18 @@ def test_products_are_those_of_the_reference(emulator: Emulator, step: int) -> N
         assert bool(reference.agrees(y, wanted, error).all()), (fmt, way, dtype, m, n, k)
 
 
+def test_codes_of_5_and_6_bits_give_the_products_of_8(emulator: Emulator) -> None:
+    if not emulator.isa.reads_tight:
+        pytest.skip("they are packed as 8 bits there")
+    for name, compute in (("int6_g16", "int8"), ("int5_g32_offset", "int8"), ("int6_g40", "float")):
+        codes, x = random_codes(as_format(name), (45, 120)), activations(5, 120, torch.float32, 0)
+        both = [
+            run_linear(kernels.linear_kernel(emulator, c.format, 45, 120, torch.float32, compute, "block"), x, pack(c))
+            for c in (codes, codes.integers())
+        ]
+        assert torch.equal(*both), name
+
+
 FEW = (("int8_g20_zp", "int8", "row_offset"), ("int4_g32", "int8", "block"), ("int4_channel_offset", "float", "block"))
 
 

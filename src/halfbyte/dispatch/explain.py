@@ -118,8 +118,10 @@ def explain(
         raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}")
-    problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
     asked = named_device(device)
+    if fmt.tight and (asked is None or asked.type != "cpu" or not current().reads_tight):  # as `pack` does
+        fmt = fmt.integers
+    problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
     if asked is None or asked.type != "cpu":
         return explain_gpu(replace(problem, sparse=sparse), str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()

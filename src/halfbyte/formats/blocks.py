@@ -28,7 +28,7 @@ _SIZE = 32  # weights of a block
 
 def row_bytes(fmt: Format, k: int) -> int:
     """Bytes of a row of `k` weights. Raises FormatError where the format has no blocks or `k` is not a multiple of 32."""
-    if fmt.family == "int":
+    if fmt.family not in ("ggml", "inferllm"):
         raise FormatError(f"{fmt} has no block encoding: only the formats of ggml and InferLLM have one, for example q4_0")
     if k % _SIZE:
         raise FormatError(

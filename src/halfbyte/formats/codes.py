@@ -100,6 +100,10 @@ class Codes:
         for name, tensor in {"scale": self.scale, "offset": self.zero}.items():
             if tensor is not None and tensor.is_floating_point() and tensor.numel() and not tensor.abs().max() < torch.inf:
                 raise FormatError(f"{self.format} codes of shape {list(self.shape)} have a {name} that is not finite")
+        if self.format.tight and self.data.numel():
+            least, most = (int(bound) for bound in torch.aminmax(self.data))
+            if least < self.format.q_min or most > self.format.q_max:
+                raise FormatError(f"{self.format} codes lie in [{self.format.q_min}, {self.format.q_max}], got [{least}, {most}]")
         if self.format.bits == 4 and self.data.numel():
             if self.format.zero == "point" and self.zero is not None and int(self.zero.max()) > self.format.q_max:
                 raise FormatError(f"the zero points of {self.format} codes lie in [0, {self.format.q_max}], got {int(self.zero.max())}")
@@ -129,8 +133,10 @@ class Codes:
         return stored.to(torch.int16) + self.format.q_min
 
     def integers(self) -> Codes:
-        """The same weight without a table: as integers of 8 bits."""
-        return Codes.from_values(self.format.integers, self.values(), self.scale) if self.format.table else self
+        """The same weight as integers of 4 or 8 bits: without a table, or not said to have fewer bits."""
+        if self.format.table:
+            return Codes.from_values(self.format.integers, self.values(), self.scale)
+        return Codes.from_tensors(self.format.integers, self.shape, self.tensors())
 
     def spread(self, per_block: Tensor) -> Tensor:
         """Values per block (scales, zeros) broadcast to elements: [..., N, K]; unchanged (all sizes 1) where one is for the tensor."""

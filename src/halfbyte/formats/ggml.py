@@ -6,14 +6,14 @@ ggml-common.h:
 
     type     weights: bytes                                                                     w of a block      held as
     q4_0 q4_1 q8_0   see blocks.py
-    q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int8_g32
-    q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int8_g32_offset
+    q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int5_g32
+    q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int5_g32_offset
     iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        iq4_nl
     q2_K    256: 16 x (4-bit scale s, 4-bit minimum m) | 256 2-bit | d f16 | e f16              d s q - e m       int4_g16_offset_f32
     q3_K    256: 256 high bits | 256 2-bit | 16 6-bit scales s | d f16                          d (s - 32)(q - 4) int4_g16_f32
     q4_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 128 nibbles                           d s q - e m       int4_g32_offset_f32
-    q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int8_g32_offset_f32
-    q6_K    256: 128 low nibbles | 256 high 2-bit | 16 int8 scales s | d f16                    d s (q - 32)      int8_g16_f32
+    q5_K    256: d f16 | e f16 | 8 x (6-bit s, 6-bit m) | 256 high bits | 128 low nibbles       d s q - e m       int5_g32_offset_f32
+    q6_K    256: 128 low nibbles | 256 high 2-bit | 16 int8 scales s | d f16                    d s (q - 32)      int6_g16_f32
     iq4_xs  256: d f16 | 8 6-bit scales s | 128 nibbles                                         d (s - 32) table[q]  iq4_g32_f32
     tq1_0   256: 48 bytes of 5 digits to the base 3 | 4 of 4 | d f16                            d (q - 1)         int4_g256
     tq2_0   256: 256 2-bit | d f16                                                              d (q - 1)         int4_g256
@@ -120,7 +120,7 @@ def encode_q5_0(codes: Codes) -> Tensor:
     kind, shape = TYPES[6], codes.shape
     width = kind.row_bytes(shape[-1])
     q = (codes.values() + 16).reshape(-1, 32)
-    if codes.format != kind.format or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
+    if codes.format.integers != kind.format.integers or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
         raise FormatError(f"q5_0 holds int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
     places = torch.arange(8, dtype=torch.int16, device="cpu").repeat(4)
     bits = ((q >> 4) << places).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
@@ -218,14 +218,14 @@ def _other(name: str, weights: int, nbytes: int, format: str, decode: Callable[[
 TYPES: dict[int, BlockType] = {
     2: _type("q4_0", 32, 18, "q4_0", _d, Field(2, 16, 16, 4), point=8),
     3: _type("q4_1", 32, 20, "q4_1", _d_and_m, Field(4, 16, 16, 4)),
-    6: _type("q5_0", 32, 22, "int8_g32", _d, Field(6, 16, 16, 4), Field(2, 4, 1, 1, place=4), point=16),
-    7: _type("q5_1", 32, 24, "int8_g32_offset", _d_and_m, Field(8, 16, 16, 4), Field(4, 4, 1, 1, place=4)),
+    6: _type("q5_0", 32, 22, "int5_g32", _d, Field(6, 16, 16, 4), Field(2, 4, 1, 1, place=4), point=16),
+    7: _type("q5_1", 32, 24, "int5_g32_offset", _d_and_m, Field(8, 16, 16, 4), Field(4, 4, 1, 1, place=4)),
     8: _type("q8_0", 32, 34, "q8_0", _d, Field(2, 32, 32, 8)),
     10: _type("q2_K", 256, 84, "int4_g16_offset_f32", _q2_k, Field(16, 64, 32, 2)),
     11: _type("q3_K", 256, 110, "int4_g16_f32", _q3_k, Field(32, 64, 32, 2), Field(0, 32, 32, 1, place=2), point=4),
     12: _type("q4_K", 256, 144, "int4_g32_offset_f32", _q4_k, Field(16, 128, 32, 4)),
-    13: _type("q5_K", 256, 176, "int8_g32_offset_f32", _q4_k, Field(48, 128, 32, 4), Field(16, 32, 32, 1, place=4)),
-    14: _type("q6_K", 256, 210, "int8_g16_f32", _q6_k, Field(0, 128, 64, 4), Field(128, 64, 32, 2, place=4), point=32),
+    13: _type("q5_K", 256, 176, "int5_g32_offset_f32", _q4_k, Field(48, 128, 32, 4), Field(16, 32, 32, 1, place=4)),
+    14: _type("q6_K", 256, 210, "int6_g16_f32", _q6_k, Field(0, 128, 64, 4), Field(128, 64, 32, 2, place=4), point=32),
     20: _type("iq4_nl", 32, 18, "iq4_nl", _d, Field(2, 16, 16, 4)),
     23: _type("iq4_xs", 256, 136, "iq4_g32_f32", _iq4_xs, Field(8, 128, 16, 4)),
     **{

@@ -2,6 +2,7 @@
 
 Names:  int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32]
         {fp4|iq4}_{g<block>|channel|tensor}[_f16|_bf16|_f32]
+        int{5|6}_g<block>[_offset][_f16|_bf16|_f32]
 The scale's dtype is omitted where it is the default: float16 for blocks, float32 for a channel or a tensor.
 Other projects' formats go by their own names: q4_0, q4_1, q8_0, q8_1, iq4_nl (ggml), inferllm_q4_0, inferllm_q8_0, mxfp4 (OCP),
 nvfp4 (NVIDIA).
@@ -12,14 +13,14 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from halfbyte.errors import FormatError
 
 Zero = Literal["none", "point", "offset"]
-Family = Literal["int", "ggml", "inferllm", "fp4", "iq4"]
+Family = Literal["int", "ggml", "inferllm", "fp4", "iq4", "int5", "int6"]
 Scope = int | Literal["channel", "tensor"]
 
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -29,6 +30,7 @@ TABLES = {
     "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
+TIGHT = {"int5": 5, "int6": 6}  # bits of integers that are stored as bytes, by family
 # The formats of other projects, field by field.
 _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "q4_0": (4, 32, "none", torch.float16, "ggml", False),
@@ -50,7 +52,7 @@ _ELSEWHERE = {
 }
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
 _GRAMMAR = re.compile(
-    r"(?:int(?P<bits>4|8)|(?P<table>fp4|iq4))_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?"
+    r"(?:int(?P<bits>4|8)|(?P<family>fp4|iq4|int5|int6))_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?"
     r"(?:_(?P<scale>f16|bf16|f32))?",
     re.ASCII,
 )
@@ -68,10 +70,11 @@ class Format:
     block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
     scale   dtype of scales and offsets
     family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
-            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or that of the table, of `TABLES`, which the codes are in
+            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or that of the table, of `TABLES`, which the codes are in; or
+            "int5" or "int6": "int" with codes of so many bits, which only CPUs' layout stores in fewer than 8
     sums    each block also carries scale * sum(q) when written out (Q8_1)
 
-    Codes without a zero are signed, [-2^(bits-1), 2^(bits-1) - 1]; with one they are unsigned, [0, 2^bits - 1].
+    Codes without a zero are signed, [-2^(b-1), 2^(b-1) - 1]; with one they are unsigned, [0, 2^b - 1]; b is `tight` or else bits.
     """
 
     bits: int
@@ -93,7 +96,9 @@ class Format:
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
         if self.table and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
-        if (self.family != "int" or self.sums) and not self.table and fields not in _FOREIGN.values():
+        if self.tight and (self.bits != 8 or not isinstance(self.block, int) or self.zero == "point" or self.sums):
+            raise FormatError(f"a format of {self.tight} bits has blocks, bytes, no zero points and no sums, got {self!r}")
+        if (self.family != "int" or self.sums) and not self.table and not self.tight and fields not in _FOREIGN.values():
             raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 
     @property
@@ -104,6 +109,11 @@ class Format:
     def table(self) -> tuple[int, ...]:
         """The codes that stored numbers are indices of; none where these are the codes, up to a constant."""
         return TABLES.get(self.family, ())
+
+    @property
+    def tight(self) -> int:
+        """Bits of codes that need fewer than the 8 in which they are stored; else 0."""
+        return TIGHT.get(self.family, 0)
 
     @property
     def code_bits(self) -> int:
@@ -117,11 +127,11 @@ class Format:
 
     @property
     def q_min(self) -> int:
-        return min(self.table) if self.table else -(1 << (self.bits - 1)) if self.signed else 0
+        return min(self.table) if self.table else -(1 << ((self.tight or self.bits) - 1)) if self.signed else 0
 
     @property
     def q_max(self) -> int:
-        return max(self.table) if self.table else (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+        return max(self.table) if self.table else (1 << ((self.tight or self.bits) - self.signed)) - 1
 
     def block_size(self, k: int) -> int:
         """Elements of a row of K that share a scale (never more than K, never less than 1)."""
@@ -143,19 +153,19 @@ class Format:
 
     def with_scale(self, dtype: torch.dtype) -> Format:
         """The same codes with scales of another dtype, and no other project's rules."""
-        return replace(self, scale=dtype, family=self.family if self.table else "int", sums=False)
+        return replace(self, scale=dtype, family=self.family if self.table or self.tight else "int", sums=False)
 
     @property
     def integers(self) -> Format:
-        """The format of integers that holds the same codes."""
-        return replace(self, bits=8, family="int") if self.table else self
+        """The format of integers of 4 or 8 bits that holds the same codes."""
+        return replace(self, bits=8, family="int") if self.table or self.tight else self
 
     def __str__(self) -> str:
         if self in _NAMES:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
-        return f"{self.family if self.table else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+        return f"{self.family if self.table or self.tight else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
 
 
 def _usual_scale(block: Scope) -> torch.dtype:
@@ -207,5 +217,6 @@ def as_format(name: str | Format) -> Format:
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"
-    family: Family = "int" if match["table"] is None else "fp4" if match["table"] == "fp4" else "iq4"
-    return Format(int(match["bits"] or 4), block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)
+    family: Any = match["family"] or "int"
+    bits = 8 if family in TIGHT else int(match["bits"] or 4)
+    return Format(bits, block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

@@ -14,6 +14,11 @@
 
 Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero, the index where they are in a table.
 Elements that pad a block represent 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only; of iq4: 1).
+Codes of 5 and 6 bits (`Format.tight`) are stored in two planes, for each unit of 16 or 32 k, plus 16 or 32 where they are signed:
+
+    data, 5 or 6 bits, for each unit:  the lowest 4 bits, as codes of 4 bits;  then, for each 32 or 16 k, 128 bytes of which byte 4*row + j
+                                       holds the highest bits of k = j in its lowest 1 or 2 bits, of k = 4 + j in the next, …
+
 Sums of pairs exist for 8 bits with one scale per row or tensor: int32 sums of u[2i] * u[2i + 1], which kernels without
 dot-product instructions subtract (`kernels/cpu/isa_x86.py`). They take 4 bytes per row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
@@ -50,6 +55,11 @@ PANEL = 32  # rows of a panel
 SPARSE_UNIT = 32  # of which data of 2:4 sparse weights are made
 LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
 _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
+
+
+def plane_groups(tight: int) -> int:
+    """Of how many 4 k a byte of the second plane holds bits."""
+    return 8 // (tight - 4)
 
 
 def has_pairs(fmt: Format) -> bool:
@@ -91,8 +101,14 @@ class Geometry:
 
     @functools.cached_property
     def unit(self) -> int:
-        """Elements that a kernel takes at a time: 32, or 8 where blocks are short and no multiple of 32."""
-        return 32 if self.block % 32 == 0 or self.block > 256 else 8
+        """Elements that a kernel takes at a time: 32, or 8 where blocks are short and no multiple of 32; of 6 bits 16."""
+        short = 8 if not self.format.tight else 4 * plane_groups(self.format.tight)
+        return 32 if self.block % 32 == 0 or self.block > 256 else short
+
+    @functools.cached_property
+    def bits(self) -> int:
+        """Of a code, as data have it."""
+        return self.format.tight or self.format.bits
 
     @functools.cached_property
     def padded(self) -> int:
@@ -134,7 +150,7 @@ class Geometry:
         return tail_bytes(self.scale_bytes, self.zero_bytes, pairs=self.pairs)
 
     def record_bytes(self, padded: int) -> int:
-        return data_bytes(self.format.bits, padded, sparse=self.sparse) + self.tail_bytes
+        return data_bytes(self.bits, padded, sparse=self.sparse) + self.tail_bytes
 
     @functools.cached_property
     def panel_bytes(self) -> int:
@@ -156,7 +172,7 @@ def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
     """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
     None where it has no such layout."""
     geo = geometry(fmt, (n, k), sparse=True)
-    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.table else None
+    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.table and not fmt.tight else None
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
@@ -187,19 +203,42 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
     """u uint8 [P, 32, blocks, padded], tails [P, 32, blocks] each -> uint8 [P, blocks, record bytes]."""
     panels, _, blocks, _ = u.shape
     quads = u.view(panels, PANEL, blocks, padded // 4, 4)
-    if geo.format.bits == 4:
+    if geo.format.tight:
+        quads = _planes(quads, geo)
+    elif geo.format.bits == 4:
         quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << 4
     if has_pairs(geo.format):
         pairs = (u[..., 0::2].to(torch.int32) * u[..., 1::2]).sum(-1, dtype=torch.int32)
         tails = [*tails, pairs]
     out = u.new_zeros(panels, blocks, geo.record_bytes(padded))
-    at = PANEL * padded * geo.format.bits // 8
+    at = PANEL * padded * geo.bits // 8
     out[:, :, :at] = quads.permute(0, 2, 3, 1, 4).reshape(panels, blocks, at)
     for tail in tails:
         size = PANEL * tail.element_size()
         out[:, :, at : at + size] = tail.permute(0, 2, 1).contiguous().view(torch.uint8).view(panels, blocks, size)
         at += size
     return out
+
+
+def _planes(quads: Tensor, geo: Geometry) -> Tensor:
+    """Unsigned bytes [P, 32, blocks, groups of 4 k, 4] -> the data of 5 or 6 bits, in the order of their groups of 128 bytes."""
+    tight, groups = geo.format.tight, plane_groups(geo.format.tight)
+    q = (quads - (geo.format.nothing - (1 << tight - 1) if geo.format.signed else 0)).unflatten(3, (-1, geo.unit // 4))
+    low, high = q & 15, (q >> 4).unflatten(4, (-1, groups))
+    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (tight - 4)
+    planes = low[..., 0::2, :] | low[..., 1::2, :] << 4, (high << shifts).sum(5, dtype=torch.uint8)
+    return torch.cat(planes, dim=4).flatten(3, 4)
+
+
+def _from_planes(quads: Tensor, geo: Geometry) -> Tensor:
+    """The inverse of `_planes`."""
+    tight, groups = geo.format.tight, plane_groups(geo.format.tight)
+    low, high = quads.unflatten(3, (-1, geo.unit * tight // 32)).split((geo.unit // 8, geo.unit // 4 // groups), dim=4)
+    low = torch.stack((low & 15, low >> 4), dim=5).flatten(4, 5)
+    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (tight - 4)
+    high = (high.unsqueeze(5) >> shifts & (1 << tight - 4) - 1).flatten(4, 5)
+    q: Tensor = low | high << 4
+    return (q + (geo.format.nothing - (1 << tight - 1) if geo.format.signed else 0)).flatten(3, 4)
 
 
 def pack(codes: Codes) -> Packed:
@@ -281,13 +320,15 @@ def unpack(packed: Packed) -> Codes:
 def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tuple[Tensor, list[Tensor]]:
     """uint8 [P, blocks, record bytes] -> elements uint8 [P*32, blocks*size], tails [P*32, blocks] each."""
     fmt, (panels, blocks, _) = geo.format, records.shape
-    at = data_bytes(fmt.bits, padded, sparse=geo.sparse)
+    at = data_bytes(geo.bits, padded, sparse=geo.sparse)
     if geo.sparse:
         points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else fmt.nothing
         quads = _quads(records[:, :, :at].reshape(panels, blocks, -1, at * SPARSE_UNIT // padded), fmt.bits, points).permute(0, 3, 1, 2, 4)
     else:
         quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)
-    if fmt.bits == 4 and not geo.sparse:
+    if fmt.tight:
+        quads = _from_planes(quads, geo)
+    elif fmt.bits == 4 and not geo.sparse:
         quads = torch.stack((quads & 15, quads >> 4), dim=4)
     u = quads.reshape(panels * PANEL, blocks, padded)[:, :, :size].reshape(panels * PANEL, blocks * size)
     tails = []

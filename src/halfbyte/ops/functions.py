@@ -62,7 +62,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
 
     Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
-    Codes of iq4 formats become integers of 8 bits on a GPU.
+    Codes of iq4 formats become integers of 8 bits on a GPU; so do those of 5 and 6 bits, also on CPUs with AMX or i8mm.
 
     sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
             and few rows less time; many rows take longer on a GPU. None: on CPUs alone
@@ -70,7 +70,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
     on_cpu, codes = device.type == "cpu", codes.to(device)
-    if not on_cpu and codes.format.family == "iq4":
+    if (codes.format.family == "iq4" and not on_cpu) or (codes.format.tight and not (on_cpu and _reads_tight())):
         codes = codes.integers()
     if len(codes.shape) == 3:
         return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
@@ -79,6 +79,12 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     else:
         packed = gpu_tiles.pack(codes, sparse=sparse is True and cuda.leaves_zeros_out(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
+
+
+def _reads_tight() -> bool:
+    from halfbyte.kernels.cpu.isas import current
+
+    return current().reads_tight
 
 
 def _pack_cpu(codes: Codes) -> Packed:

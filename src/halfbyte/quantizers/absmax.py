@@ -129,7 +129,7 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
     v = x * grid.inverse.unsqueeze(-1)
     if fmt.table:
         return nearest(fmt, v)
-    if fmt.family == "int":
+    if fmt.family == "int" or fmt.tight:
         q = torch.round(v)
         if fmt.zero == "point" and grid.zero is not None:
             q = q + grid.zero.unsqueeze(-1).float()

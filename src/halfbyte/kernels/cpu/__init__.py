@@ -13,7 +13,7 @@ Linear layers
   tile.py          the micro-kernel, biased.py: what its sums begin at; amx.py: on matrix units; expanded.py: on codes expanded once
   driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
   activations.py   activations into the order of tiles
-  pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights
+  pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights; tight.py: codes of 5 and 6 bits
   quantize.py      float weights to codes; dequantize.py: and back; extract.py: codes out of llama.cpp's blocks
 
 Convolutions and int8 networks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.spec import TABLES
-from halfbyte.kernels.cpu import runtime, sparse
+from halfbyte.kernels.cpu import runtime, sparse, tight
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
@@ -31,7 +31,8 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry."""
+    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `tight`: as in
+    Format."""
 
     bits: int
     scale: str
@@ -40,6 +41,7 @@ class DequantizeSpec:
     out: str
     pairs: bool = False
     sparse: bool = False
+    tight: int = 0
     table: str = ""
 
 
@@ -62,7 +64,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
     lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
-    unit_bytes = cpu_tiles.data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
+    unit_bytes = cpu_tiles.data_bytes(spec.tight or spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = {"none": 0, "point": 1, "offset": scale_bytes}[spec.zero]
     tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
@@ -76,6 +78,8 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
         for g in f.loop((real + 7) // 8):
             if spec.sparse:
                 u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
+            elif spec.tight:
+                u = tight.eight(f, spec.tight, spec.zero == "none", spec.unit, record.value, g, lane)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:
@@ -118,7 +122,8 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 @functools.lru_cache(maxsize=1024)
 def spec_of(geo: Geometry, out: str) -> DequantizeSpec:
     fmt = geo.format
-    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, geo.pairs, geo.sparse, fmt.family if fmt.table else "")
+    how = geo.pairs, geo.sparse, fmt.tight, fmt.family if fmt.table else ""
+    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, *how)
 
 
 def weight_fields(weights: int, geo: Geometry) -> dict[str, int]:

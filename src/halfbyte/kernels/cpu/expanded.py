@@ -23,6 +23,7 @@ from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.sparse import SparseUnit, zeros_of
+from halfbyte.kernels.cpu.tight import TightUnit
 from halfbyte.kernels.cpu.tile import FIELDS, ROUND, Part, Tile, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
@@ -47,12 +48,15 @@ class PanelSpec:
     points_off: bool
     lifts: bool
     sparse: bool
+    tight: int
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
         points_off = spec.biased and spec.zero == "point"
         lifts = spec.biased and not spec.single
-        return cls(4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse)
+        return cls(
+            4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse, spec.tight
+        )
 
     @property
     def zeros(self) -> str:
@@ -92,7 +96,7 @@ class ExpandedTile(Tile):
         if not self.in_registers:
             self.scratch = sums
         self.width = isa.lanes * spec.vectors
-        self.unit_bytes, self.packed_unit = self.width * spec.unit, data_bytes(self.int8.stored_bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes, self.packed_unit = self.width * spec.unit, self.unit_bytes
         self.tail_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, steps=self._steps)
 
@@ -168,6 +172,8 @@ class ExpandingTile(ExpandedTile):
         self.at.value = at + self.packed_unit
         if spec.sparse:
             steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
+        elif spec.tight:
+            steps = TightUnit(isa, spec.tight, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
         else:
             steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
         for step in steps:
@@ -216,7 +222,7 @@ class _Panel(Emitter):
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes = data_bytes(spec.bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes = data_bytes(spec.tight or spec.bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
         self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)

@@ -82,6 +82,7 @@ class ISA:
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     expands = False  # has tiles that read expanded codes
+    reads_tight = True  # puts codes of 5 and 6 bits together from their planes
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does

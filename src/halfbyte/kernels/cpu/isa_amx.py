@@ -131,7 +131,8 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__(intel=True)
-        self.expands, self.spreads, self.bf16_pays = False, False, True  # sparse weights are not unpacked for tile registers
+        # Sparse and tight weights are not unpacked for tile registers.
+        self.expands, self.spreads, self.reads_tight, self.bf16_pays = False, False, False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

@@ -109,6 +109,8 @@ class LinearKernel:
         self.isa, self.geometry = isa or current(), Geometry(fmt, n, k, sparse)
         if sparse and not self.isa.spreads:
             raise KernelError(f"{self.isa.name} has no kernels for 2:4 sparse weights: unpack the codes and pack them on this machine")
+        if fmt.tight and not self.isa.reads_tight:
+            raise KernelError(f"{self.isa.name} has no kernels for codes of 5 and 6 bits: unpack the codes and pack them on this machine")
         geo = self.geometry
         self.dtype = dtype
         self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
@@ -282,7 +284,7 @@ def specs(
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
-    weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse}
+    weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse, "tight": fmt.tight}
     weight |= {"table": fmt.family if fmt.table else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
     shared |= {"folded": folded, "biased": biased}

@@ -17,6 +17,7 @@ from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import compiled, phase
+from halfbyte.kernels.cpu.tight import eight_to_planes
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -26,13 +27,16 @@ _ELEMENTS_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Bits of a code; whether it is signed; bytes of a scale and of a zero; whether there are sums of pairs."""
+    """Bits of a code; whether it is signed; bytes of a scale and of a zero; whether there are sums of pairs; the fewer bits in which codes
+    are laid out, and elements of a unit then."""
 
     bits: int
     signed: bool
     scale_bytes: int
     zero_bytes: int
     pairs: bool
+    tight: int = 0
+    unit: int = 0
 
 
 @phase
@@ -51,12 +55,15 @@ def build(spec: PackSpec, isa: ISA, f: Function) -> None:
                 ends = (b + 1).equals(blocks)
                 groups = ends.select(PACK.load(args, "last_groups"), PACK.load(args, "groups"))
                 padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
-                to, tail = record.value + lane * 4, record.value + padded * (PANEL * spec.bits)
+                to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.tight or spec.bits))
                 stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
                 pairs = f.variable(f.value("<4 x i32>", 0))
                 done = real.select(groups, 0)
+                if spec.tight:
+                    _planes(spec, codes.value, done, padded, to)
+                    done = padded
                 with f.when(real):
-                    for g in f.loop(groups):
+                    for g in () if spec.tight else f.loop(groups):
                         _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
                         if spec.pairs:
                             pairs.value = pairs.value + _pairs(spec, codes.value + g * spec.bits)
@@ -93,6 +100,25 @@ def _eight(spec: PackSpec, source: Value, to: Value) -> None:
     to.store(codes, 0, 4)
 
 
+def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Value) -> None:
+    """All codes of a block of one row, in units of two planes; those beyond so many groups of eight stand for 0."""
+    f, eights, together = source.fn, spec.unit // 8, cpu_tiles.plane_groups(spec.tight) // 2
+    for u in f.loop(padded // eights):
+        unit = to + u * (spec.unit // 8 * PANEL * spec.tight)
+        for byte in range(eights // together):
+            second = f.value("i32", 0)
+            for place in range(together):
+                i = byte * together + place
+                words = [f.variable(f.value("i32", 0)) for _ in range(2)]
+                with f.when((u * eights + i).below(groups)):
+                    for w, word in enumerate(words):
+                        word.value = source.load("i32", (u * eights + i) * 8 + 4 * w)
+                first, more = eight_to_planes(spec.tight, spec.signed, [word.value for word in words], place)
+                second = second | more
+                unit.store(first, i * 4 * PANEL, 4)
+            unit.store(second, (eights + byte) * 4 * PANEL, 4)
+
+
 def _pairs(spec: PackSpec, source: Value) -> Value:
     """Four products of neighbours among eight codes of one row, as they are stored."""
     words = source.load("<4 x i16>")
@@ -123,7 +149,8 @@ def pack(codes: Codes) -> Packed:
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
     out = cpu_tiles.allocate(geo.nbytes)
-    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt))
+    unit = geo.unit if fmt.tight else 0
+    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt), fmt.tight, unit)
     block = PACK.struct().pack(
         *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
         *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),

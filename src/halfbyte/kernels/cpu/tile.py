@@ -35,6 +35,7 @@ from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.prefetch import Prefetcher
 from halfbyte.kernels.cpu.sparse import SparseUnit
+from halfbyte.kernels.cpu.tight import TightUnit
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 Inner = Literal["int8", "float", "bf16"]
@@ -61,7 +62,7 @@ class TileSpec:
     in_turn  may be called as one of row tiles that ask in turn for what comes next
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
-    expands, sparse, table   as in `expanded.py` and `sparse.py`; the format's family, where its codes are in a table
+    expands, sparse, tight, table   as in `expanded.py`, `sparse.py` and `tight.py`; the format's family, where its codes are in a table
     """
 
     inner: Inner
@@ -84,6 +85,7 @@ class TileSpec:
     points_off: bool = False
     expands: bool = False
     sparse: bool = False
+    tight: int = 0
     table: str = ""
 
     @property
@@ -125,7 +127,7 @@ class Tile:
         zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
         self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
         self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired, TABLES.get(spec.table, ()))
-        self.unit_bytes = data_bytes(self.int8.stored_bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes = data_bytes(spec.tight or self.int8.stored_bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
@@ -351,7 +353,8 @@ class Tile:
             self.prefetcher.issue(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + first * 4
         points = tail + first + PANEL * self.scale_bytes if spec.zero == "point" else None
-        unit = SparseUnit.of(self.isa, spec.bits, w, first, points, spec.vectors) if spec.sparse else None
+        unit: SparseUnit | TightUnit | None = SparseUnit.of(self.isa, spec.bits, w, first, points, spec.vectors) if spec.sparse else None
+        unit = TightUnit(self.isa, spec.tight, spec.signed, spec.unit, w, first, spec.vectors) if spec.tight else unit
         if spec.vectors == 1:  # products read activations themselves: an address with an index makes one instruction two on Intel's CPUs
             a = f.pinned(a, "r")
         if spec.inner == "int8":
