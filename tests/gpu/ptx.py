@@ -1,4 +1,4 @@
-"""Interprets the inline PTX of kernels on torch tensors: straight lines of the few instructions that they have."""
+"""Interprets the inline PTX of kernels on torch tensors: the few instructions that they have, and branches forward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,25 @@ def run(text: str, inputs: list[Tensor], outputs: int) -> list[Tensor]:
     def value(word: str) -> Any:
         return registers[word] if word in registers else torch.tensor(0 if word == "%smid" else int(word, 0))
 
+    sought = ""  # the label that is gone to
     for line in re.sub(r"//.*|[{}]", "", text).split(";"):
+        *labels, line = line.split(":")
+        sought = "" if sought in [label.strip() for label in labels] else sought
         op, *words = line.replace(",", " ").split() or [""]
-        if not op or op == ".reg":
+        if sought or not op or op == ".reg":
+            continue
+        if op.startswith("@"):
+            if bool(registers[op.lstrip("@!")].all()) == op.startswith("@!"):
+                continue
+            op, *words = words
+        if op == "bra.uni":
+            sought = words[0]
             continue
         to, args = words[0], [value(word) for word in words[1:]]
         if op in ("mov.b32", "mov.u32"):
             found = args[0] + 0 * inputs[0]
+        elif op == "setp.lt.s32":
+            found = (args[0] ^ 0x80000000) - 0x80000000 < args[1]
         elif op == "cvt.u32.u16":
             found = args[0] & 0xFFFF
         elif op == "add.u32":
@@ -44,6 +56,8 @@ def run(text: str, inputs: list[Tensor], outputs: int) -> list[Tensor]:
         else:
             raise NotImplementedError(line)
         registers[to] = found
+    if sought:
+        raise NotImplementedError(f"a branch backward to {sought}")
     return [registers.get(f"${i}", inputs[0]) for i in range(outputs)]
 
 
