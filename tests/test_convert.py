@@ -120,7 +120,7 @@ def test_formats_that_a_kind_holds(source: str, kind: str, kept: bool, folders: 
     assert all(same_codes(codes[name], others[name]) for name in fits)
 
 
-@pytest.mark.parametrize(("source", "numbers"), [("int4_g64", "q4_0"), ("int4_g32_zp", "int8_g32")])
+@pytest.mark.parametrize(("source", "numbers"), [("int4_g64", "q4_0"), ("int4_g32_zp", "int5_g32")])
 def test_gguf_holds_longer_blocks_and_points_exactly(source: str, numbers: str, folders: Path, tmp_path: Path) -> None:
     """As several blocks with one scale, and as q5_0 with q - point."""
     export(folders / source, tmp_path / "m.gguf", "gguf")
