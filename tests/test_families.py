@@ -115,7 +115,7 @@ def test_an_embedding_that_does_something_else_stays() -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return super().forward(ids) * self.embed_scale + 1
 
-    (row,) = hb.report(hb.quantize_(nn.ModuleDict({"a": Shifted(8, 32)}), "q8_0")).rows
+    row, _ = hb.report(hb.quantize_(nn.ModuleDict({"a": Shifted(8, 32), "b": nn.Embedding(8, 32)}), "q8_0")).rows
     assert (row.format, row.reason) == (None, "Shifted has a forward of its own")
 
 

@@ -71,7 +71,7 @@ def _put(y, order, ids, out, bias, N, experts, BLOCK: tl.constexpr):
     e = tl.load(ids + to).to(tl.int64)
     known = (e >= 0) & (e < experts)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(y + row * N + n, mask=n < N).to(tl.float32)
+    total = tl.load(y + row * N + n, mask=known & (n < N)).to(tl.float32)  # rows of unknown experts were not written
     if bias is not None:
         total += tl.load(bias + tl.where(known, e, 0) * N + n, mask=n < N).to(tl.float32)
     tl.store(out + to * N + n, tl.where(known, total, float("nan")).to(out.dtype.element_ty), mask=n < N)
