@@ -116,12 +116,12 @@ def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor, extract: Extra
 
 
 def encode_q5_0(codes: Codes) -> Tensor:
-    """int8_g32 codes [..., N, K], each in -16 … 15 -> the blocks of q5_0, uint8 [..., N, row_bytes]."""
+    """int5_g32 or int8_g32 codes [..., N, K], each in -16 … 15 -> the blocks of q5_0, uint8 [..., N, row_bytes]."""
     kind, shape = TYPES[6], codes.shape
     width = kind.row_bytes(shape[-1])
     q = (codes.values() + 16).reshape(-1, 32)
     if codes.format.integers != kind.format.integers or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
-        raise FormatError(f"q5_0 holds int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
+        raise FormatError(f"q5_0 holds int5_g32 or int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
     places = torch.arange(8, dtype=torch.int16, device="cpu").repeat(4)
     bits = ((q >> 4) << places).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
     low = (q & 15).to(torch.uint8)
