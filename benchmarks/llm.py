@@ -390,7 +390,7 @@ def make_model(args: argparse.Namespace, *, quantized: bool, sparse: bool = Fals
         for parameter in part.parameters():
             data = parameter.data
             _ = data.normal_(std=0.02, generator=generator) if data.dim() == 2 else data.fill_(1)
-        if quantized:
+        if quantized and part is not model.model.norm:  # in which there is nothing to quantize
             holder = torch.nn.ModuleList([part])
             if sparse:
                 prune_(holder, "2:4")
