@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte.errors import KernelError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_hopper, skinny_tile
+from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_config, skinny_hopper, skinny_tile
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -31,7 +31,7 @@ def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, where: tuple[Gpu,
     problem = Problem("linear", m, n, k, as_format(name), dtype)
     config = skinny.gated(problem, replace(skinny.configs(problem, gpu)[0], **how))
     assert config is not None
-    check(skinny, config, problem, where, skinny_tile.mode(problem) != "sums" and dtype != F)
+    check(skinny, config, problem, where, skinny_config.mode(problem) != "sums" and dtype != F)
 
 
 def check(module: Any, config: Any, problem: Problem, where: tuple[Gpu, torch.device, bool], rounded: bool) -> None:
@@ -168,7 +168,7 @@ def test_a_norm_in_the_product(name: str, m: int, n: int, k: int, dtype: torch.d
     skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS))
     root = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
     expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
-    if (skinny_tile.mode(problem) != "sums" and dtype != F) or (interpreted and dtype == B):
+    if (skinny_config.mode(problem) != "sums" and dtype != F) or (interpreted and dtype == B):
         error = error + 4 * UNIT[dtype] * (z.double().abs() @ terms(codes).T)
     expected, error = expected * root, error * root + 2.0**-19 * (expected * root).abs()
     error = error + (2 * UNIT[dtype] if interpreted else 0) * expected.abs()
@@ -199,8 +199,8 @@ def test_what_comes_before_the_kernel_before_has_ended(
         monkeypatch.setattr(skinny, "gdc_launch_dependents", lambda: None)
         monkeypatch.setattr(skinny.launcher, "run", lambda *a, early, own=skinny.launcher.run, **o: own(*a, **o))
     problem = Problem("linear", 1, 40, k, as_format(name), dtype)
-    config = skinny_tile.Config(1, 1, 8, ahead=4, ptx=not interpreted, **how)
-    static, per = skinny_tile.compiled_for(problem, config, clamps=False)
+    config = skinny_config.Config(1, 1, 8, ahead=4, ptx=not interpreted, **how)
+    static, per = skinny_config.compiled_for(problem, config, clamps=False)
     assert static.early
     assert static.pipe == (problem.format.bits == 4 and how["records"] <= 2 and per >= 3 * how["records"])
     codes = random_codes(problem.format, (40, k))
@@ -212,7 +212,7 @@ def test_what_comes_before_the_kernel_before_has_ended(
     if normed:
         z, root = (x.float() * factor.float()).to(dtype), (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
     expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
-    if skinny_tile.mode(problem) != "sums" or (interpreted and dtype == B):
+    if skinny_config.mode(problem) != "sums" or (interpreted and dtype == B):
         error = error + 4 * UNIT[dtype] * (z.double().abs() @ terms(codes).T)
     expected, error = expected * root, error * root + 2.0**-19 * (expected * root).abs()
     error = error + (2 * UNIT[dtype] if interpreted else 0) * expected.abs()

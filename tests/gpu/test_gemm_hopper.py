@@ -8,7 +8,7 @@ from float_support import check_linear
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu import gemm_hopper
-from halfbyte.kernels.gpu.hopper_tile import Static
+from halfbyte.kernels.gpu.hopper_tile import Static, whole
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -87,9 +87,9 @@ def test_configs_fit(name: str, m: int) -> None:
         asked = problem(name, m, n, k)
         assert gemm_hopper.supports(asked, gpu) is None
         geo = gpu_tiles.geometry(asked.format, (n, k))
-        read = [] if gemm_hopper.whole(geo) else [asked.format.scale]
+        read = [] if whole(geo) else [asked.format.scale]
         read += [] if geo.zero_dtype is None else [geo.zero_dtype]
-        what = geo.blocks_a_record, geo.records_a_block, gemm_hopper.whole(geo), asked.format.zero
+        what = geo.blocks_a_record, geo.records_a_block, whole(geo), asked.format.zero
         for config in gemm_hopper.configs(asked, gpu):
             tiles = -(-n // (2 * config.rows)) * -(-m // config.block_m)
             assert 1 <= config.programs <= gpu.sms

@@ -24,7 +24,7 @@ from halfbyte.kernels.gpu import (
     grouped_dequantized,
     grouped_hopper,
     grouped_int8_hopper,
-    skinny_tile,
+    skinny_config,
 )  # fmt: skip
 from halfbyte.kernels.problem import Activation, Compute, Problem
 from halfbyte.layouts import experts, gpu_tiles
@@ -65,7 +65,7 @@ def run(
     known = (ids >= 0) & (ids < count)
     assert y[~known].isnan().all()
     how = () if activation is None else ("int8", activation)
-    rounded = activation is None and (skinny_tile.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
+    rounded = activation is None and (skinny_config.mode(replace(problem, op="linear")) != "sums" or file is grouped_hopper) and dtype != F
     for expert in ids[known].unique().tolist():
         rows = (ids == expert).nonzero().flatten()
         matrix, inputs = codes.select(expert), x[rows // share]

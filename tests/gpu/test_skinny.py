@@ -9,7 +9,7 @@ import torch
 from float_support import check_linear
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu import skinny, skinny_tile
+from halfbyte.kernels.gpu import skinny, skinny_config
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import GPUS, Gpu
 
@@ -42,9 +42,9 @@ CONFIGS = {
 
 def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool, **how: object) -> None:
     problem = Problem("linear", m, n, k, as_format(name), dtype)
-    changes = {key: how.pop(key) for key in list(how) if key in skinny_tile.Config.__dataclass_fields__}
+    changes = {key: how.pop(key) for key in list(how) if key in skinny_config.Config.__dataclass_fields__}
     config = replace(skinny.configs(problem, gpu)[0], **changes)
-    rounded = skinny_tile.mode(problem) != "sums" and dtype != F
+    rounded = skinny_config.mode(problem) != "sums" and dtype != F
     check_linear(skinny, config, problem, device, interpreted=interpreted, weight_rounded=rounded, **how)
 
 

@@ -7,9 +7,11 @@ Starting kernels
 
 Linear layers: docs/gpu-kernels.md says which one is taken when
   skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles;
+                                                         skinny_config.py: what the former is compiled for;
                                                          sparse_tile.py: the latter's of 2:4 sparse weights, whose
                                                          zeros spread.py puts back for all other kernels
-  gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile
+  gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile;
+                                                         hopper_weights.py: codes to its operand in registers
   gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py    integers; int8_hopper_tile.py: the third's tile
   skinny_rounded.py, rounded.py                               integers, multiplied as floats
   grouped.py, grouped_hopper.py, grouped_int8_hopper.py, grouped_dequantized.py    experts

@@ -20,10 +20,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu import skinny_tile
+from halfbyte.kernels.gpu import skinny_config
 from halfbyte.kernels.gpu.conv_tile import Convolution, places
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.skinny_tile import BAND, Config, sums
+from halfbyte.kernels.gpu.skinny_config import BAND, Config
+from halfbyte.kernels.gpu.skinny_tile import sums
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -34,7 +35,7 @@ _LEAST_RECORDS = 8
 
 
 @dataclass(frozen=True)
-class Static(skinny_tile.Static):
+class Static(skinny_config.Static):
     """What the kernel is compiled for. channels: of a tap; bounded: patches may reach beyond the image."""
 
     kernel_w: int = 1
@@ -81,7 +82,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
-    static, per = skinny_tile.compiled_for(product, config, clamps=epilogue.clamps)
+    static, per = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
     of_patches = Static(
         **{**vars(static), "taps": sizes.taps, "early": True, "once": per == config.records},
         kernel_w=sizes.kernel[1],

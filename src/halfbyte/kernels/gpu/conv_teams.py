@@ -1,7 +1,7 @@
 """y = x * W, a convolution of few pixels in float16 or bfloat16 on Hopper: as few waits as there can be.
 
-The sums of `conv.py`, with the weight made in registers as `hopper_tile.py` makes it. A block computes one tile of 64 outputs by a box of
-images x rows x columns of y. It asks TMA for its codes and makes its first weights while the kernel before is still running, and then
+The sums of `conv.py`, with the weight made in registers by `hopper_weights.py`. A block computes one tile of 64 outputs by a box of images
+x rows x columns of y. It asks TMA for its codes and makes its first weights while the kernel before is still running, and then
 asks for all patches, tap by tap and 64 channels at a time; what lies outside of the image comes as 0. What does not fit in shared memory
 follows as stages are used again. Teams of four warps multiply the records of K in turn: while one makes weights, others multiply, and
 none waits for another before their sums meet in shared memory. With one image it is the time from the first load to the last addition
@@ -9,7 +9,7 @@ that counts.
 
 It wins where all of its blocks run at once: up to about 8000 pixels of 64 outputs.
 
-Arithmetic: that of `hopper_tile.py`.
+Arithmetic: that of `hopper_weights.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.gemm_hopper import whole
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES, two_planes
+from halfbyte.kernels.gpu.hopper_weights import high_bytes, two_planes
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -100,7 +99,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
         return f"channels come by 64 and outputs by 8, not {sizes.channels} and {problem.n}"
     if not geo.contiguous:
         return f"blocks of {sizes.format} are padded"
-    if not whole(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
+    if not hopper_tile.whole(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
         return f"it makes the weight in 16 bits, and {sizes.format} with activations of {problem.dtype} takes more"
     return None
 
@@ -151,12 +150,8 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         rows=64,
         block_m=math.prod(config.box),
         stages=config.stages,
-        bits=geo.format.bits,
-        groups=geo.blocks_a_record,
-        wide=geo.records_a_block,
-        whole=whole(geo),
-        zero=geo.format.zero,
         clamp=epilogue.clamps,
+        **hopper_tile.of_weight(geo),
         images=config.box[0],
         height=config.box[1],
         columns=config.box[2],
@@ -282,8 +277,7 @@ def _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes,
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIXELS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
-    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    high = high_bytes(DTYPE)
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     row = gl.minimum(at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[1] - 1)
     # What sums are finished with is on its way before there are any.

@@ -42,7 +42,7 @@ def gated(gate, up):
 @triton.jit
 def squares_of(x, rows, K, stride, S: tl.constexpr):
     """float32 [columns, …], to be summed: squares of the rows of x in [slices * columns] columns, the same in all slices; added up as far
-    as a thread has them. S: a `skinny_tile.Static`."""
+    as a thread has them. S: a `skinny_config.Static`."""
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     CHUNK: tl.constexpr = 16 * S.threads // S.columns

@@ -29,19 +29,21 @@ from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper
 from halfbyte.kernels.gpu.hopper_tile import (
     PIECES,
     Static,
-    high_bytes,
     keep_free,
     load_stage,
     load_weight,
     load_x,
+    of_weight,
     parts_of,
     pieces_of,
     ring,
     send_tile,
     sums,
     tails_read,
+    whole,
     write_tile,
 )
+from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -86,10 +88,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def whole(geo: gpu_tiles.Geometry) -> bool:
-    return geo.block_rows == 1 and geo.format.zero != "offset"
-
-
 def lifted(problem: Problem) -> bool:
     """`Static.lifted`: where no scale can be too large for it, nor a point's product with one, which is rounded."""
     fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -132,14 +130,9 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         rows=config.rows,
         block_m=config.block_m,
         stages=config.stages,
-        bits=geo.format.bits,
-        groups=geo.blocks_a_record,
-        wide=geo.records_a_block,
-        whole=whole(geo),
-        zero=geo.format.zero,
         clamp=clamp,
         lifted=lifted(problem),
-        table=bool(geo.format.table),
+        **of_weight(geo),
     )
 
 

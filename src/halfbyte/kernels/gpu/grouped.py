@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu import skinny, skinny_tile
+from halfbyte.kernels.gpu import skinny, skinny_config, skinny_tile
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Problem
@@ -40,7 +40,7 @@ _MOST_PROGRAMS = 128
 class Config:
     """How one tile is computed, and whether pairs are sorted first."""
 
-    tile: skinny_tile.Config
+    tile: skinny_config.Config
     sort: bool
 
 
@@ -68,11 +68,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_tile.Config]:
+def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_config.Config]:
     """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
     alike = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
     found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
-    many = -(-problem.n // (8 * skinny_tile.BAND)) * count >= 2 * gpu.sms
+    many = -(-problem.n // (8 * skinny_config.BAND)) * count >= 2 * gpu.sms
     return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
 
 
@@ -83,7 +83,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per = skinny_tile.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
+    static, per = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
     table = sorted_by_expert(ids, experts, columns) if config.sort else None
     blocks = pairs if table is None else len(table[1])
     launcher.run(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu import dequantize, grouped, skinny_tile
+from halfbyte.kernels.gpu import dequantize, grouped, skinny_config
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -37,7 +37,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"torch has no grouped product that runs on {gpu.name} without waiting for it"
     if problem.dtype != torch.bfloat16 or problem.n % 8 or problem.k % 8:
         return "torch's grouped product takes bfloat16 and sizes that are multiples of 8"
-    least = 384 if skinny_tile.mode(problem) == "sums" else 256
+    least = 384 if skinny_config.mode(problem) == "sums" else 256
     if problem.m < least * problem.experts:
         return f"to write the weights out takes longer than to multiply {problem.m} rows by them: from {least} rows an expert on"
     nbytes = 2 * problem.experts * problem.n * problem.k

@@ -29,7 +29,8 @@ from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.gemm_hopper import Config, compiled_for, most_stages
-from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, high_bytes, load_stage, pieces_of, ring, sums, tails_read, write_tile
+from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, load_stage, pieces_of, ring, sums, tails_read, write_tile
+from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

@@ -6,21 +6,14 @@ rows of the weight each by `block_m` rows of x. A plane of a record (32 k), of l
 those before it run, and one warpgroup's waits lie under the other's products. They never wait for each other, so that one multiplies
 while the other ends its tile: it puts the sums into a stage of the ring that the first warp has kept free, from where TMA writes them.
 
-    4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
-             and constant, one that multiplies by the scale
-    8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
-             to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
-    lifted   in bfloat16 codes alone are 2**-133 times as much: LOP3, or PRMT and LOP3, then one fused multiply-add by a scale as much
-             larger, which takes off the point or adds the offset. Each instruction is in the way of the tensor cores
-
-Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"), sums are float32. One scale a row of the weight is
+Arithmetic: the weight is made in x's type (`hopper_weights.py`), sums are float32. One scale a row of the weight is
 multiplied with the sums. Lifted weights and sums are 2**-24 times as much (products below 2**-102 may be lost), which the end makes good.
-Of lifted weights of 4 bits with zero points, the point's product with the scale is rounded, too: by 2**-8 of it at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,39 +21,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper import barriers, fma, next_stage
+from halfbyte.kernels.gpu.hopper import barriers, next_stage
+from halfbyte.kernels.gpu.hopper_weights import LIFT, as_weights, codes_at, tails_at, two_planes
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
 OUT = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))  # of what lanes write
-
-
-def _plane_text(shift: int, mask: str, magic: str) -> str:
-    return f"{{.reg .b32 t; shr.b32 t, $1, {shift}; lop3.b32 $0, t, {mask}, {magic}, 0xea;}}"
-
-
-# Two bytes of a register and a constant -> two numbers, as decode.py makes them of four.
-TWO_F16 = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140; xor.b32 $0, t, 0x00800080;}")
-TWO_BF16 = gl.constexpr(
-    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140;"
-    "and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 $0, s, n, m;}"
-)
-# The constant, of which the compiler does not know that it is one: else it would write it into a register again for each use.
-HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
 # A branch that the compiler can't make predicates of, over a loop that is never entered ($1 is not negative).
 FENCE = gl.constexpr(
     "{.reg .pred p; setp.lt.s32 p, $1, 0; @!p bra.uni skip; again: nanosleep.u32 20; @p bra.uni again; skip: mov.b32 $0, $1;}"
 )
-PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
-PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
-# Nibbles and bytes alone, which read as bfloat16 are 2**-133 times as much: below 256 its numbers lie as far apart as integers do.
-PLANES_TINY = gl.constexpr(
-    tuple(f"{{.reg .b32 t; shr.b32 t, $1, {j // 2 * 8}; and.b32 $0, t, {('0x000f000f', '0x00f000f0')[j % 2]};}}" for j in range(4))
-)
-TWO_TINY = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; xor.b32 $0, t, 0x00800080;}")
-LIFT = gl.constexpr(2.0**24)  # by which sums of lifted tiles are too small: else a scale times 2**133 would be more than there is
 
 
 def parts_of(block_m: int) -> int:
@@ -75,6 +46,8 @@ def _sums_layout(width):
 
 @dataclass(frozen=True)
 class Static:
+    """What the kernel is compiled for."""
+
     rows: int
     block_m: int
     stages: int
@@ -165,6 +138,23 @@ class Static:
     def beside(self) -> int:
         """Warpgroups that share such a stage."""
         return self.width // self.rows
+
+
+def whole(geo: gpu_tiles.Geometry) -> bool:
+    """`Static.whole` of a weight."""
+    return geo.block_rows == 1 and geo.format.zero != "offset"
+
+
+def of_weight(geo: gpu_tiles.Geometry) -> dict[str, Any]:
+    """What a Static has from the weight."""
+    return {
+        "bits": geo.format.bits,
+        "groups": geo.blocks_a_record,
+        "wide": geo.records_a_block,
+        "whole": whole(geo),
+        "zero": geo.format.zero,
+        "table": bool(geo.format.table),
+    }
 
 
 def tails_read(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
@@ -276,150 +266,6 @@ def keep_free(full, empty, step, S: gl.constexpr):
 
 
 @gluon.jit
-def negative(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
-    """What `fma` adds to take point and magic constant off."""
-    if DTYPE == gl.bfloat16:
-        return (point | 0x4300 | -0x8000).to(DTYPE, bitcast=True)
-    elif ODD:
-        return (point << 4 | 0x5400 | -0x8000).to(DTYPE, bitcast=True)
-    else:
-        return (point | 0x6400 | -0x8000).to(DTYPE, bitcast=True)
-
-
-@gluon.jit
-def _weights(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """A plane with its magic constant -> the weight in DTYPE."""
-    ROWS: gl.constexpr = S.rows
-    GROUPS: gl.constexpr = S.groups
-    LAYOUT: gl.constexpr = plane.type.layout
-    ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
-    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # bytes have no constant then: they are u - 128
-    G: gl.constexpr = PLANE // (4 // GROUPS)
-    factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
-    if S.zero == "point":
-        point = gl.expand_dims(tails[GROUPS + G].to(gl.int16), 1)
-        zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else negative(point, ODD, DTYPE)
-    else:
-        BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
-        POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
-        zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
-    q = plane
-    if (not SIGNED or S.zero != "none") and not S.table:
-        q = fma(plane, factor, zero)
-    if not S.whole:
-        offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
-        if S.zero == "offset":
-            offset = gl.expand_dims(tails[GROUPS + G].to(DTYPE), 1)
-        q = fma(q, gl.expand_dims(tails[G].to(DTYPE), 1), offset)
-    return q
-
-
-@gluon.jit
-def _lifting(tails, G: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """What codes alone of block G are multiplied by, the same of codes four bits further up, and what is added: gives the weight / LIFT,
-    rounded once, but for the points of 4 bits: their products with scales are, too."""
-    FACTOR: gl.constexpr = 2.0**133 / LIFT
-    if S.whole:
-        scale = gl.full([S.rows], 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND))
-    else:
-        scale = tails[G].to(DTYPE).to(gl.float32)
-    # Triton 3.6 rounds small constants in 16 bits to 1e-6, so that they are multiplied in float32.
-    factor, further = (scale * FACTOR).to(DTYPE), (scale * (FACTOR / 16.0)).to(DTYPE)
-    if S.zero == "none":
-        addend = (scale * ((-8.0 if S.bits == 4 else -128.0) / LIFT)).to(DTYPE)
-    elif S.zero == "offset":
-        addend = (tails[S.groups + G].to(DTYPE).to(gl.float32) * (1.0 / LIFT)).to(DTYPE)
-    else:
-        nothing = gl.full([S.rows], -0.0, DTYPE, layout=gl.SliceLayout(1, OPERAND))
-        addend = fma(tails[S.groups + G].to(gl.int16).to(DTYPE, bitcast=True), (scale * -FACTOR).to(DTYPE), nothing)
-    return factor, further, addend
-
-
-@gluon.jit
-def _lifted(plane, tails, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """A plane of codes alone -> the weight / LIFT."""
-    LAYOUT: gl.constexpr = plane.type.layout
-    FURTHER: gl.constexpr = 1 if S.bits == 4 and PLANE % 2 == 1 else 0
-    G: gl.constexpr = PLANE // (4 // S.groups)
-    if S.lifts_once:
-        return fma(plane, gl.expand_dims(tails[FURTHER], 1), gl.expand_dims(tails[2], 1))
-    else:
-        lifting = _lifting(tails, G, LAYOUT, DTYPE, S)
-        return fma(plane, gl.expand_dims(lifting[FURTHER], 1), gl.expand_dims(lifting[2], 1))
-
-
-@gluon.jit
-def high_bytes(DTYPE: gl.constexpr):
-    """What bytes become numbers with, of which the compiler does not know that it is a constant."""
-    HIGH: gl.constexpr = 0x64646464 if DTYPE == gl.float16 else 0x43434343
-    return gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
-    ROWS: gl.constexpr = S.rows
-    if S.bits == 8:  # by twos: [rows, 16]
-        twos = ws._reinterpret(gl.int16, [S.block_n, S.width // 2], S.twos)
-        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * 16 % (S.width // 2), 16, dim=1).load(S.pairs)
-    else:
-        PANELS: gl.constexpr = S.rows // 64
-        LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
-        words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
-        return gl.convert_layout(words, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _plane(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
-    if S.bits == 8:
-        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_TINY if S.lifted else TWO_BF16
-        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
-        u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
-        u = gl.convert_layout(u, OPERAND, assert_trivial=True)
-    elif DTYPE == gl.float16:
-        HALVES: gl.constexpr = E2M1_F16 if S.table else PLANES_F16
-        u = gl.inline_asm_elementwise(HALVES[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        TEXTS: gl.constexpr = E2M1_BF16 if S.table else PLANES_TINY if S.lifted else PLANES_BF16
-        u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
-    if S.lifted:
-        return _lifted(u, tails, PLANE, DTYPE, S)
-    else:
-        return _weights(u, tails, PLANE, DTYPE, S)
-
-
-@gluon.jit
-def two_planes(ws, high, tails, FIRST: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Planes FIRST and FIRST + 1 of the record in shared memory, or of its half, as weights in DTYPE."""
-    first = _codes(ws, FIRST, HALF, OPERAND, S)
-    second = first
-    if S.bits == 8:
-        second = _codes(ws, FIRST + 1, HALF, OPERAND, S)
-    return _plane(first, high, tails, FIRST, OPERAND, DTYPE, S), _plane(second, high, tails, FIRST + 1, OPERAND, DTYPE, S)
-
-
-@gluon.jit
-def _tails_at(buffers, place, HALF: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Scales of the groups of the record in place `place` of shared memory, then their zeros; `_lifting` where that is for all of it."""
-    GROUPS: gl.constexpr = S.groups
-    found = ()
-    for i in gl.static_range(2, 4):
-        if (i == 2 and S.whole) or (i == 3 and S.zero == "none"):
-            for _ in gl.static_range(GROUPS):
-                found += (gl.to_tensor(0),)  # type: ignore[assignment]
-        else:
-            for g in gl.static_range(GROUPS):
-                of_rows = buffers[i].index((place * GROUPS + g) * 2 + HALF)
-                found += (of_rows.load(gl.SliceLayout(1, OPERAND)),)  # type: ignore[assignment]
-    if S.lifts_once:
-        return _lifting(found, 0, OPERAND, DTYPE, S)
-    else:
-        return found
-
-
-@gluon.jit
 def _zeros(SUMS: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
     WIDTH: gl.constexpr = S.widths[SUMS]
@@ -465,12 +311,12 @@ def sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, H
     stage, phase = step % STAGES, (step // STAGES) & 1
     mbarrier.wait(full.index(stage), phase)
     if ONE:
-        now = _tails_at(buffers, stage, HALF, OPERAND, DTYPE, S)
-        codes = _codes(ws.index(stage), 0, HALF, OPERAND, S)
-        w0 = _plane(codes, high, now, 0, OPERAND, DTYPE, S)
+        now = tails_at(buffers, stage, HALF, OPERAND, DTYPE, S)
+        codes = codes_at(ws.index(stage), 0, HALF, OPERAND, S)
+        w0 = as_weights(codes, high, now, 0, OPERAND, DTYPE, S)
     else:
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-        now = _tails_at(buffers, step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
+        now = tails_at(buffers, step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
         w0, w1 = two_planes(weight_stage(ws, step, S), high, now, 0, HALF, OPERAND, DTYPE, S)
     if S.sent:  # TMA has read the tile before
         tma.store_wait(0)
@@ -490,22 +336,22 @@ def sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, H
         # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
         # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
         if ONE and S.bits == 8:
-            codes = _codes(ws.index(stage), 1, HALF, OPERAND, S)
+            codes = codes_at(ws.index(stage), 1, HALF, OPERAND, S)
         a = _multiplied(w0, xs, stage, acc, 0, S)
         if ONE:
-            w1 = _plane(codes, high, now, 1, OPERAND, DTYPE, S)
+            w1 = as_weights(codes, high, now, 1, OPERAND, DTYPE, S)
         a = _multiplied(w1, xs, stage, a, 1, S)
         if ONE:
             if S.bits == 8:
-                codes = _codes(ws.index(stage), 2, HALF, OPERAND, S)
-            w2 = _plane(codes, high, now, 2, OPERAND, DTYPE, S)
+                codes = codes_at(ws.index(stage), 2, HALF, OPERAND, S)
+            w2 = as_weights(codes, high, now, 2, OPERAND, DTYPE, S)
             if S.bits == 8:
-                codes = _codes(ws.index(stage), 3, HALF, OPERAND, S)
+                codes = codes_at(ws.index(stage), 3, HALF, OPERAND, S)
         else:
             w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
         a = _multiplied(w2, xs, second, a, 2, S)
         if ONE:
-            w3 = _plane(codes, high, now, 3, OPERAND, DTYPE, S)
+            w3 = as_weights(codes, high, now, 3, OPERAND, DTYPE, S)
         a = _multiplied(w3, xs, second, a, 3, S)
         a = warpgroup_mma_wait(2 * SUMS, deps=a + (w0, w1))[:SUMS]  # noqa: RUF005
         if not ONE:
@@ -515,11 +361,11 @@ def sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, H
         if S.each == 2:  # the words come with the second half
             mbarrier.wait(full.index(ahead), phase_ahead)
         if ONE:
-            after = _tails_at(buffers, following, HALF, OPERAND, DTYPE, S)
-            codes = _codes(ws.index(following), 0, HALF, OPERAND, S)
-            w0 = _plane(codes, high, after, 0, OPERAND, DTYPE, S)
+            after = tails_at(buffers, following, HALF, OPERAND, DTYPE, S)
+            codes = codes_at(ws.index(following), 0, HALF, OPERAND, S)
+            w0 = as_weights(codes, high, after, 0, OPERAND, DTYPE, S)
         else:
-            after = _tails_at(buffers, next_step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
+            after = tails_at(buffers, next_step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
             w0, w1 = two_planes(weight_stage(ws, next_step, S), high, after, 0, HALF, OPERAND, DTYPE, S)
         # The compiler does not move what was made over a branch: one that looks for the second half of the next record, or for nothing.
         if ONE:

@@ -26,7 +26,8 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.skinny_tile import BAND, Config, compiled_for, mode, sums
+from halfbyte.kernels.gpu.skinny_config import BAND, Config, compiled_for, mode
+from halfbyte.kernels.gpu.skinny_tile import sums
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

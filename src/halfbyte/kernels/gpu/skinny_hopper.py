@@ -33,7 +33,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as gates
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
-from halfbyte.kernels.gpu.hopper_tile import HIGH_BYTES
+from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -389,10 +389,7 @@ def _consume(read, NUMBER: gl.constexpr, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
     MMA: gl.constexpr = S.sums
-    HIGH: gl.constexpr = 0x64646464 if out.dtype.element_ty == gl.float16 else 0x43434343
-    high = HIGH
-    if S.bits == 8 and S.together:
-        high = gl.inline_asm_elementwise(HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
+    high = high_bytes(out.dtype.element_ty) if S.bits == 8 and S.together else 0
     pn, t, steps = _share(share, sizes, scratch)
     stage = 0
     phase = 0

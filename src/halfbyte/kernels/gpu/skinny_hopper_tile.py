@@ -1,7 +1,7 @@
 """Sums [64, columns] of a panel of the weight and a few rows of x on Hopper, a record (128 k) at a time: what a partition of
 `skinny_hopper.py` does with a stage that is in shared memory.
 
-4 bits: nibble planes as `hopper_tile.py` makes them; a zero point comes off with the planes' constant. 8 bits: a lane multiplies the 32
+4 bits: nibble planes as `hopper_weights.py` makes them; a zero point comes off with the planes' constant. 8 bits: a lane multiplies the 32
 bytes of a row that follow each other, in any order of k that x has too.
 
 With up to 8 rows of x each warp has a product of its own, and x goes through registers. With more (with blocks of 32 and 64: more than
@@ -9,7 +9,7 @@ With up to 8 rows of x each warp has a product of its own, and x goes through re
 
 Arithmetic: the sums of each block are float32 and multiplied by its scale ("sums" of `skinny_tile.py`). Where the sums of a record's blocks
 are more than its weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights"). 4 bits in
-bfloat16 are "lifted" (`hopper_tile.py`): codes take a third of the shifts and come out 2**-8 times as large, which the end makes good.
+bfloat16 are "lifted" (`hopper_weights.py`): codes take a third of the shifts and come out 2**-8 times as large, which the end makes good.
 
 Integers (`skinny_int8_hopper.py`): int8 rows of x, one block each, times the codes; sums are exact.
 """
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper import fma
-from halfbyte.kernels.gpu.hopper_tile import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, negative
+from halfbyte.kernels.gpu.hopper_weights import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, negative
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
@@ -124,7 +124,7 @@ def _of_x(columns):
 
 @gluon.jit
 def add_record(acc, buffers, stage, t, high, PANEL: gl.constexpr, PART: gl.constexpr, S: gl.constexpr):
-    """acc + the products of record PART of the stage, which is step t of its tile. high: `hopper_tile.HIGH_BYTES` of x's type."""
+    """acc + the products of record PART of the stage, which is step t of its tile. high: `hopper_weights.high_bytes`."""
     xs, ws, ss, zs, _ = buffers
     first = stage * S.pieces + PART * (S.pieces // S.depth)  # piece of x
     if S.whole:
