@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import halfbyte
 from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
+from halfbyte.cli.device import settle_device
 from halfbyte.cli.output import settling
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.integrations.attention import _written_out, attention
 from halfbyte.integrations.text import generate, open_model, peak_memory, weight_bytes
+from halfbyte.machine import GPUS
 from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantModule
 
@@ -215,7 +218,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """On the CPU, also where there is a GPU."""
+    monkeypatch.setattr("halfbyte.cli.device._default", lambda: ("cpu", ""))
+
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = main([str(argument) for argument in arguments])
@@ -276,6 +282,42 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arch", "processes", "trouble", "device", "said"),
+    [
+        (None, 1, None, "cpu", ""),
+        ("sm_90", 1, None, "cuda", "device: cuda, an abacus\n"),
+        ("sm_90", 2, None, "cpu", "torch sees 1 GPU for 2 processes"),
+        ("sm_90", 1, "there is no Triton", "cpu", "there is no Triton"),
+        ("gfx942", 1, None, "cpu", "--device cuda"),
+    ],
+)
+def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
+    arch: str | None,
+    processes: int,
+    trouble: str | None,
+    device: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: arch is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an abacus")
+    monkeypatch.setattr("halfbyte.machine.gpu", lambda *_: GPUS[str(arch)])
+    monkeypatch.setattr("halfbyte.dispatch.gpu.triton_trouble", lambda: trouble)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for quiet in (False, True):
+        asked = Namespace(device=None, quiet=quiet)
+        settle_device(asked)
+        assert asked.device == device
+        found = capsys.readouterr().err
+        assert found == "" if quiet or not said else said in found
+    asked = Namespace(device="cpu", quiet=True)
+    settle_device(asked)
+    assert asked.device == "cpu"
+
+
 @pytest.mark.parametrize(("prompt", "said"), [("", "no tokens"), ("a", "token 4000")])
 def test_generate_shows_nothing_of_a_prompt_that_it_refuses(
     prompt: str, said: str, run: Run, opened: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
@@ -287,6 +329,18 @@ def test_generate_shows_nothing_of_a_prompt_that_it_refuses(
     code, out, err = run("generate", "m", "--prompt", prompt)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_gpu_that_is_too_small_is_told_in_one_line(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **settings: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr("halfbyte.integrations.text.open_model", no_room)
+    code, out, err = run("generate", folder, "--prompt", "a")
+    assert (code, out) == (2, "")
+    assert "20 GiB" in err
+    assert "--device cpu" in err
+    assert err.count("\n") == 1
 
 
 def test_gguf_is_known_by_its_content(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import sys
 
+from halfbyte.cli.device import settle_device
 from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, show
 from halfbyte.cli.output import Commands, add_command
 from halfbyte.errors import UnsupportedError
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     if rank_and_count()[1] > 1:
         raise UnsupportedError("chat runs in one process, and torchrun started several: use generate")
+    settle_device(args)
     model, tokenizer, settings = open_asked(args)
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")

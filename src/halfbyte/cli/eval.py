@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.generate import add_device, asked_dtype, check_device, writes_text
+from halfbyte.cli.device import add_device, asked_dtype, settle_device
+from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
@@ -90,7 +91,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
     from halfbyte.integrations.text import open_model, weight_bytes
     from halfbyte.nn.config import Config
 
-    check_device(args.device)
+    settle_device(args)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
     dtype = asked_dtype(args)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from halfbyte.cli.generate import asked_dtype, writes_text
+from halfbyte.cli.device import asked_dtype
+from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Commands, add_command, check_fits, show
 
 

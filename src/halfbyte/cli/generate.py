@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from halfbyte.cli.device import add_device, asked_dtype, settle_device
 from halfbyte.cli.output import Commands, add_command, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add(commands: Commands) -> None:
@@ -44,19 +43,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the device and dtype of the computation."""
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
-
-
-def asked_dtype(args: argparse.Namespace) -> Any:
-    """The requested torch.dtype, or None."""
-    import torch
-
-    return None if args.dtype is None else getattr(torch, args.dtype)
-
-
 @settling()
 def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
@@ -65,7 +51,6 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     if args.cache and args.compile:
         raise ArgumentError("--compile decodes with a static cache, and --cache int8 is one that grows: leave out one of them")
     drawn = _choice_of_tokens(args)
-    check_device(args.device)
     import torch
 
     from halfbyte.integrations.text import open_model
@@ -104,18 +89,6 @@ def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
     return asked | ({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False})
 
 
-def check_device(name: str) -> None:
-    """Raises ArgumentError for a device that is not here."""
-    import torch
-
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = ""
-    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
-        raise ArgumentError(f"--device is cpu{' or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}, got {name!r}")
-
-
 def writes_text(path: Path) -> bool:
     """Whether it holds a language model. Raises CheckpointError where it holds none of any kind."""
     from halfbyte.io.gguf import is_gguf
@@ -133,11 +106,11 @@ def writes_text(path: Path) -> bool:
 def run(args: argparse.Namespace) -> int:
     """All processes started by torchrun generate the same text; the first prints it."""
     with settling():
-        check_device(args.device)
-    from halfbyte.integrations.tensor_parallel import processes, rank_and_count
+        from halfbyte.integrations.tensor_parallel import processes, rank_and_count
 
     rank, count = rank_and_count()
     args.quiet = args.quiet or rank > 0
+    settle_device(args)
     with processes(args.device) as (mesh, args.device):
         return _run(args, open_asked(args, mesh), rank, count)
 

@@ -58,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
         return _fail(f"this command needs transformers ({error}): pip install 'halfbyte[transformers]'")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is imported only by the commands that need it
+            raise
+        return _fail(f"a GPU's memory is too small ({error}): ask for a format of fewer bits, for less text, or for --device cpu")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 

@@ -1,0 +1,67 @@
+"""The device and dtype that a command runs language models with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from halfbyte.cli.output import settling
+from halfbyte.errors import ArgumentError
+
+DTYPES = ("float32", "bfloat16", "float16")
+_OLDEST = (8, 0)  # compute capability: Ampere
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the device and dtype of the computation."""
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one that the kernels are for, else the CPU)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+
+
+def asked_dtype(args: argparse.Namespace) -> Any:
+    """The requested torch.dtype, or None."""
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
+
+
+@settling()
+def settle_device(args: argparse.Namespace) -> None:
+    """Checks `args.device`, or sets it where it was not given. Where there is a choice it says to stderr which device runs. Raises
+    ArgumentError for a device that is not here."""
+    import torch
+
+    why = ""
+    if args.device is None:
+        args.device, why = _default()
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:
+        kind = ""
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        allowed = f"cpu{' or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}"
+        raise ArgumentError(f"--device is {allowed}, got {args.device!r}")
+    if torch.cuda.is_available() and not args.quiet:
+        name = "" if kind == "cpu" else f", {torch.cuda.get_device_name(torch.device(args.device))}"
+        print(f"device: {args.device}{name}{why}", file=sys.stderr)
+
+
+def _default() -> tuple[str, str]:
+    """The device of choice, and for a GPU that is passed over why it is."""
+    import torch
+
+    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.machine import gpu
+
+    if not torch.cuda.is_available():
+        return "cpu", ""
+    found, count, processes = gpu(0), torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found.backend != "cuda" or found.capability < _OLDEST:
+        return "cpu", f" (the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {found.name} all the same)"
+    if (trouble := triton_trouble()) is not None:
+        return "cpu", f" ({trouble} to use {found.name})"
+    if processes > count:
+        return "cpu", f" (torch sees {count} GPU{'s' * (count > 1)} for {processes} processes)"
+    return "cuda", ""
