@@ -6,14 +6,14 @@ import argparse
 import os
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from halfbyte import __version__, env
-from halfbyte.cli.output import Commands, add_command, print_json, print_table, progress
+from halfbyte.cli.output import Commands, add_command, print_json, progress
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -44,14 +44,22 @@ def run(args: argparse.Namespace) -> int:
         "cache": _cache,
         "variables": _variables,
     }
+    found: dict[str, dict[str, Any] | None] = {}
     faults: list[str] = []
-    found = {name: _find(part, faults) for name, part in parts.items()}
+    for name, part in parts.items():
+        found[name] = _find(part, faults)
+        if not args.json:
+            _print_part(name, found[name])
     tests = [] if args.no_test or faults else _test(args)
-    faults += [f"{test.op} {test.format} on {test.device}: {test.fault}" for test in tests if test.fault is not None]
+    failures = [f"{test.op} {test.format} on {test.device}: {test.fault}" for test in tests if test.fault is not None]
+    faults += failures
     if args.json:
         print_json({**found, "tests": [test.to_json() for test in tests], "faults": faults})
-    else:
-        _print(found, tests, faults)
+        return 1 if faults else 0
+    if tests:
+        print(f"{len(tests) - len(failures)} of {len(tests)} passed")
+    for fault in faults:
+        print(f"FAULT  {fault}")
     return 1 if faults else 0
 
 
@@ -64,14 +72,28 @@ def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, An
 
 
 def _test(args: argparse.Namespace) -> list[Result]:
+    """Runs all tests. As text each result is printed when it is there: on a GPU all tests together take a minute, most of it to compile."""
     from halfbyte.cli import selftest
 
     results = []
     checks = selftest.checks()
-    with progress(args, "testing kernels") as advance:
-        for i, check in enumerate(checks):
-            advance(i, len(checks), f"{check.op} {check.format} on {check.device}")
-            results.append(check.run())
+    titles = ("kernel", "format", "device")
+    widths = [max(map(len, column)) for column in zip(titles, *((c.op, c.format, c.device) for c in checks), strict=True)]
+
+    def line(words: Iterable[str], cases: object, ms: object, result: str) -> str:
+        named = (word.ljust(width) for word, width in zip(words, widths, strict=True))
+        return f"{'  '.join(named)}  {cases:>5}  {ms:>6}  {result}"
+
+    if args.json:
+        with progress(args, "testing kernels") as advance:
+            for i, check in enumerate(checks):
+                advance(i, len(checks), f"{check.op} {check.format} on {check.device}")
+                results.append(check.run())
+        return results
+    print(line(titles, "cases", "ms", "result"), flush=True)
+    for check in checks:
+        results.append(done := check.run())
+        print(line((done.op, done.format, done.device), done.cases, f"{done.ms:.0f}", "PASS" if done.passed else "FAIL"), flush=True)
     return results
 
 
@@ -142,17 +164,10 @@ def _variables() -> dict[str, Any]:
     return {"set": known, "unknown": env.unknown()}
 
 
-def _print(found: dict[str, dict[str, Any] | None], tests: list[Result], faults: list[str]) -> None:
-    for name, part in found.items():
-        for line in [] if part is None else LINES[name](part):
-            print(f"{name:10} {line}")
-            name = ""
-    if tests:
-        rows = [(t.op, t.format, t.device, str(t.cases), f"{t.ms:.0f}", "PASS" if t.passed else "FAIL") for t in tests]
-        print_table(("kernel", "format", "device", "cases", "ms", "result"), rows, left=3)
-        print(f"{len(tests) - len(faults)} of {len(tests)} passed")
-    for fault in faults:
-        print(f"FAULT  {fault}")
+def _print_part(name: str, part: dict[str, Any] | None) -> None:
+    for line in [] if part is None else LINES[name](part):
+        print(f"{name:10} {line}", flush=True)
+        name = ""
 
 
 def _lines_cpu(cpu: dict[str, Any]) -> list[str]:
