@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.bench import conv, cpu, torch_peers, worker
+from halfbyte.bench import cpu, torch_peers, worker
 from halfbyte.bench.contenders import PEERS, contender, halfbyte_linear, select
 from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
@@ -39,7 +39,7 @@ def _settings_of_torch() -> Iterator[None]:
 
 def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:
     """What one worker answers, in this process."""
-    return list(worker._answers(worker.Bench(), map(json.dumps, requests)))
+    return list(worker.answers(worker.Bench(), map(json.dumps, requests)))
 
 
 def prepare(name: str, work: Workload = WORK) -> dict[str, Any]:
@@ -227,18 +227,6 @@ def test_tables() -> None:
     assert next(line for line in plain if line.startswith("b ")).split()[-1] == "-"
     assert len({len(line) for line in plain[5:9]}) == 1
     assert "reads 0 (0-0) GB/s" in plain[3]
-
-
-def test_the_table_of_convolutions() -> None:
-    def row(contender: str, seconds: float | None, **more: Any) -> dict[str, Any]:
-        return {"network": "net", "threads": 2, "contender": contender, "seconds": seconds} | more
-
-    rows = [row("own", 0.002, of_dot_peak=0.5), row("a", 0.003), row("b", None, reason="gone")]
-    assert conv.table(rows, ["own", "a", "b"], ["a", "b"]).splitlines()[2:] == [
-        "| net | 2 | 2.000 (×1.50, 50%) | 3.000 | - |",
-        "not measured: b: gone",
-    ]
-    assert "| 2.000 | - |" in conv.table([row("own", 0.002), row("a", None)], ["own", "a"], ["a"])
 
 
 def labels(svg: str) -> list[str]:

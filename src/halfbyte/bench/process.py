@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -25,15 +26,15 @@ class WorkerError(HalfbyteError):
 
 
 class Worker:
-    """`python -m halfbyte.bench.worker` on exactly `threads` cores."""
+    """`python -m halfbyte.bench.worker`, or another program that answers like it, on exactly `threads` cores."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, program: Sequence[str] = ("-m", "halfbyte.bench.worker")) -> None:
         source = str(Path(halfbyte.__file__).parents[1])
         path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONPATH": path}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "halfbyte.bench.worker", *map(str, cores(threads))],
+            [sys.executable, *program, *map(str, cores(threads))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

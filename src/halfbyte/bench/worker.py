@@ -6,8 +6,6 @@ It runs on the CPUs of those numbers (anywhere, if none is named) and takes its 
     {"do": "check", "m": …}                         -> error, allowed
     {"do": "measure", "m": …, "min_time": …}        -> seconds a product: median, min, max; runs; idle
     {"do": "probe", "names": […], "threads": …}     -> each function of `kernels.cpu.probe` by its name
-    {"do": "convolve", "name": …, "layer": {…}, …}  -> seconds a convolution, as `measure`; error, allowed
-    {"do": "infer", "name": …, "network": {…}, …}   -> seconds a batch of images, as `measure`; error, allowed
 
 Every answer has "ok"; a failed one has "reason". Between requests the process blocks on reading; `measure` answers only
 when the runtime's threads have stopped spinning, so that they do not disturb other contenders.
@@ -27,24 +25,16 @@ import torch
 
 from halfbyte import timing
 from halfbyte.bench.contenders import Contender, contender
-from halfbyte.bench.conv_contenders import CONTENDERS, Layer, Ready
-from halfbyte.bench.conv_networks import CONTENDERS as NETWORK_CONTENDERS
-from halfbyte.bench.conv_networks import Inference
 from halfbyte.bench.workload import Built, Workload, relative_error
 from halfbyte.kernels.cpu import probe
-from halfbyte.memory import keep_freed_memory
 
 
 class Bench:
-    """The contender of this process, and the requests that it answers."""
+    """The contender of this process, and the requests that it answers: its methods."""
 
     contender: Contender
     work: Workload
     built: Built
-
-    def __init__(self) -> None:
-        self.convolutions: dict[tuple[str, Layer], Ready] = {}
-        self.networks: dict[tuple[str, Inference], Ready] = {}
 
     def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
         if hasattr(self, "built"):
@@ -67,36 +57,15 @@ class Bench:
         next(one_pass())  # wakes the threads; a whole pass where the runtime knows nothing less
         taken = timing.measure(run, min_time=min_time, min_runs=1, warmup=0)
         seconds = {name: getattr(taken, name) / self.built.copies for name in ("median", "min", "max")}
-        return {**seconds, "runs": taken.runs, "idle": _wait_until_idle()}
-
-    def convolve(self, name: str, layer: dict[str, int], min_time: float) -> dict[str, Any]:
-        work = Layer(**layer)
-        ready = self.convolutions.get((name, work))
-        checked = {}
-        if ready is None:
-            ready = self.convolutions[name, work] = CONTENDERS[name](work)
-            checked = {"error": float((ready.result().double() - work.wanted).abs().max()), "allowed": ready.error}
-        taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=3)
-        return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
-
-    def infer(self, name: str, network: dict[str, Any], min_time: float) -> dict[str, Any]:
-        keep_freed_memory()  # for all contenders alike
-        work = Inference(**network)
-        ready = self.networks.get((name, work))
-        checked = {}
-        if ready is None:
-            ready = self.networks[name, work] = NETWORK_CONTENDERS[name](work)
-            checked = {"error": work.error(ready.result()), "allowed": ready.error}
-        taken = timing.measure(ready.run, min_time=min_time, min_runs=3, warmup=1)
-        return {"seconds": taken.median, "idle": _wait_until_idle(), **checked}
+        return {**seconds, "runs": taken.runs, "idle": wait_until_idle()}
 
     def probe(self, names: list[str], threads: int) -> dict[str, Any]:
         found = {name: getattr(probe, name)(threads) for name in names}
-        _wait_until_idle()
+        wait_until_idle()
         return found
 
 
-def _wait_until_idle(limit: float = 1.0) -> bool:
+def wait_until_idle(limit: float = 1.0) -> bool:
     """Sleeps until this process uses less than a tenth of a core; False if that takes longer than `limit` seconds."""
     end = perf_counter() + limit
     while perf_counter() < end:
@@ -107,7 +76,7 @@ def _wait_until_idle(limit: float = 1.0) -> bool:
     return False
 
 
-def _answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
+def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in requests:
         request = json.loads(line)
         try:
@@ -120,18 +89,19 @@ def _answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield {"ok": False, "reason": f"{type(error).__name__}: {text.splitlines()[0]}"}
 
 
-def main() -> None:
+def serve(bench: Bench) -> None:
+    """Answers until there are no more requests."""
     # Libraries may print to stdout: it is redirected to stderr, so that the pipe carries only answers.
-    answers = os.fdopen(os.dup(1), "w")
+    written = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Only now, so that many workers can import at once on all cores; threads that start later inherit it.
     if sys.platform == "linux" and len(sys.argv) > 1:
         os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1:]})
     with suppress(BrokenPipeError):  # whoever asked is gone
-        for answer in _answers(Bench(), sys.stdin):
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+        for answer in answers(bench, sys.stdin):
+            written.write(json.dumps(answer) + "\n")
+            written.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve(Bench())

@@ -12,14 +12,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import conv_networks_gpu as networks
 import torch
+from conv_contenders import IN_SCALE, IN_ZERO, Layer
+from conv_cpu import LAYERS, collected
+from networks import NETWORKS
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench import conv_networks_gpu as networks
-from halfbyte.bench.conv import LAYERS, collected
-from halfbyte.bench.conv_contenders import IN_SCALE, IN_ZERO, Layer
-from halfbyte.bench.networks import NETWORKS
 from halfbyte.errors import KernelError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.clock import copies, graph_times
@@ -105,7 +105,7 @@ def _printed(
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line of benchmarks/conv.py with --device cuda."""
+    """The command line of conv.py with --device cuda."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--model", nargs="+", choices=list(NETWORKS), default=[], help="time whole networks instead of layers")

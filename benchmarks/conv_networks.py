@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from conv_contenders import Ready
+from networks import images, network
+from onnx_chain import onnx_model
 from torch import Tensor, fx, nn
 
-from halfbyte.bench.conv_contenders import Ready
-from halfbyte.bench.networks import images, network
-from halfbyte.bench.onnx_chain import onnx_model
 from halfbyte.nn.batchnorm import fold_batch_norms_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_

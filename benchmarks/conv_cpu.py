@@ -14,14 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from halfbyte.bench.conv_contenders import CONTENDERS, INTEGER, Layer
-from halfbyte.bench.conv_networks import CONTENDERS as NETWORK_CONTENDERS
-from halfbyte.bench.conv_networks import PEER as NETWORK_PEER
+from conv_contenders import CONTENDERS, INTEGER, Layer
+from conv_networks import CONTENDERS as NETWORK_CONTENDERS
+from conv_networks import PEER as NETWORK_PEER
+from networks import NETWORKS
+
 from halfbyte.bench.cpu import versions
-from halfbyte.bench.networks import NETWORKS
 from halfbyte.bench.process import Worker, WorkerError
 from halfbyte.machine import machine
 
+PROGRAM = (str(Path(__file__).with_name("conv_worker.py")),)
 _PART = "of_dot_peak"  # of a row: what part of the probed rate of byte products a layer reaches
 LAYERS = (
     Layer(64, 56, 64, 3),
@@ -38,7 +40,7 @@ LAYERS = (
 def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> Iterator[list[dict[str, Any]]]:
     """For each layer a row a contender: seconds (median of the rounds), or the reason why there are none."""
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(threads)) for name in CONTENDERS}
+        workers = {name: stack.enter_context(Worker(threads, PROGRAM)) for name in CONTENDERS}
         probe = stack.enter_context(Worker(threads))
         for layer in layers:
             peaks: list[float] = []
@@ -55,7 +57,7 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
 def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, min_time: float) -> Iterator[list[dict[str, Any]]]:
     """As `run`, of whole networks."""
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(threads)) for name in NETWORK_CONTENDERS}
+        workers = {name: stack.enter_context(Worker(threads, PROGRAM)) for name in NETWORK_CONTENDERS}
         for network in names:
             case: dict[str, Any] = {"network": network, "batch": batch, "threads": threads}
             asked = {"network": {"name": network, "batch": batch}, "min_time": min_time}
@@ -115,8 +117,8 @@ def _case(row: dict[str, Any]) -> tuple[str, int]:
     return row["network"] if "network" in row else str(Layer(**row["layer"])), row["threads"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of benchmarks/conv.py."""
+def main(argv: Sequence[str]) -> int:
+    """The command line of conv.py, without --device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[t for t in (1, 2) if t <= machine().cores])
     parser.add_argument("--batch", type=int, default=1)

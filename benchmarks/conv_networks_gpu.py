@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from conv_networks import CALIBRATION, EIGHT_BITS, FOUR_BITS, Inference
+from networks import images
 from torch import Tensor, nn
 
-from halfbyte.bench.conv_networks import CALIBRATION, EIGHT_BITS, FOUR_BITS, Inference
-from halfbyte.bench.networks import images
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.clock import graph_times
 from halfbyte.nn.config import Config
