@@ -21,12 +21,13 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
 from halfbyte.formats import Codes, as_format
 from halfbyte.integrations.gguf import load_gguf
 from halfbyte.integrations.text import generate, open_model
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules import QuantLinear, QuantModule
 
 # What torch.compile itself says.
 pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
@@ -216,6 +217,23 @@ def test_loaded_by_transformers(dtype: torch.dtype, folder: Path, tmp_path: Path
         assert model(ids).logits.dtype == dtype
         assert torch.equal(model(ids).logits, again(ids).logits)
         assert torch.equal(model(ids).logits, hb.load(tmp_path, "cuda")(ids).logits)
+
+
+def test_a_float_model_is_quantized_on_the_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the codes that the CPU makes of it."""
+    expected = {
+        name: module for name, module in open_model(folder, config=hb.Config("q4_0"))[0].named_modules() if isinstance(module, QuantModule)
+    }
+    monkeypatch.setattr(ops.cpu, "quantize", None)
+    monkeypatch.setattr(ops.functions, "pack_dense", None)
+    model, _ = open_model(folder, "cuda", hb.Config("q4_0"))
+    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    assert found.keys() == expected.keys()
+    for name, module in found.items():
+        for part, tensor in expected[name].codes().tensors().items():
+            assert torch.equal(module.codes().tensors()[part].cpu(), tensor), f"{name}.{part}"
+        assert module.error == pytest.approx(expected[name].error, rel=1e-4)
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -107,7 +107,10 @@ def open_model(
     if SECTION in described or settings_of(path, described):
         model = _open_quantized(path, described, device, config, dtype, mesh)
     else:
-        model = _from_pretrained(path, dtype, **({} if config is None else {"quantization_config": HalfbyteConfig(config)}))
+        asked = None if config is None else HalfbyteConfig(config)
+        if asked is not None and mesh is None:  # a GPU of several that share a model may have no room for the whole
+            asked.device = device
+        model = _from_pretrained(path, dtype, **({} if asked is None else {"quantization_config": asked}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which does not generate text: name a causal language model")
     if mesh is not None and not is_parallel(model):

@@ -60,6 +60,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
 
     calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
+    device       an attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
+                 None: where transformers has read them to
     modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
     """
 
@@ -70,6 +72,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         config = format if isinstance(format, Config) else Config(format, **settings)
         self.config: Config | None
         self.config, self.calibration = take_calibration(config, calibration, in_memory=False)
+        self.device: torch.device | str | None = None
         self.modules: dict[str, Module] = {}
 
     @classmethod
@@ -83,7 +86,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         """The config of a model with these quantized modules."""
         made = cls.__new__(cls)
         made.quant_method = METHOD  # type: ignore[assignment]
-        made.config, made.calibration, made.modules = None, None, modules
+        made.config, made.calibration, made.device, made.modules = None, None, None, modules
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,6 +227,7 @@ class HalfbyteQuantizer(HfQuantizer):
         """Quantizes and packs the weight of a module; an error is kept until the end, where transformers does not intercept it."""
         config = self.quantization_config.config
         assert config is not None
+        weight = weight.to(self.quantization_config.device or weight.device)
         weight = weight.mT if is_transposed(module) else weight
         try:
             codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
