@@ -16,7 +16,6 @@ from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf_config import drafts, to_config
 from halfbyte.checkpoint.gguf_names import Architecture, convolves, layer_of, of_file, unimportant
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
 from halfbyte.io import gguf
@@ -92,7 +91,9 @@ class _Tensor:
         return Quantized(fmt, f"GGUF {blocks.name}")
 
     def read(self) -> Codes | Tensor:
-        value = gguf.read(self.entry, _extract())
+        from halfbyte.kernels.cpu.extract import extract
+
+        value = gguf.read(self.entry, extract)
         if self.factor is None:
             return value
         factor = _numbers(self.factor).float().reshape(-1, *(1 for _ in self.entry.shape[1:]))
@@ -239,15 +240,6 @@ def _of_activations(file: gguf.File, config: Mapping[str, Any]) -> dict[str, Ent
             name = f"model.layers.{layer}.mlp.act_fn.{part}"
             entries[name] = Entry(Spec(tensor.dtype, shape), 4, partial(_cast, tensor))
     return entries
-
-
-def _extract() -> ggml.Extract:
-    """By a kernel; a machine that runs those of a GPU only may lack llvmlite, which compiles it."""
-    try:
-        from halfbyte.kernels.cpu.extract import extract
-    except ImportError:
-        return ggml.extract
-    return extract
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -98,7 +98,7 @@ class Format:
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
         if self.tight and (self.bits != 8 or not isinstance(self.block, int) or self.zero == "point" or self.sums):
             raise FormatError(f"a format of {self.tight} bits has blocks, bytes, no zero points and no sums, got {self!r}")
-        if (self.family != "int" or self.sums) and not self.table and not self.tight and fields not in _FOREIGN.values():
+        if (self.family != "int" or self.sums) and not self.restricted and fields not in _FOREIGN.values():
             raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 
     @property
@@ -114,6 +114,11 @@ class Format:
     def tight(self) -> int:
         """Bits of codes that need fewer than the 8 in which they are stored; else 0."""
         return TIGHT.get(self.family, 0)
+
+    @property
+    def restricted(self) -> bool:
+        """Codes are some of the integers of 8 bits alone, the family says which: those of a table, or those of 5 or 6 bits."""
+        return self.family in TABLES or self.family in TIGHT
 
     @property
     def code_bits(self) -> int:
@@ -153,19 +158,19 @@ class Format:
 
     def with_scale(self, dtype: torch.dtype) -> Format:
         """The same codes with scales of another dtype, and no other project's rules."""
-        return replace(self, scale=dtype, family=self.family if self.table or self.tight else "int", sums=False)
+        return replace(self, scale=dtype, family=self.family if self.restricted else "int", sums=False)
 
     @property
     def integers(self) -> Format:
         """The format of integers of 4 or 8 bits that holds the same codes."""
-        return replace(self, bits=8, family="int") if self.table or self.tight else self
+        return replace(self, bits=8, family="int") if self.restricted else self
 
     def __str__(self) -> str:
         if self in _NAMES:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
-        return f"{self.family if self.table or self.tight else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+        return f"{self.family if self.restricted else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
 
 
 def _usual_scale(block: Scope) -> torch.dtype:

@@ -172,7 +172,7 @@ def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
     """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
     None where it has no such layout."""
     geo = geometry(fmt, (n, k), sparse=True)
-    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.table and not fmt.tight else None
+    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.restricted else None
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
