@@ -95,7 +95,7 @@ LINEAR = Block(
         "panel_groups",
         "at_once",  # panels that a tile takes
         "together",  # panels that all row tiles pass over before the next ones
-        "in_turn",  # 1: row tiles ask for the next ones in turn
+        "in_turn",  # so many of the row tiles, the last ones, ask for the next ones in turn
         "zeros",
         "out_stride",
         "out_bytes",

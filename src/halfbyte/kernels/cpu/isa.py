@@ -87,7 +87,8 @@ class ISA:
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
-    asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more none does
+    asking_tiles = 1 << 62  # the most that ask: of more, the last ones
+    asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
     biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
     points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time

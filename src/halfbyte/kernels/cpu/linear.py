@@ -196,22 +196,25 @@ class LinearKernel:
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
         fields = taken.fields(m, share)
         tiles = fields["tiles"] + fields["lesser_tiles"]
-        in_turn = taken.takes_turns(m, tiles)
+        in_turn = taken.asking(m, tiles)
         group_bytes = _READ_ONCE_BYTES if in_turn or tiles == 1 or "panel_function" in fields else _GROUP_BYTES
         group = round_up(max(1, min(group_bytes // geo.panel_bytes, share)), fields["at_once"])
         groups = round_up(-(-geo.panels // group), threads)  # as many for each
         if in_turn:
-            fields |= {"in_turn": int(fields["at_once"] == 1), "together": fields["at_once"]}
+            fields |= {"in_turn": in_turn if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
         phases = jit.load("driver", driver.build, self.isa)
         near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
         chunks = max(1, min(m * taken.row_bytes // near, tiles))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
         return LINEAR.buffer(fields), m * taken.row_bytes
 
-    def takes_turns(self, m: int, tiles: int) -> bool:
-        """Whether all of so many row tiles pass over a panel before the next one, for which they ask in turn."""
-        near = m * self.row_bytes + 2 * self.geometry.panel_bytes
-        return 0 < self.isa.asks_in_turn <= tiles and near <= self.isa.asking_bytes
+    def asking(self, m: int, tiles: int) -> int:
+        """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""
+        isa, size, spec = self.isa, self.geometry.panel_bytes, self.tile_spec
+        near = m * self.row_bytes + 2 * size <= isa.asking_bytes
+        # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
+        alone = spec.inner == "int8" and spec.bits == 8 and not (spec.sparse or spec.tight or spec.table) and 2 * size > _GROUP_BYTES
+        return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone) else 0
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
@@ -223,7 +226,7 @@ class LinearKernel:
         count = -(-m // most)
         rows, more = divmod(m, count)
         at_once = min(panels, most_at_once) if count == 1 else 1
-        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=at_once == 1 and self.takes_turns(m, count))
+        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=at_once == 1 and self.asking(m, count) > 0)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
         return {
