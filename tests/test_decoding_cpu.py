@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations import decoding_cpu
+from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.nn.config import Config
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 OTHERS = {"*.0.self_attn.v_proj": "q8_0", "*.1.self_attn.q_proj": "q8_0"}
 
 
-def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any, Any]:
+def pair(kind: str = "llama", compute: str = "float", skip: Sequence[str] = ("lm_head",), **more: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call a layer)"""
     torch.manual_seed(7)
     model = KINDS[kind](**more).eval()
@@ -52,7 +52,7 @@ def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any,
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     model.set_attn_implementation("sdpa")
     several = OTHERS if kind.endswith("formats") else {}
-    quantize_(model, Config("q4_0", compute=compute, skip=["lm_head"], overrides=several))
+    quantize_(model, Config("q4_0", compute=compute, skip=list(skip), overrides=several))
     fuse_(model)
     short = shorten_(copy.deepcopy(model))
     assert all(map(is_short, short.model.layers))
@@ -61,9 +61,9 @@ def pair(kind: str = "llama", compute: str = "float", **more: Any) -> tuple[Any,
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what layers did not leave to transformers."""
+    """The shapes of what layers did not leave to transformers, of a step of the whole model once for each."""
     found: list[tuple[int, ...]] = []
-    plain = decoding_cpu.tokens
+    plain, whole = decoding_cpu.tokens, decoding_step.one_token
 
     def counting(layer: Any, x: Tensor, *args: Any) -> Tensor | None:
         y = plain(layer, x, *args)
@@ -71,7 +71,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             found.append(tuple(x.shape[:2]))
         return y
 
+    def counting_steps(model: Any, ids: Tensor, *args: Any) -> Tensor | None:
+        y = whole(model, ids, *args)
+        found.extend([tuple(ids.shape)] * (0 if y is None else len(model.model.layers)))
+        return y
+
     monkeypatch.setattr(decoding_cpu, "tokens", counting)
+    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
     return found
 
 
@@ -79,13 +85,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call computed."""
     found: list[int] = []
-    plain = decoding_cpu.run_layers
+    plain, whole = decoding_cpu.run_layers, decoding_step.one_token
 
     def counting(layers: Any, *args: Any) -> Any:
         found.append(len(layers))
         return plain(layers, *args)
 
+    def counting_steps(model: Any, *args: Any) -> Tensor | None:
+        y = whole(model, *args)
+        found.extend([len(model.model.layers)] * (y is not None))
+        return y
+
     monkeypatch.setattr(decoding_cpu, "run_layers", counting)
+    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
     return found
 
 
@@ -110,10 +122,14 @@ def steps(model: Any, kept: Any, ids: Tensor, mask: Tensor | None = None, widths
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cache", ["grows", "static"])
-def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]]) -> None:
-    plain, short = pair(kind)
-    kept = [DynamicCache(config=plain.config) if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
+@pytest.mark.parametrize("cache", ["grows", "grows, without the head", "grows, layer by layer", "static"])
+def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = pair(kind, skip=["lm_head"] if cache.endswith("head") else [])
+    if cache.endswith("layer"):
+        monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+    kept = [
+        DynamicCache(config=plain.config) if cache != "static" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)
+    ]
     ids = torch.randint(99, (1, 13))
     widths = (1, 1, 4, 1)  # a few at a time, as one that guesses ahead has it
     assert close(steps(short, kept[0], ids, widths=widths), steps(plain, kept[1], ids, widths=widths))

@@ -5,7 +5,7 @@ transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for 
 gguf.py, text.py    models are opened; text is generated and timed
 attention.py        an implementation of attention for transformers; cache.py: a cache of keys and values in 8 bits
 Layers in few calls (`shorten_`)
-  decoding.py       decoder layers; decoding_cpu.py: on a CPU
+  decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache
   encoding.py       encoder layers; embedding.py: what is before them
   shortened.py      their classes; ahead.py: layers that are computed by the call of the first; unchanged.py: whether that still holds
   explain_model.py  what computes each layer, and why

@@ -30,7 +30,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_cpu, embedding, encoding
+from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding
 from halfbyte.integrations.ahead import expect
 from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.kernels.problem import Problem
@@ -74,6 +74,8 @@ def shorten_(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.ModuleList):
             for _, alike in groupby(module, type):
                 expect(layer for layer in alike if isinstance(layer, Shortened))
+    for module in model.modules():
+        decoding_step.shorten_model(module)
     return model
 
 

@@ -1,8 +1,7 @@
 """Decoder layers that `shorten_` has changed, on a CPU: the tokens of a prompt, or new ones, take one call of `ops.decoder.DecoderLayer`.
 
-A growing cache is kept in a larger buffer, so that a new token is written without copying: the layer of the cache holds views of that
-buffer. If other tensors are put there (cropping, beams, a copied cache), this is detected because the views differ. Where layers are
-computed ahead (`ahead.py`), the tokens of each are added to its cache when it is called.
+A growing cache is kept in larger buffers (`growing.py`). Where layers are computed ahead (`ahead.py`), the tokens of each are added to its
+cache when it is called.
 
 Under torch.compile a layer with a static cache is the custom op `halfbyte::decoder_layer`, once the layer has read a prompt without. The
 op finds its layer by an id and the whole cache by the keys, so that layers are computed ahead there, too.
@@ -17,8 +16,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
+from halfbyte.integrations import growing
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.cache import Int8Layer
 from halfbyte.integrations.shortened import products_of
@@ -29,28 +29,14 @@ from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, Heads, run_layers
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
 
-_ROOM = "_halfbyte_room"
-_LEAST_ROOM = 64  # tokens
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
-_CACHES = (DynamicLayer, StaticLayer, Int8Layer)
-
-
-@dataclass(eq=False, slots=True)
-class _Room:
-    """Buffers [B, Hkv, T, D] of keys and of values, and the views of them that the cache was given."""
-
-    buffers: tuple[Tensor, Tensor]
-    keys: Tensor
-    values: Tensor
-
-    def is_of(self, cache: Any) -> bool:
-        return cache.keys is self.keys and cache.values is self.values
+_CACHES = (*growing.LAYERS, StaticLayer)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
-    """The place of new tokens in the layer of a cache, or where there is none (None): `keys` and `values` include them. The cache is not
-    updated before `enter`."""
+    """The place of new tokens in the layer of a cache, or where there is none (None): `keys` and `values` have space for them. The cache
+    is not updated before `enter`."""
 
     keys: Tensor
     values: Tensor
@@ -68,17 +54,8 @@ class _Entry:
         if isinstance(cache, StaticLayer):
             length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
             return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
-        room, length = getattr(cache, _ROOM, None), cache.keys.shape[2]
-        if room is None or not room.is_of(cache) or length + tokens > room.buffers[0].shape[2]:
-            b, heads, _, dim = cache.keys.shape
-            size = length + tokens + max(_LEAST_ROOM, (length + tokens) // 4)
-            buffers = cache.keys.new_empty(b, heads, size, dim), cache.values.new_empty(b, heads, size, dim)
-            for buffer, before in zip(buffers, (cache.keys, cache.values), strict=True):
-                buffer[:, :, :length] = before
-            room = _Room(buffers, cache.keys, cache.values)
-            setattr(cache, _ROOM, room)
-        keys, values = (buffer.narrow(2, 0, length + tokens) for buffer in room.buffers)
-        return cls(keys, values, length)
+        grown = growing.grow(cache, tokens)
+        return cls(*grown.buffers, grown.length)
 
     def is_into(self, cache: Any) -> bool:
         """Whether the cache has not changed."""
@@ -86,17 +63,13 @@ class _Entry:
             return True
         if isinstance(cache, StaticLayer):
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
-        room: Any = getattr(cache, _ROOM, None)
-        if room is None or not room.is_of(cache) or cache.keys.shape[2] != self.length:
-            return False
-        return bool(room.buffers[0].data_ptr() == self.keys.data_ptr())
+        return isinstance(cache, growing.Growing) and cache.buffers[0] is self.keys and cache.length == self.length
 
     def enter(self, cache: Any, tokens: int) -> None:
         if isinstance(cache, StaticLayer):
             cache.cumulative_length.add_(tokens)
         elif cache is not None:
-            room = getattr(cache, _ROOM)
-            cache.keys, cache.values = room.keys, room.values = self.keys, self.values
+            cache.length += tokens
 
 
 def qkv_of(layer: Any) -> tuple[Any, Any, Any]:
@@ -159,7 +132,7 @@ def _given(layer: Any, x: Tensor, mask: Tensor | None, past: Any, rotary: tuple[
 def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings: dict[str, Any]) -> list[Ahead]:
     """The results of this layer and, for few tokens, of those that followed it before. Empty if the layer is not supported."""
     mask, rotary = same[0], cast(tuple[Tensor, Tensor], same[1:])
-    layers, computed, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
+    layers, found, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
     one: Any
     for one in following(layer) if x.shape[0] * x.shape[1] <= _FEW_ROWS else (layer,):
         attention = one.self_attn
@@ -168,16 +141,16 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         cache = None if caches is None else caches[attention.layer_idx]
         if not _fits(one, x, mask, cache, rotary, settings):
             break
-        made = _computed(one)
+        made = computed(one)
         entry = None if made is None else _Entry.into(cache, x, attention.k_proj.packed.shape[0] // attention.head_dim, attention.head_dim)
         if made is None or entry is None:
             break
         layers.append(one)
-        computed.append(made)
+        found.append(made)
         entries.append(entry)
     if not layers:
         return []
-    outputs = run_layers(computed, x, rotary, [(e.keys, e.values, e.length) for e in entries], mask)
+    outputs = run_layers(found, x, rotary, [(e.keys, e.values, e.length) for e in entries], mask)
     parts = zip(layers, (x, *outputs[:-1]), outputs, entries, strict=True)
     return [Ahead.of(one, before, y, same, entry) for one, before, y, entry in parts]
 
@@ -198,12 +171,12 @@ def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[
 
 def _is_of(cache: Any, x: Tensor) -> bool:
     """Whether the tokens of x may enter a layer of a cache."""
-    keys, values = cache.keys, cache.values
+    keys, values = cache.buffers if isinstance(cache, growing.Growing) else (cache.keys, cache.values)
     return bool(
         keys.dim() == 4
         and keys.shape == values.shape
         and keys.shape[0] == x.shape[0]
-        and keys.dtype == (torch.int8 if type(cache) is Int8Layer else x.dtype)
+        and keys.dtype == (torch.int8 if isinstance(cache, Int8Layer) else x.dtype)
         and keys.is_cpu
         and keys.stride(3) == values.stride(3) == 1
     )
@@ -212,7 +185,18 @@ def _is_of(cache: Any, x: Tensor) -> bool:
 _made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDictionary()
 
 
-def _computed(layer: Any) -> DecoderLayer | None:
+def parts_of(layer: Any) -> tuple[nn.Module, ...]:
+    """Those whose weights are read."""
+    return *(linears_of(layer) or ()), layer.input_layernorm, layer.post_attention_layernorm, *_of_heads(layer.self_attn)
+
+
+def settings_of(layer: Any) -> list[tuple[Any, str]]:
+    """Attributes that what it computes depends on, beside weights, and the objects that have them."""
+    norms = [part for part in parts_of(layer) if hasattr(part, "variance_epsilon")]
+    return [*((norm, "variance_epsilon") for norm in norms), *((layer.self_attn, name) for name in ("is_causal", "scaling", "layer_idx"))]
+
+
+def computed(layer: Any) -> DecoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
     if made is None or not made[1].is_still():
@@ -223,8 +207,8 @@ def _computed(layer: Any) -> DecoderLayer | None:
         weights, heads = weights_of(layer)
         norms = layer.input_layernorm, layer.post_attention_layernorm
         eps = (*(norm.variance_epsilon for norm in norms), 0.0 if heads.norms is None else attention.q_norm.variance_epsilon)
-        computed = DecoderLayer(weights, (norms[0].weight, norms[1].weight), eps, heads)
-        made = _made[layer] = computed, Unchanged.of(layer, (*linears, *norms, *_of_heads(attention)))
+        one = DecoderLayer(weights, (norms[0].weight, norms[1].weight), eps, heads)
+        made = _made[layer] = one, Unchanged(layer, parts_of(layer), settings_of(layer))
     return made[0]
 
 

@@ -132,5 +132,5 @@ def _computed(module: Any) -> NormedEmbeddings | None:
         tables = [getattr(module, name) for name in tables_of(module) or ()]
         norm = module.LayerNorm
         computed = NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps))
-        made = _made[module] = computed, Unchanged.of(module, (*tables, norm))
+        made = _made[module] = computed, Unchanged(module, (*tables, norm))
     return made[0]

@@ -213,7 +213,7 @@ def _computed(layer: Any) -> EncoderLayer | None:
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
         linears = (module for _, module in _linears(layer))
         settings = [] if parts.biased else [(attention.config, "_attn_implementation")]
-        made = _made[layer] = computed, Unchanged.of(layer, (*linears, *norms), settings)
+        made = _made[layer] = computed, Unchanged(layer, (*linears, *norms), settings)
     return made[0]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfbyte.integrations.ahead import watched
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules import Changes, QuantLinear
 from halfbyte.nn.report import REMARK
 
 _classes: dict[tuple[type, type], Any] = {}
@@ -19,6 +19,11 @@ class Shortened:
     """Comes before the class of a module, which goes on where this one has no shorter way."""
 
     of_classes: tuple[type, type]
+    keeps_name = False  # the class is known by the name of what it comes before
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        Changes.count += 1
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The class is made anew, where no module can name it."""
@@ -38,7 +43,9 @@ def _shortened(before: type[Shortened], cls: type) -> Any:
     """The class that has the methods of `before`, and else those of `cls`."""
     parts = before, cls
     if parts not in _classes:
-        _classes.setdefault(parts, type(f"{before.__name__.lstrip('_')}{cls.__name__}", parts, {"of_classes": parts}))
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if before.keeps_name else {}
+        name = cls.__name__ if before.keeps_name else f"{before.__name__.lstrip('_')}{cls.__name__}"
+        _classes.setdefault(parts, type(name, parts, {"of_classes": parts, **names}))
     return _classes[parts]
 
 

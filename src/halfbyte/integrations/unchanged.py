@@ -2,59 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from halfbyte.integrations.ahead import watched
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules import Changes, QuantLinear, QuantModule
+
+Setting = tuple[Any, str]  # an object and the name of an attribute
+_get: Callable[[Any, str], Any] = dict.get
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Unchanged:
-    """A snapshot of a module's parts and tensors, with the dictionaries and names to find each again, and of biases that are joined."""
+    """A snapshot of what a module computes with: its parts, with the dictionaries and names to find each again, and their tensors.
 
-    modules: tuple[tuple[dict[str, Any], str, Any], ...]
-    hooks: tuple[Mapping[int, Any], ...]
-    tensors: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
-    biases: tuple[tuple[FusedLinear, Tensor], ...]
-    settings: tuple[tuple[Any, str, Any], ...]
+    Once weights have passed through the caches the check waits for memory at each step: so what lies side by side is compared in C, and
+    what is counted, attributes of quantized modules and hooks, is not looked at unless its count differs.
+    """
 
-    @classmethod
-    def of(cls, module: Any, read: Iterable[nn.Module], settings: Iterable[tuple[Any, str]] = ()) -> Unchanged:
-        """`read`: the parts whose tensors matter, and of linear layers how they compute; `settings`: other attributes that do."""
+    def __init__(self, module: Any, read: Iterable[nn.Module], settings: Iterable[Setting] = (), counted: Iterable[Setting] = ()) -> None:
+        """
+        read      the parts whose tensors matter, and of linear layers how they compute
+        settings  other attributes that do
+        counted   attributes that do, of objects whose changes `Changes` counts
+        """
         read = tuple(read)
-        computes = ((part, name) for part in read if isinstance(part, QuantLinear) for name in ("compute", "activation"))
-        inner = tuple((parent._modules, name, child) for parent in module.modules() for name, child in parent._modules.items())
-        return cls(
-            inner,
-            tuple(hooks for _, _, part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)),
-            tuple(
-                (place, name, tensor, tensor.data_ptr())
-                for part in read
-                for place in (part._parameters, part._buffers)
-                for name, tensor in place.items()
-                if tensor is not None and name != "dtype_mark"
-            ),
-            tuple((part, bias) for part in read if isinstance(part, FusedLinear) and (bias := part.together[1]) is not None),
-            tuple((owner, name, getattr(owner, name)) for owner, name in (*computes, *settings)),
-        )
+        inner = [(parent._modules, name, child) for parent in module.modules() for name, child in parent._modules.items()]
+        self._sizes = [(parent._modules, len(parent._modules)) for parent in module.modules() if isinstance(parent, nn.ModuleList)]
+        self._parts = [child for _, _, child in inner if child is not None]
+        tensors = [entry for part in read for entry in _tensors(part)]
+        values = [(owner, name, getattr(owner, name)) for owner, name in settings]
+        own = [(owner.__dict__, name, value) for owner, name, value in values if name in vars(owner)]
+        found = [*inner, *own, *((place, name, tensor) for place, name, tensor in tensors if place is not None)]
+        self._places, self._names, self._values = ([entry[i] for entry in found] for i in range(3))
+        self._tensors = tuple(tensor for _, _, tensor in tensors)
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._biases = tuple((part, bias) for part in read if isinstance(part, FusedLinear) and (bias := part.together[1]) is not None)
+        computes = [(part, name) for part in read if isinstance(part, QuantLinear) for name in ("compute", "activation")]
+        self._packed = [(part, _packed(part)) for part in read if isinstance(part, QuantModule)]
+        self._settings = tuple(setting for setting in values if setting[1] not in vars(setting[0]))
+        self._counted = tuple((owner, name, getattr(owner, name)) for owner, name in (*computes, *counted))
+        self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooked = any(self._hooks)
+        self._seen = RemovableHandle.next_id, Changes.count
 
     def is_still(self) -> bool:
-        """Runs with cold caches: plain loops, few calls."""
-        for place, name, module in self.modules:
-            if place.get(name) is not module:
+        if self._seen != (now := (RemovableHandle.next_id, Changes.count)):
+            if not self._are_still():
                 return False
-        for place, name, tensor, address in self.tensors:
-            if place.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
-        for linear, bias in self.biases:
+            self._seen = now
+        if not all(map(is_, map(_get, self._places, self._names), self._values)):
+            return False
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+            return False
+        for linear, bias in self._biases:
             if linear.together[1] is not bias:
                 return False
-        for owner, name, value in self.settings:
+        for owner, name, value in self._settings:
             if getattr(owner, name) != value:
                 return False
-        return not (any(self.hooks) and any(watched(module) for _, _, module in self.modules))
+        for place, size in self._sizes:
+            if len(place) != size:
+                return False
+        return not (self._hooked and any(map(watched, self._parts)))
+
+    def _are_still(self) -> bool:
+        """What is counted."""
+        self._hooked = any(self._hooks)
+        if any(getattr(owner, name) != value for owner, name, value in self._counted) or any(
+            "forward" in vars(part) for part in self._parts
+        ):
+            return False
+        return all(_packed(part) is packed for part, packed in self._packed)
+
+
+def _packed(part: Any) -> Any:
+    return part.together[0] if isinstance(part, QuantLinear) else part.packed
+
+
+def _tensors(part: Any) -> Iterator[tuple[dict[str, Any] | None, str, Tensor]]:
+    """A part's tensors with their places, where these are not counted."""
+    if isinstance(part, QuantModule):
+        yield None, "", _packed(part).data
+    else:
+        yield from ((part._buffers, name, tensor) for name, tensor in part._buffers.items() if tensor is not None)
+    yield from ((part._parameters, name, tensor) for name, tensor in part._parameters.items() if tensor is not None)

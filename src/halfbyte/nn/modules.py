@@ -41,6 +41,13 @@ def version(bias: Tensor | None) -> tuple[int, int] | None:
     return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
 
 
+class Changes:
+    """How many attributes of quantized modules, and of others that count theirs, have been set in this process: where `count` is the same
+    as before, none was."""
+
+    count: ClassVar[int] = 0
+
+
 _FROZEN = "a quantized weight is frozen"
 _NOT_SET = f"{_FROZEN}, and cannot be set: change the float weight and quantize again"
 
@@ -189,6 +196,7 @@ class QuantModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch's own errors do not say why
             raise UnsupportedError(_NOT_SET)
+        Changes.count += 1
         super().__setattr__(name, value)
 
     def codes(self) -> Codes:

@@ -7,7 +7,8 @@ cuda.py       the ops on GPUs; replay.py: launches made again
 conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
 grouped.py    mixture of experts, on all devices
 decoding.py   the steps of a decoder layer for one token, on all devices
-decoder.py    whole decoder layers in one call on a CPU; encoder.py, embed.py: the same of encoders; layers.py: what both are made of
+decoder.py    whole decoder layers in one call on a CPU; decoding_step.py: all of a model for one token
+encoder.py    whole encoder layers; embed.py: what is before them; layers.py: what these and decoder.py are made of
 attention.py  attention of whole sequences on a CPU
 fake_quantize.py    quantized and dequantized, with gradients
 checks.py     validation of arguments, on every device; images.py: of convolutions; tensors.py: tensors where kernels want them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,13 +52,13 @@ class DecoderLayer:
         _check_weights(weights, norms, heads)
         if (reason := why_not(weights, heads)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        self._heads, self._k = heads, weights[0].packed.shape[1]
-        self._tensors = tensors = Addresses()
+        self._heads, self.k, self.dim = heads, weights[0].packed.shape[1], heads.dim
+        self.tensors = tensors = Addresses()
         *qkv, o, gate_up, down = map(tensors.product, weights)
         before, between = map(tensors.of, norms)
         of_heads = (0, 0) if heads.norms is None else (tensors.of(heads.norms[0]), tensors.of(heads.norms[1]))
         numbers = heads.query, heads.key, heads.dim, heads.scale
-        self._layer = decoder.Layer(tuple(qkv), o, gate_up, down, (before, between), of_heads, eps, *numbers)
+        self.inner = decoder.Layer(tuple(qkv), o, gate_up, down, (before, between), of_heads, eps, *numbers)
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
@@ -72,18 +72,15 @@ class DecoderLayer:
         """
         return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
 
-    def _refreshed(self) -> Any:
-        self._tensors.refresh()
-        return self._layer
-
-    def _check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
+    def check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
+        """Raises ArgumentError for what a call does not take."""
         heads = self._heads
         fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype
         fits = fits and keys.dtype in (*_DTYPES, torch.int8)
         if fits:
             b, t, k = x.shape
             size, width = keys.shape[2], heads.dim if keys.dtype != torch.int8 else record_bytes(heads.dim)
-            fits = k == self._k and 0 < b <= MOST_SEQUENCES and t > 0
+            fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
             fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, heads.dim) for r in rotary)
@@ -94,7 +91,7 @@ class DecoderLayer:
         if not fits:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
-                f"this layer takes on the CPU x [B, t, {self._k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
+                f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
                 f"[B, t, {heads.dim}], a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool "
                 f"[B, 1, t, T], got {got}"
             )
@@ -109,14 +106,16 @@ def run_layers(
 ) -> tuple[Tensor, ...]:
     """The outputs of the layers, one after the other; `entries`: keys, values and length for each, the rest as in a call."""
     for layer, entry in zip(layers, entries, strict=True):
-        layer._check(x, rotary, *entry, mask)
+        layer.check(x, rotary, *entry, mask)
     from halfbyte.kernels.cpu import decoder
 
     cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
-    inner = [layer._refreshed() for layer in layers]
-    return given(decoder.run(inner, exactly(x), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask), x.dtype)
+    for layer in layers:
+        layer.tensors.refresh()
+    inner, places = [layer.inner for layer in layers], [decoder.Entry(*entry) for entry in entries]
+    return given(decoder.run(inner, exactly(x), (cos, sin), places, mask), x.dtype)
 
 
 def why_not(weights: Sequence[Weight], heads: Heads) -> str | None:

@@ -82,6 +82,11 @@ class Addresses:
         self._kept.append(weight.packed.data)
         return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
 
+    @property
+    def copied(self) -> bool:
+        """Whether there is anything to refresh."""
+        return bool(self._copies)
+
     def refresh(self) -> None:
         """Updates the copies."""
         for copy, source in self._copies:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ _ROWS, _STEP = 256, 64  # at a time; memory is for multiples of so many
 _FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
 
 
-class _Size(NamedTuple):
+class Size(NamedTuple):
     """Of a call. kind: of the cache."""
 
     batch: int
@@ -81,7 +81,7 @@ class Layer:
     kv_heads: int
     dim: int
     scale: float
-    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of _Plan
+    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of Plan
 
     @property
     def both(self) -> int:
@@ -103,10 +103,10 @@ class _Memory:
     scratch: int  # of attention
 
 
-class _Plan:
+class Plan:
     """A layer's steps for so many rows, with all arguments but those that change from token to token."""
 
-    def __init__(self, layer: Layer, size: _Size) -> None:
+    def __init__(self, layer: Layer, size: Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
         self._tokens = size.tokens
         products = *layer.qkv, layer.o, layer.gate_up, layer.down
@@ -119,10 +119,10 @@ class _Plan:
         scratch = _attention_sizes(layer, room)[1] if size.tokens > _FEW else 0
         self._memory = memory = _shared((threads * most_k * 4, laid_out, *(room * n * 4 for n in widths), threads * scratch))
         self._linears = [buffer for buffer, _ in linears]
-        self._attention = _attention(layer, memory, size)
+        self.attention = _attention(layer, memory, size)
         self._tables: list[ctypes.Array[ctypes.c_int64]] = []
         common = {"normed": memory.normed, "normed_thread": 4 * most_k, "private": private if alone else 0}
-        blocks: list[ctypes.Array[ctypes.c_char]] = []
+        blocks: list[Buffer] = []
         columns = accumulate((4 * product.n for product in layer.qkv[:-1]), initial=memory.qkv)
         places = *((0, to) for to in columns), (memory.attended, memory.hidden), (memory.hidden, memory.gates), (memory.gates, 0)
         for i, (product, buffer, (x, out)) in enumerate(zip(products, self._linears, places, strict=True)):
@@ -131,22 +131,16 @@ class _Plan:
             gated, first = product is layer.gate_up, i < len(layer.qkv)
             if first:
                 _pack_one(buffer, _OUT_STRIDE, 4 * layer.both)
-            panels = -(-product.n // PANEL) // (2 if gated else 1)
-            cut = shares(panels, threads)
-            self._tables.append((ctypes.c_int64 * len(cut))(*cut))
             fields: dict[str, int | tuple[float, float]] = {
                 **common,
-                "linear": ctypes.addressof(buffer),
                 "norm": layer.norms[0] if first else layer.norms[1] if gated else 0,
                 "eps": (layer.eps[gated], 0.0),
-                "groups": len(cut) - 1,
-                "shares": ctypes.addressof(self._tables[-1]),
-                "gate": panels if gated else 0,
             }
-            steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
-            blocks.extend(arguments(PRODUCT, phase(step), fields) for step in steps)
+            steps, table = product_steps(product.n, buffer, fields, alone=alone, threads=threads, gated=gated)
+            self._tables.append(table)
+            blocks += steps
             if product is layer.qkv[-1]:
-                blocks += self._attention
+                blocks += self.attention
         self.blocks = tuple(blocks)
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
@@ -157,13 +151,26 @@ class _Plan:
             _pack_one(product, _X, x)
         _pack_one(o, _RESIDUAL, x - hidden)
         _pack_two(down, _OUT, out, hidden - out)
-        _pack_cache(self._attention[0], _CACHE, *cache)
-        if len(self._attention) > 1:
+        _pack_cache(self.attention[0], _CACHE, *cache)
+        if len(self.attention) > 1:
             *seen, length = cache[4:]
-            _pack_seen(self._attention[1], _SEEN, length, length + self._tokens, *seen)
+            _pack_seen(self.attention[1], _SEEN, length, length + self._tokens, *seen)
 
 
-def _attention(layer: Layer, memory: _Memory, size: _Size) -> tuple[Buffer, ...]:
+def product_steps(
+    n: int, linear: Buffer, fields: Mapping[str, int | tuple[float, float]], *, alone: bool, threads: int, gated: bool = False
+) -> tuple[list[Buffer], ctypes.Array[ctypes.c_int64]]:
+    """One step for one row (`alone`), two for more, with the arguments of the product with n outputs, and others of PRODUCT; and what they
+    read, to be kept."""
+    panels = -(-n // PANEL) // (2 if gated else 1)
+    cut = shares(panels, threads)
+    table = (ctypes.c_int64 * len(cut))(*cut)
+    of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
+    steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
+    return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table
+
+
+def _attention(layer: Layer, memory: _Memory, size: Size) -> tuple[Buffer, ...]:
     """One step, or for many tokens two: they enter the cache, and attend to it."""
     group, many = layer.heads // layer.kv_heads, size.tokens > _FEW
     spec = AttendSpec(layer.dim, group, size.kind, layer.head_norms != (0, 0), size.masked and not many, many)
@@ -277,7 +284,7 @@ def _run(
     """`run` for up to _ROWS rows; targets: where what the layers give goes."""
     batch, tokens, _ = x.shape
     first = layers[0]
-    threads = max(1, min(runtime.threads(), batch * tokens * first.gate_up.n * first.gate_up.k // WORK_A_THREAD))
+    threads = threads_of(first, batch * tokens)
     cos, sin = rotary
     before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * first.dim
     after = (0, 0, 0)
@@ -286,19 +293,29 @@ def _run(
     source = x.data_ptr()
     plans = []
     for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
-        size = _Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
-        plan: _Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(_Plan, layer, size))
-        places = []
-        for tensor in (keys, values):
-            nbytes, strides = tensor.element_size(), tensor.stride()
-            places += [tensor.data_ptr(), strides[0] * nbytes, strides[1] * nbytes, strides[2] * nbytes]
-        plan.point(source, target, (*before, *places, *after, length))
+        size = Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
+        plan: Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(Plan, layer, size))
+        plan.point(source, target, (*before, *places(keys, values), *after, length))
         source = target
         plans.append(plan)
     _chain(first, tuple(plans), threads).run()
 
 
-def _chain(first: Layer, plans: tuple[_Plan, ...], threads: int) -> Chain:
+def threads_of(layer: Layer, rows: int) -> int:
+    """Of those there are, how many are worth waking for so many rows."""
+    return max(1, min(runtime.threads(), rows * layer.gate_up.n * layer.gate_up.k // WORK_A_THREAD))
+
+
+def places(keys: Tensor, values: Tensor) -> list[int]:
+    """The arguments of ATTEND from `keys` to `value_token`."""
+    found = []
+    for tensor in (keys, values):
+        nbytes, strides = tensor.element_size(), tensor.stride()
+        found += [tensor.data_ptr(), strides[0] * nbytes, strides[1] * nbytes, strides[2] * nbytes]
+    return found
+
+
+def _chain(first: Layer, plans: tuple[Plan, ...], threads: int) -> Chain:
     """The steps of all plans, kept with the first layer until others follow it."""
     key = "chain", len(plans), threads
     found = first.plans.entries.get(key)

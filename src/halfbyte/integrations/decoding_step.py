@@ -1,0 +1,239 @@
+"""Llama-like causal models that `shorten_` has changed, on a CPU: one new token of each sequence takes one call of `ops.decoding_step`.
+
+This is for growing caches. What Python does between two tokens counts: it runs with caches that are full of weights. So everything that
+stays from token to token is kept, and compared before each (`Unchanged`). Hooks, inner results that are asked for, gradients, training,
+torch.compile and everything else go the way of transformers' model, whose layers may take calls of their own (`decoding_cpu.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from halfbyte.bounded import Bounded
+from halfbyte.integrations import growing
+from halfbyte.integrations.decoding_cpu import computed, parts_of, settings_of
+from halfbyte.integrations.shortened import Shortened, shorten, why_hooked
+from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
+from halfbyte.nn.parallel import part_of
+from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
+from halfbyte.ops.decoding_step import DecodingStep
+from halfbyte.ops.layers import Weight, why_not_packed
+from halfbyte.ops.library import plain
+
+# Their forward, and that of their `model`, is this file's formula.
+MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
+_AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
+
+
+def shorten_model(model: nn.Module) -> None:
+    """Lets a causal model, all of whose layers are shortened, take a token in one call, in place. Others are left."""
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    if type(model) in MODELS and all(isinstance(layer, Shortened) for layer in layers):
+        shorten(model, _OneCall, "", None)
+
+
+class _OneCall(Shortened):
+    """Comes before the class of the model, and has its name: checkpoints tell it."""
+
+    keeps_name = True
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.compiler.is_compiling() and input_ids is not None and past_key_values is not None and inputs_embeds is labels is None:
+            kept = use_cache or (use_cache is None and self.config.use_cache)
+            if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
+                logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
+                if logits is not None:
+                    return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        # super() in a class that is made at run time: torch.compile follows the plain call.
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    """Whether nothing is asked for beside what every call has."""
+    return value is None or value is (name == "return_dict")
+
+
+def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
+    """The logits [B, 1, N] for ids [B, 1], which enter the cache; None where this is not for it."""
+    if ids.dim() != 2 or ids.shape[1] != 1 or not ids.is_cpu or torch.is_grad_enabled() or model.training:
+        return None
+    if not plain(ids) or _has_any_global_hook() or not 0 < (batch := ids.shape[0]) <= MOST_SEQUENCES:
+        return None
+    layers = getattr(past, "layers", None)
+    if not layers or type(layers[0]) not in growing.LAYERS or (held := _held(model)) is None or len(layers) != held.count:
+        return None
+    cache = held.here
+    if not cache.is_of(layers, batch) and not cache.take(held, layers, batch):
+        return None
+    length: int = layers[0].length
+    seen, where = None, [length] * batch
+    if mask is not None:
+        if type(mask) is not Tensor or mask.shape != (batch, length + 1):
+            return None
+        seen = None if mask.all() else mask.to(torch.bool).contiguous()
+    if positions is not None:
+        if type(positions) is not Tensor or positions.is_floating_point() or positions.shape not in ((batch, 1), (1, 1)):
+            return None
+        where = positions.flatten().tolist() * (batch // len(positions))
+        if min(where) < 0:
+            return None
+    rotary = [held.turn(position) for position in where]
+    y = held.step(ids.flatten().tolist(), rotary, cache.stamps, partial(_entries, layers), length, seen)
+    for layer in layers:
+        layer.length += 1
+    y = y.to(held.dtype)
+    return y if held.headed else model.lm_head(y)
+
+
+def _entries(layers: Sequence[growing.Growing]) -> list[tuple[Tensor, Tensor, int]]:
+    return [(*layer.buffers, layer.length) for layer in layers]
+
+
+class _Here(threading.local):
+    """The cache that a thread wrote to last: the stamps of its layers, and for how many sequences and tokens they have space."""
+
+    stamps: tuple[int, ...] = ()
+    batch = space = 0
+
+    def is_of(self, layers: list[Any], batch: int) -> bool:
+        """Whether it is of these layers, equally long, with space for a token."""
+        try:
+            lengths = [layer.length for layer in layers]
+            same = self.stamps == tuple([layer.stamp for layer in layers])
+        except AttributeError:  # not growing, or not yet
+            return False
+        return same and self.batch == batch and lengths[0] < self.space and lengths.count(lengths[0]) == len(lengths)
+
+    def take(self, held: _Held, layers: list[Any], batch: int) -> bool:
+        """Makes space for a token in these layers; False where they are none for this."""
+        if any(type(layer) not in growing.LAYERS or not layer.is_initialized for layer in layers):
+            return False
+        views = [layer.buffers if isinstance(layer, growing.Growing) else (layer.keys, layer.values) for layer in layers]
+        dtypes = {held.dtype if type(layer) not in growing.IN_8_BITS else torch.int8 for layer in layers}
+        if len(dtypes) > 1 or len({layer.get_seq_length() for layer in layers}) > 1:
+            return False
+        if not all(keys.shape == values.shape and len(keys) == batch and keys.dtype in dtypes and keys.is_cpu for keys, values in views):
+            return False
+        grown = [growing.grow(layer, 1) for layer in layers]
+        self.stamps, self.batch = tuple(layer.stamp for layer in grown), batch
+        self.space = min(layer.buffers[0].shape[2] for layer in grown)
+        return True
+
+
+class _Held:
+    """A model's parts in one, as they were when this was made, of the `layers` and what was `computed` of them."""
+
+    def __init__(self, model: Any, layers: list[Any], computed: Sequence[DecoderLayer]) -> None:
+        inner, head = model.model, model.lm_head
+        embedding, norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
+        self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
+        self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
+        table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()
+        last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
+        self.step = DecodingStep(computed, table, (norm.weight, norm.variance_epsilon), last)
+        settings = [setting for layer in layers for setting in settings_of(layer)]
+        settings += [(norm, "variance_epsilon"), (self._rotary, "attention_scaling")]
+        parts = [part for layer in layers for part in parts_of(layer)]
+        read = (*parts, norm, embedding, self._rotary, *([head] if self.headed else []))
+        self._unchanged = Unchanged(model, read, settings, [(layer, "training") for layer in layers])
+        self._config, self._values = inner.config, tuple(vars(inner.config).values())
+        self._frequencies = version(self._rotary.inv_freq)
+        self._turns: Bounded[int, tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
+
+    def is_still(self) -> bool:
+        values = vars(self._config).values()
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return same and version(self._rotary.inv_freq) == self._frequencies and self._unchanged.is_still()
+
+    def turn(self, position: int) -> int:
+        """The address of the cosines and sines [2, D] of a position, float32."""
+        block, at = divmod(position, _AT_ONCE)
+        found = self._turns.get(block)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(block * _AT_ONCE, (block + 1) * _AT_ONCE, device="cpu").unsqueeze(0)
+                parts = self._rotary(torch.empty(0, dtype=self.dtype, device="cpu"), position_ids=positions)
+                table = torch.cat(parts, -1)[0].float().contiguous()
+            found = self._turns[block] = table, table.data_ptr()
+        return found[1] + at * found[0].stride(0) * 4
+
+
+_models: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
+
+
+def _held(model: Any) -> _Held | None:
+    """The model's parts in one, as they are now; None where it takes other steps."""
+    held = _models.get(model)
+    if held is None or not held.is_still():
+        _models.pop(model, None)
+        layers = [*model.model.layers]
+        made = [] if _is_other(model, layers) else [one for layer in layers if (one := computed(layer)) is not None]
+        if not layers or len(made) != len(layers):
+            return None
+        held = _models[model] = _Held(model, layers, made)
+    return held
+
+
+def _is_other(model: Any, layers: list[Any]) -> bool:
+    """Whether a step of the model is anything else but this file's formula, or is watched, or its inner results are asked for."""
+    inner, head, config = model.model, model.lm_head, model.config
+    embedding, norm, rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
+    if config is not inner.config or config._attn_implementation not in _ATTENTION or config.num_hidden_layers != len(layers):
+        return True
+    if not config.return_dict or config.output_attentions or config.output_hidden_states or why_hooked(model) is not None:
+        return True
+    kinds = getattr(config, "layer_types", None) or ()
+    if any(kind != "full_attention" for kind in kinds) or (
+        type(model).of_classes[1] is MistralForCausalLM and config.sliding_window is not None
+    ):
+        return True
+    if not all(isinstance(layer, Shortened) for layer in layers) or any(
+        layer.training or not layer.self_attn.is_causal for layer in layers
+    ):
+        return True
+    if [layer.self_attn.layer_idx for layer in layers] != [*range(len(layers))]:
+        return True
+    if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":  # positions turn by what the length of the text makes of them
+        return True
+    if type(embedding) is nn.Embedding:
+        table = embedding.weight
+        if embedding.max_norm is not None or table.dtype != norm.weight.dtype or not table.is_cpu:
+            return True
+    elif type(embedding) is not QuantEmbedding or embedding.embed_scale is not None or embedding.dtype != norm.weight.dtype:
+        return True
+    packed = [part.packed for part in (embedding, head) if type(part) in (QuantEmbedding, QuantLinear)]
+    return why_not_packed(packed) is not None or any(part_of(part) is not None for part in (embedding, head))

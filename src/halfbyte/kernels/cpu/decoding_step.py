@@ -1,0 +1,132 @@
+"""One new token of each sequence through a whole Llama-like model in one call: ids [B] -> logits [B, N], float32.
+
+    x  = table[ids]              rows of a quantized table; of any other, whoever calls writes x
+    x  = layer(x)                each of the layers, as in `decoder.py`, in place
+    y  = norm(x) · Wᵀ + bias     the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
+
+From token to token all arguments stay but the ids, the rotary positions, the length of the cache and where y goes: what a program does
+between two tokens runs with caches that are full of weights, some three times as long as otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu import decoder, dequantize
+from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, Buffer
+from halfbyte.kernels.cpu.attend import ATTEND
+from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
+from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan, Size
+from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.kernels.cpu.linear import CALL, pack_call
+from halfbyte.layouts.cpu_tiles import Geometry
+
+_INFINITE = float("inf")
+_pack = struct.Struct("<q").pack_into
+_pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
+_MASK, _LENGTH = ATTEND.offset("mask"), ATTEND.offset("length")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Model:
+    """Its weights, by their addresses: whoever calls sees to it that they are there.
+
+    table  the shape of the embedding and the address of its packed bytes, or None
+    norm   the weight [K] of the last RMS norm, and eps
+    head   None: there is none, or none that is packed
+    """
+
+    layers: tuple[Layer, ...]
+    table: tuple[Geometry, int] | None
+    norm: tuple[int, float]
+    head: Product | None
+
+
+class Steps:
+    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now.
+
+    x      [B, K], the tokens' rows: to be written where the model has no table
+    ids    of the tokens, each a row of the table
+    cache  the type of keys and values
+    """
+
+    def __init__(self, model: Model, entries: Sequence[Entry], *, masked: bool) -> None:
+        first, batch = model.layers[0], len(entries[0].keys)
+        self.cache = entries[0].keys.dtype
+        self.threads = decoder.threads_of(first, batch)
+        with torch.inference_mode(False):  # written again and again, and not always in that mode
+            self.x = torch.zeros(batch, first.down.n, dtype=torch.float32, device="cpu")
+            self._turns = torch.zeros(batch, 2, first.dim, dtype=torch.float32, device="cpu")
+        self.ids = (ctypes.c_int64 * batch)()
+        self._model, self._batch, self._width = model, batch, 8 * first.dim
+        size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
+        self._plans = [Plan(layer, size) for layer in model.layers]
+        self._attention = [plan.attention[0] for plan in self._plans]
+        self._last: tuple[Buffer, int]  # the block that has the place of y, and where
+        blocks = [*self._begin(), *(block for plan in self._plans for block in plan.blocks), *self._end()]
+        self._chain = Chain(blocks, self.threads)
+        self.point(entries)
+
+    def _begin(self) -> list[Buffer]:
+        if self._model.table is None:
+            return []
+        geo, weights = self._model.table
+        fields = dequantize.weight_fields(weights, geo)
+        fields |= {"ids": ctypes.addressof(self.ids), "rows": self._batch, "out": self.x.data_ptr(), "out_stride": 4 * geo.k}
+        function = compiled(dequantize.build, dequantize.spec_of(geo, "f32"), current())
+        return [arguments(DEQUANTIZE, function, fields)]
+
+    def _end(self) -> list[Buffer]:
+        (norm, eps), head, k = self._model.norm, self._model.head, self.x.shape[1]
+        if head is None:
+            sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._batch, "k": k}
+            block = arguments(NORM, phase(Step("norm")), {**sizes, "weight": norm, "eps": (eps, 0.0)})
+            self._last = block, NORM.offset("out")
+            return [block]
+        alone = self._batch == 1
+        buffer, private = head.kernel.arguments(self._batch, self.threads)
+        private = private + 63 & ~63
+        with torch.inference_mode(False):
+            self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
+        laid_out = self._memory.data_ptr() + 63 & ~63
+        pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
+        self._last = buffer, LINEAR.offset("out")
+        fields: dict[str, int | tuple[float, float]] = {
+            "normed": laid_out + self.threads * private,
+            "normed_thread": 4 * k,
+            "private": private if alone else 0,
+            "norm": norm,
+            "eps": (eps, 0.0),
+        }
+        steps, self._table = decoder.product_steps(head.n, buffer, fields, alone=alone, threads=self.threads)
+        return steps
+
+    def point(self, entries: Sequence[Entry]) -> None:
+        """From now on to these, of the same type and batch."""
+        at, turns = self.x.data_ptr(), self._turns.data_ptr()
+        rotary = turns, turns + self._width // 2, self._width if self._batch > 1 else 0, 0
+        for plan, entry in zip(self._plans, entries, strict=True):
+            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length))
+
+    def turn(self, b: int, rotary: int) -> None:
+        """Sequence b by the cosines and sines, [2, D] float32, at an address."""
+        ctypes.memmove(self._turns.data_ptr() + b * self._width, rotary, self._width)
+
+    def run(self, length: int, out: int, mask: Tensor | None) -> None:
+        """length: of the cache before; out: the address of y; mask: bool [B, length + 1], contiguous, which tokens each may see."""
+        for block in self._attention:
+            _pack(block, _LENGTH, length)
+        if mask is not None:
+            at, stride = mask.data_ptr(), mask.stride(0)
+            for block in self._attention:
+                _pack_mask(block, _MASK, at, stride)
+        block, place = self._last
+        _pack(block, place, out)
+        self._chain.run()
