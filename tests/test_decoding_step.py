@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from language_model import make_decoder
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import decoding_step
@@ -177,6 +178,19 @@ def test_what_is_asked_for_otherwise(taken: list[bool]) -> None:
         assert taken[-1]
         short.train()(torch.tensor([[3]]), past_key_values=cache[1])
         assert not taken[-1]
+
+
+def test_the_output_is_what_transformers_makes() -> None:
+    _, short = pair()
+    cache = DynamicCache(config=short.config)
+    tokens(short, cache)
+    with torch.no_grad():
+        found = short(torch.tensor([[3]]), past_key_values=cache)
+    expected = CausalLMOutputWithPast(logits=found.logits, past_key_values=cache)
+    assert type(found) is CausalLMOutputWithPast
+    assert vars(found) == vars(expected)
+    assert list(found.items()) == list(expected.items())
+    assert found.to_tuple() == expected.to_tuple()
 
 
 def test_positions_masks_and_caches(taken: list[bool]) -> None:

@@ -80,7 +80,11 @@ def why_hooked(module: nn.Module) -> str | None:
 
 def original(module: Any) -> type:
     """The class that a module had before it was shortened, or has."""
-    return module.of_classes[1] if isinstance(module, Shortened) else type(module)
+    cls: Any = type(module)
+    while issubclass(cls, Shortened):
+        cls = cls.of_classes[1]
+    found: type = cls
+    return found
 
 
 def name_in_transformers(module: Any) -> str:
