@@ -7,6 +7,7 @@ Gradients, embeddings that are given, hooks, torch.compile, and everything else 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ APART = "embeddings are added and normed by torch"
 ONE_CALL = "embeddings and their norm take one call, without gradients and torch.compile"
 
 _TABLES = ("word_embeddings", "token_type_embeddings", "position_embeddings")
+_COUNTS = "create_position_ids_from_input_ids"
 _WITHOUT_TYPES = ("word_embeddings", "position_embeddings")
 # Modules of transformers whose forward is this file's formula, by their names: nothing is imported for them.
 TABLES = {
@@ -110,9 +112,14 @@ def _ids(
 
 def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
     """What makes positions of ids: a method, or a function beside the class."""
-    beside = sys.modules[original(module).__module__]
-    places = (getattr(place, "create_position_ids_from_input_ids", None) for place in (module, beside))
-    return next((found for found in places if found is not None), None)
+    if hasattr(type(module), _COUNTS):
+        return getattr(module, _COUNTS)  # type: ignore[no-any-return]
+    return _beside(original(module))
+
+
+@functools.cache
+def _beside(cls: type) -> Callable[[Tensor, int], Tensor] | None:
+    return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
 def _number(value: Any) -> Any:

@@ -212,7 +212,9 @@ def _computed(layer: Any) -> EncoderLayer | None:
         scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
         linears = (module for _, module in _linears(layer))
-        settings = [] if parts.biased else [(attention.config, "_attn_implementation")]
+        # What transformers keeps it in is compared faster than what it is asked by.
+        name = "_attn_implementation_internal"
+        settings = [] if parts.biased else [(attention.config, name if hasattr(attention.config, name) else name.removesuffix("_internal"))]
         made = _made[layer] = computed, Unchanged(layer, (*linears, *norms), settings)
     return made[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,16 +82,27 @@ def why_hooked(module: nn.Module) -> str | None:
 def original(module: Any) -> type:
     """The class that a module had before it was shortened, or has."""
     cls: Any = type(module)
+    return _before(cls)
+
+
+def name_in_transformers(module: Any) -> str:
+    """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
+    cls: Any = type(module)
+    return _name(cls)
+
+
+@functools.cache
+def _before(cls: Any) -> type:
     while issubclass(cls, Shortened):
         cls = cls.of_classes[1]
     found: type = cls
     return found
 
 
-def name_in_transformers(module: Any) -> str:
-    """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
-    cls = original(module)
-    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
+@functools.cache
+def _name(cls: Any) -> str:
+    before = _before(cls)
+    return f"{before.__module__}.{before.__qualname__}".removeprefix("transformers.models.")
 
 
 def _empty(before: type[Shortened], cls: type) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from halfbyte.nn.modules import Changes, QuantLinear, QuantModule
 
 Setting = tuple[Any, str]  # an object and the name of an attribute
 _get: Callable[[Any, str], Any] = dict.get
+_version = attrgetter("_version")
 
 
 class Unchanged:
@@ -39,9 +40,14 @@ class Unchanged:
         own = [(owner.__dict__, name, value) for owner, name, value in values if name in vars(owner)]
         found = [*inner, *own, *((place, name, tensor) for place, name, tensor in tensors if place is not None)]
         self._places, self._names, self._values = ([entry[i] for entry in found] for i in range(3))
-        self._tensors = tuple(tensor for _, _, tensor in tensors)
+        self._tensors = [tensor for _, _, tensor in tensors]
+        groups = {id(part.biases): part.biases for part in read if isinstance(part, FusedLinear) and part.together[1] is not None}
+        self._biases = [(biases, [*biases]) for biases in groups.values()]
+        joined = [bias for biases in groups.values() for bias in biases if bias is not None]
+        self._counting = [bias for bias in joined if not bias.is_inference()]
+        self._versions = list(map(_version, self._counting))
+        self._tensors += joined
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._biases = tuple((part, bias) for part in read if isinstance(part, FusedLinear) and (bias := part.together[1]) is not None)
         computes = [(part, name) for part in read if isinstance(part, QuantLinear) for name in ("compute", "activation")]
         self._packed = [(part, _packed(part)) for part in read if isinstance(part, QuantModule)]
         self._settings = tuple(setting for setting in values if setting[1] not in vars(setting[0]))
@@ -59,9 +65,11 @@ class Unchanged:
             return False
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return False
-        for linear, bias in self._biases:
-            if linear.together[1] is not bias:
+        for biases, before in self._biases:
+            if not all(map(is_, biases, before)):
                 return False
+        if list(map(_version, self._counting)) != self._versions:
+            return False
         for owner, name, value in self._settings:
             if getattr(owner, name) != value:
                 return False
@@ -85,9 +93,10 @@ def _packed(part: Any) -> Any:
 
 
 def _tensors(part: Any) -> Iterator[tuple[dict[str, Any] | None, str, Tensor]]:
-    """A part's tensors with their places, where these are not counted."""
+    """A part's tensors with their places, where these are not counted; but for biases that others have joined."""
     if isinstance(part, QuantModule):
         yield None, "", _packed(part).data
     else:
         yield from ((part._buffers, name, tensor) for name, tensor in part._buffers.items() if tensor is not None)
-    yield from ((part._parameters, name, tensor) for name, tensor in part._parameters.items() if tensor is not None)
+    if not isinstance(part, FusedLinear):
+        yield from ((part._parameters, name, tensor) for name, tensor in part._parameters.items() if tensor is not None)

@@ -184,6 +184,11 @@ class FusedLinear(DerivedLinear):
         return len(self._group.sizes)
 
     @property
+    def biases(self) -> list[Tensor | None]:
+        """Those of all layers that it is fused with, in one list for ever."""
+        return self._group.biases
+
+    @property
     def together(self) -> tuple[Packed, Tensor | None]:
         """The concatenated weight and bias of all layers that it is fused with."""
         return self._group.packed, self._group.bias
