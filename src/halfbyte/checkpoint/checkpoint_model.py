@@ -13,6 +13,7 @@ from halfbyte.checkpoint.manifest import read_manifest
 from halfbyte.checkpoint.stored_model import StoredModel
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.dense import from_dense
 from halfbyte.formats.sharding import Ranges, stored_runs
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
@@ -26,7 +27,8 @@ class Checkpoint(StoredModel):
         config, manifest = read_manifest(folder)
         complete(folder, manifest)
         reader = Reader([folder / name for name in manifest.files])
-        parts = {part: spec for name, weight in manifest.weights.items() for part, spec in weight.stored(name).items()}
+        stored = (weight.stored(name, bytes_each=name in manifest.bytes_each) for name, weight in manifest.weights.items())
+        parts = {part: spec for tensors in stored for part, spec in tensors.items()}
         if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
             raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
         for name, spec in parts.items():
@@ -35,7 +37,7 @@ class Checkpoint(StoredModel):
                 raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
         plain = {name: reader.spec(name) for name in manifest.plain}
         super().__init__(folder, config, manifest.weights, plain, manifest.tied, manifest.static)
-        self._reader, self._checksums = reader, manifest.plain
+        self._reader, self._checksums, self._bytes_each = reader, manifest.plain, manifest.bytes_each
 
     def codes(self, name: str) -> Codes:
         weight = self.weights[name]
@@ -49,7 +51,7 @@ class Checkpoint(StoredModel):
 
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
         weight = self.weights[name]
-        runs = stored_runs(weight.format, weight.shape, dim, ranges)
+        runs = stored_runs(weight.format, weight.shape, dim, ranges, 8 if name in self._bytes_each else weight.format.stored_bits)
         if runs is None:  # a boundary lies within a byte
             return super().part_of_codes(name, dim, ranges)
         shape = list(weight.shape)
@@ -72,7 +74,7 @@ class Checkpoint(StoredModel):
 
     def _checked(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
         try:
-            codes = Codes.from_tensors(self.weights[name].format, shape, tensors)
+            codes = from_dense(self.weights[name].format, shape, tensors, bytes_each=name in self._bytes_each)
             codes.check_values()
         except FormatError as e:
             raise CheckpointError(f"{self.path}: {name}: {e}") from e

@@ -19,6 +19,7 @@ from halfbyte.checkpoint.saving import publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
@@ -148,5 +149,5 @@ def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, wr
 
 
 def _write_codes(writer: Writer, name: str, codes: Codes) -> None:
-    for part, values in codes.tensors().items():
+    for part, values in to_dense(codes).items():
         writer.write(f"{name}.{part}", values)

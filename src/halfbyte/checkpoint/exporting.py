@@ -19,6 +19,7 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.targets import TARGETS, Target
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.report import Report
@@ -99,7 +100,7 @@ def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:
 
 
 def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return {f"{name}.{part}": tensor for part, tensor in codes.tensors().items()}
+    return {f"{name}.{part}": tensor for part, tensor in to_dense(codes).items()}
 
 
 def _to_gguf(model: StoredModel, target: Path, progress: Progress | None, resume: bool) -> Report:

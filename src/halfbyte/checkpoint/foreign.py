@@ -26,6 +26,7 @@ from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
 from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.dense import from_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io import awq, compressed_tensors, gptq, zero_points
 from halfbyte.io.safetensors import Reader, load_json
@@ -270,7 +271,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
 
         def read(_: torch.dtype | None) -> Codes:
             tensors = {part.removeprefix("weight."): tensor for part, tensor in parts.only(stored).tensors().items()}
-            return Codes.from_tensors(module.format, module.shape, tensors)
+            return from_dense(module.format, module.shape, tensors, bytes_each=module.bytes_each)
 
         order = partial(parts.read, ORDER) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)

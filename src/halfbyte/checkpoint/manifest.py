@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from halfbyte import __version__
-from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.checkpoint.quantization_config import BITS, SETTINGS, has_bytes_each
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
-from halfbyte.formats.codes import stored_bytes, stored_tensors
+from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
@@ -57,9 +57,10 @@ class Weight:
     kernel: tuple[int, ...] = ()
     transposed: bool = False
 
-    def stored(self, name: str) -> dict[str, Spec]:
-        """The tensors of the weight called `name`, by their names in the files."""
-        return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in stored_tensors(self.format, self.shape).items()}
+    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, Spec]:
+        """The tensors of the weight called `name`, by their names in the files. bytes_each: as in `formats/dense.py`."""
+        tensors = dense_tensors(self.format, self.shape, bytes_each=bytes_each)
+        return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in tensors.items()}
 
     @property
     def float_shape(self) -> tuple[int, ...]:
@@ -89,6 +90,8 @@ class Weight:
             "activation": self.activation,
             "crc32": dict(self.crc32),
         }
+        if self.format.tight:
+            entry[BITS] = self.format.tight
         if self.kernel:
             entry["kernel"] = list(self.kernel)
         if self.transposed:
@@ -107,6 +110,7 @@ class Manifest:
     static      of a network on int8 codes: what it is made from, besides the float network
     staging     a subfolder that may still hold other files (tokenizer, …) to be moved to their places
     obsolete    weight files of the previous checkpoint, which may still exist
+    bytes_each  weights whose codes of 5 or 6 bits take whole bytes in the files
     """
 
     files: tuple[str, ...]
@@ -116,6 +120,7 @@ class Manifest:
     static: Calibrated | None = None
     staging: str | None = None
     obsolete: tuple[str, ...] = ()
+    bytes_each: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, object]:
         section: dict[str, object] = {
@@ -182,6 +187,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         static=None if section.get("static") is None else _parse_static(_get(section, "static", dict)),
         staging=staging,
         obsolete=tuple(plain_name(name) for name in _get(section, "obsolete", list)),
+        bytes_each=frozenset(name for name, weight in weights.items() if has_bytes_each(weight.format, section["weights"][name])),
     )
 
 
@@ -210,7 +216,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
     weight = Weight(
         kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel), transposed
     )
-    if weight.crc32.keys() != stored_tensors(fmt, weight.shape).keys():
+    if weight.crc32.keys() != dense_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight
 

@@ -20,6 +20,7 @@ from halfbyte.nn.permuted import PermutedLinear
 
 SETTINGS = "quantization_config"
 METHOD = "halfbyte"
+BITS = "bits"  # that codes of 5 and 6 bits take in the files; older checkpoints do not say it, and have bytes
 VERSION = 1
 
 
@@ -29,6 +30,7 @@ class Module:
 
     shape    of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
     ordered  its inputs are reordered: <module>.input_order is stored too
+    bytes_each  its codes of 5 or 6 bits take whole bytes in the files
     """
 
     format: Format
@@ -36,6 +38,7 @@ class Module:
     compute: str = "auto"
     activation: str = "block"
     ordered: bool = False
+    bytes_each: bool = False
 
     @classmethod
     def of(cls, module: QuantModule) -> Module:
@@ -45,7 +48,9 @@ class Module:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
+        entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
+        del entry["bytes_each"]
+        return entry | {BITS: 8 if self.bytes_each else self.format.tight} if self.format.tight else entry
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Module:
@@ -53,9 +58,17 @@ class Module:
         fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
         if not (isinstance(shape, list) and len(shape) in (2, 3) and is_shape(shape)) or not isinstance(ordered, bool):
             raise FormatError(f"a shape is two or three sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
-        made = cls(fmt, tuple(shape), entry.get("compute", "auto"), entry.get("activation", "block"), ordered)
+        made = cls(fmt, tuple(shape), entry.get("compute", "auto"), entry.get("activation", "block"), ordered, has_bytes_each(fmt, entry))
         check_compute(made.compute, made.activation)
         return made
+
+
+def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
+    """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
+    bits = entry.get(BITS, 8)
+    if fmt.tight and (type(bits) is not int or bits not in (fmt.tight, 8)):
+        raise FormatError(f"codes of {fmt} take {fmt.tight} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
+    return bool(fmt.tight) and bits == 8
 
 
 def describe(modules: Mapping[str, Module]) -> dict[str, Any]:

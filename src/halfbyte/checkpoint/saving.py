@@ -16,6 +16,7 @@ from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
 from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, guard
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type
+from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
@@ -77,7 +78,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
         for name, tensor in plain.items():
             writer.write(name, tensor)
         for name, module in modules.items():
-            for part, tensor in module.codes().tensors().items():
+            for part, tensor in to_dense(module.codes()).items():
                 writer.write(f"{name}.{part}", tensor)
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))

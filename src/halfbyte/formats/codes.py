@@ -52,11 +52,6 @@ def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch
     return stored
 
 
-def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
-    """Bytes of all of `stored_tensors`."""
-    return sum(math.prod(size) * dtype.itemsize for dtype, size in stored_tensors(fmt, shape).values())
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Codes:
     """A quantized tensor of logical `shape` [..., N, K].

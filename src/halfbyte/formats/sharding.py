@@ -120,8 +120,10 @@ def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges],
     return Codes.from_tensors(fmt, shape, tensors)
 
 
-def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
-    """The ranges of each stored tensor that `take` needs along `dim`, in elements of that tensor (None: all), to read only these.
+def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges, bits: int) -> dict[str, Ranges | None] | None:
+    """The ranges of each tensor in files that `take` needs along `dim`, in elements of that tensor (None: all), to read only these.
+
+    bits  of a code there
 
     None where the ranges begin or end within a byte.
     """
@@ -129,10 +131,11 @@ def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -
     _check(fmt, shape, axis, ranges)
     inputs = axis == len(shape) - 1
     runs = {part: _slices(fmt, part, inputs, ranges) for part in stored_tensors(fmt, shape)}
-    if inputs and fmt.bits == 4:
-        if any(start % 2 or (stop % 2 and (stop != shape[-1] or (start, stop) != ranges[-1])) for start, stop in ranges):
+    if inputs:
+        at = [(start * bits, stop * bits) for start, stop in ranges]
+        if any(start % 8 or (stop % 8 and (stop, i) != (shape[-1] * bits, len(at) - 1)) for i, (start, stop) in enumerate(at)):
             return None
-        runs["data"] = tuple((start // 2, -(-stop // 2)) for start, stop in ranges)
+        runs["data"] = tuple((start // 8, -(-stop // 8)) for start, stop in at)
     return runs
 
 

@@ -71,10 +71,10 @@ class Format:
     scale   dtype of scales and offsets
     family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
             "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or that of the table, of `TABLES`, which the codes are in; or
-            "int5" or "int6": "int" with codes of so many bits, which only CPUs' layout stores in fewer than 8
+            "int5" or "int6": "int" with codes of so many bits, which take 8 but in files and in CPUs' layout
     sums    each block also carries scale * sum(q) when written out (Q8_1)
 
-    Codes without a zero are signed, [-2^(b-1), 2^(b-1) - 1]; with one they are unsigned, [0, 2^b - 1]; b is `tight` or else bits.
+    Codes without a zero are signed, [-2^(b-1), 2^(b-1) - 1]; with one they are unsigned, [0, 2^b - 1]; b is `stored_bits`.
     """
 
     bits: int
@@ -112,8 +112,13 @@ class Format:
 
     @property
     def tight(self) -> int:
-        """Bits of codes that need fewer than the 8 in which they are stored; else 0."""
+        """Bits of codes that need fewer than the 8 in which Codes have them; else 0."""
         return TIGHT.get(self.family, 0)
+
+    @property
+    def stored_bits(self) -> int:
+        """Of a code in files."""
+        return self.tight or self.bits
 
     @property
     def restricted(self) -> bool:
@@ -132,11 +137,11 @@ class Format:
 
     @property
     def q_min(self) -> int:
-        return min(self.table) if self.table else -(1 << ((self.tight or self.bits) - 1)) if self.signed else 0
+        return min(self.table) if self.table else -(1 << (self.stored_bits - 1)) if self.signed else 0
 
     @property
     def q_max(self) -> int:
-        return max(self.table) if self.table else (1 << ((self.tight or self.bits) - self.signed)) - 1
+        return max(self.table) if self.table else (1 << (self.stored_bits - self.signed)) - 1
 
     def block_size(self, k: int) -> int:
         """Elements of a row of K that share a scale (never more than K, never less than 1)."""
@@ -150,11 +155,11 @@ class Format:
         return (*shape[:-1], -(-k // self.block_size(k)) if k else 0)
 
     def bits_per_weight(self, k: int) -> float:
-        """Stored bits per weight in a row of K, scales and zeros included (with one scale per tensor: codes alone)."""
+        """Bits in files per weight in a row of K, scales and zeros included (with one scale per tensor: codes alone)."""
         if self.block == "tensor":
-            return float(self.bits)
+            return float(self.stored_bits)
         zero_bits = {"none": 0, "point": 8, "offset": 8 * self.scale.itemsize}[self.zero]
-        return self.bits + (8 * self.scale.itemsize + zero_bits) / self.block_size(k)
+        return self.stored_bits + (8 * self.scale.itemsize + zero_bits) / self.block_size(k)
 
     def with_scale(self, dtype: torch.dtype) -> Format:
         """The same codes with scales of another dtype, and no other project's rules."""

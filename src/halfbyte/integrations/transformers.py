@@ -32,6 +32,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.dense import dense_tensors, from_dense, to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
@@ -139,8 +140,9 @@ class HalfbyteQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per element, scales included, for the computation of a device map."""
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
-        matrices = param.dim() == 2 or param_name in self._stacks
-        return param.element_size() if fmt is None or not matrices else fmt.bits_per_weight(param.shape[-1]) / 8
+        if fmt is None or not (param.dim() == 2 or param_name in self._stacks):
+            return param.element_size()
+        return (fmt.integers if fmt.tight else fmt).bits_per_weight(param.shape[-1]) / 8  # 5 and 6 bits take 8 on a GPU
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -315,6 +317,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, QuantModule):
                 if name in modules:
+                    if module.packed.format.tight:
+                        state |= {f"{name}.weight.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
                     state[f"{name}.weight"] = guard()
                 else:
                     for part in stored_tensors(module.packed.format, module.codes_shape):
@@ -362,16 +366,16 @@ class _Room(nn.Module):
 
     def __init__(self, settings: Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.format, self.shape, self.dtype = settings.format, settings.shape, dtype
-        for part, (stored, shape) in stored_tensors(self.format, self.shape).items():
+        self.settings, self.dtype = settings, dtype
+        self.stored = dense_tensors(settings.format, settings.shape, bytes_each=settings.bytes_each)
+        for part, (stored, shape) in self.stored.items():
             self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
 
     def codes(self) -> Codes:
         """Raises FormatError where the tensors read are not as expected."""
-        types = stored_tensors(self.format, self.shape)
         # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
-        tensors = {part: t.to(types[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
-        codes = Codes.from_tensors(self.format, self.shape, tensors)
+        tensors = {part: t.to(self.stored[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
+        codes = from_dense(self.settings.format, self.settings.shape, tensors, bytes_each=self.settings.bytes_each)
         codes.check_values()
         return codes
 

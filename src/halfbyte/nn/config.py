@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
-from halfbyte.formats.codes import stored_bytes
+from halfbyte.formats.dense import stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrated_names, check_given
 from halfbyte.nn.candidates import Candidate, candidates

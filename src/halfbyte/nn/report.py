@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from halfbyte.errors import check_type
-from halfbyte.formats.codes import stored_bytes
+from halfbyte.formats.dense import stored_bytes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.sparse import SPARSITY

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.formats.codes import stored_bytes
+from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -33,7 +34,7 @@ def filter_from_numbers(format: str, filter_numbers: Sequence[int]) -> Filter:
 
 def canonical_nbytes(sizes: Filter) -> int:
     """Bytes of the weight in layout "canonical"."""
-    return stored_bytes(sizes.format, sizes.codes_shape)
+    return sum(math.prod(size) * dtype.itemsize for dtype, size in stored_tensors(sizes.format, sizes.codes_shape).values())
 
 
 def out_shape(x: Tensor, sizes: Filter, window: Window) -> Shape:

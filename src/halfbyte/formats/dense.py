@@ -1,0 +1,103 @@
+"""Codes as they are in files: those of 5 and 6 bits, b, without the bits that they leave unused in a byte.
+
+Code j of a row takes the bits b*j … b*j + b - 1 of the row, of which bit i is bit i % 8 of byte i // 8: q where codes are unsigned, and
+q + 2^(b-1) where they are signed. A row has whole bytes; the bits after its last code are 0. All else is as in `Codes`.
+
+`bytes_each` stands for older checkpoints, in which these codes take whole bytes, as in `Codes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.spec import Format
+
+_CHUNK = 1 << 20  # codes that are converted at a time
+
+
+def dense_tensors(fmt: Format, shape: tuple[int, ...], *, bytes_each: bool = False) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """`stored_tensors` in files."""
+    tensors = stored_tensors(fmt, shape)
+    if fmt.tight and not bytes_each:
+        tensors["data"] = torch.uint8, (*shape[:-1], _row_bytes(shape[-1], fmt.tight))
+    return tensors
+
+
+def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
+    """Bytes of all of `dense_tensors`."""
+    return sum(math.prod(size) * dtype.itemsize for dtype, size in dense_tensors(fmt, shape).values())
+
+
+def to_dense(codes: Codes) -> dict[str, Tensor]:
+    """The tensors of `codes` as they are in files."""
+    fmt, tensors = codes.format, codes.tensors()
+    if not fmt.tight:
+        return tensors
+    out = torch.empty(dense_tensors(fmt, codes.shape)["data"][1], dtype=torch.uint8, device=codes.data.device)
+    for given, made in _matching_rows(codes.data, out):
+        words = _eights(given - fmt.q_min, 8)
+        for n in (1, 2, 4):  # codes that lie together move to their neighbours
+            upper = words >> n * (8 - fmt.tight)
+            upper &= _low(n, fmt) << n * fmt.tight
+            words &= _low(n, fmt)
+            words |= upper
+        made.copy_(words.view(torch.uint8)[..., : fmt.tight].flatten(1)[:, : made.shape[1]])
+    return {**tensors, "data": out}
+
+
+def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor], *, bytes_each: bool = False) -> Codes:
+    """The inverse of `to_dense`. Raises FormatError where a tensor is not as the format has it in files."""
+    if not fmt.tight or bytes_each or "data" not in tensors:
+        return Codes.from_tensors(fmt, shape, tensors)
+    data, k, wanted = tensors["data"], shape[-1], dense_tensors(fmt, shape)["data"]
+    if (data.dtype, tuple(data.shape)) != wanted:
+        raise FormatError(
+            f"the data of {fmt} codes of shape {list(shape)} is {wanted[0]} {list(wanted[1])} in files, got {data.dtype} {list(data.shape)}"
+        )
+    dtype, size = stored_tensors(fmt, shape)["data"]
+    out = torch.empty(size, dtype=dtype, device=data.device)
+    for given, made in _matching_rows(data, out):
+        words = _eights(given, fmt.tight)
+        for n in (4, 2, 1):
+            upper = words & _low(n, fmt) << n * fmt.tight
+            upper <<= n * (8 - fmt.tight)
+            words &= _low(n, fmt)
+            words |= upper
+        u = words.view(torch.uint8).flatten(1)
+        if k % 8 and bool(u[:, k:].any()):
+            raise FormatError(f"the unused last bits of a row of {fmt} codes of shape {list(shape)} are 0 in files, got other values")
+        torch.add(u[:, :k].view(dtype), fmt.q_min, out=made)
+    return Codes.from_tensors(fmt, shape, {**tensors, "data": out})
+
+
+def _row_bytes(k: int, bits: int) -> int:
+    return -(-k * bits // 8)
+
+
+def _matching_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Some rows at a time of tensors with as many, as matrices; none where there are no elements."""
+    if not all(tensor.numel() for tensor in tensors):
+        return
+    matrices = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    count = max(1, _CHUNK // matrices[0].shape[1])
+    yield from zip(*(matrix.split(count) for matrix in matrices), strict=True)
+
+
+def _eights(rows: Tensor, each: int) -> Tensor:
+    """Bytes [N, …] -> int64 [N, groups, 1], of each the `each` lower bytes, which are 0 after the last."""
+    n, groups = len(rows), -(-rows.shape[1] // each)
+    whole = rows if rows.shape[1] == groups * each else torch.nn.functional.pad(rows, (0, groups * each - rows.shape[1]))
+    words = torch.empty(n, groups, 8, dtype=rows.dtype, device=rows.device)
+    words[..., :each] = whole.view(n, groups, each)
+    return words.view(torch.int64)
+
+
+def _low(codes: int, fmt: Format) -> int:
+    """A mask of 64 bits: the lower half of so many pairs of bytes, less the bits that their codes do not use."""
+    return sum(((1 << codes * fmt.tight) - 1) << at for at in range(0, 64, 16 * codes))
