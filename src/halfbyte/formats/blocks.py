@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import FormatError
-from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
 _SIZE = 32  # weights of a block
@@ -50,7 +50,8 @@ def to_blocks(codes: Codes) -> Tensor:
     if fmt.bits == 8:
         parts.append(codes.data.contiguous().view(torch.uint8).reshape(*blocks, _SIZE))
     else:
-        parts.append(_reorder(codes.data.reshape(*blocks, _SIZE // 2), to_halves=True, fmt=fmt))
+        packed = codes.data.reshape(-1, _SIZE // 2)
+        parts.append((_to_halves(packed) if fmt.family == "ggml" else packed).reshape(*blocks, _SIZE // 2))
     return torch.cat(parts, dim=-1).reshape(*shape[:-1], width)
 
 
@@ -71,8 +72,8 @@ def from_blocks(fmt: Format, shape: tuple[int, ...], data: Tensor) -> Codes:
     codes = blocks[..., head:]
     if fmt.bits == 8:
         codes = codes.contiguous().view(torch.int8)
-    else:
-        codes = _reorder(codes, to_halves=False, fmt=fmt)
+    elif fmt.family == "ggml":
+        codes = _from_halves(codes.reshape(-1, _SIZE // 2))
     flat = codes.reshape(*shape[:-1], shape[-1] * fmt.bits // 8)
     return Codes(fmt, tuple(shape), flat, numbers(0), None if fmt.zero == "none" else numbers(size))
 
@@ -82,12 +83,23 @@ def _head_bytes(fmt: Format) -> int:
     return fmt.scale.itemsize * (2 if fmt.sums or fmt.zero != "none" else 1)
 
 
-def _reorder(packed: Tensor, *, to_halves: bool, fmt: Format) -> Tensor:
-    """Reorders the nibbles of blocks [..., 16]: a byte holds neighbours (the order of Codes) or elements i and i + 16 (ggml's)."""
-    if fmt.family != "ggml":
-        return packed
-    nibbles = unpack_nibbles(packed, _SIZE).unflatten(-1, (2, _SIZE // 2) if to_halves else (_SIZE // 2, 2))
-    return pack_nibbles(nibbles.transpose(-1, -2).flatten(-2))
+_LOW = 0x0F0F0F0F0F0F0F0F  # the lower nibbles of eight bytes
+
+
+def _to_halves(packed: Tensor) -> Tensor:
+    """Bytes of blocks [B, 16] of neighbours (the order of Codes) -> of elements i and i + 16 (ggml's)."""
+    aligned = packed.clone() if packed.storage_offset() % 8 else packed  # as torch wants it
+    first, second = aligned.view(torch.int64).unbind(-1)
+    even, odd = first & _LOW | (second & _LOW) << 4, first >> 4 & _LOW | second & ~_LOW
+    pairs = [part.contiguous().unsqueeze(-1).view(torch.uint8).to(torch.int16) for part in (even, odd)]
+    return (pairs[0] | pairs[1] << 8).view(torch.uint8)
+
+
+def _from_halves(halves: Tensor) -> Tensor:
+    """The inverse."""
+    pairs = halves.view(torch.int16)
+    even, odd = (part.to(torch.uint8).view(torch.int64) for part in (pairs, pairs >> 8))
+    return torch.cat((even & _LOW | (odd & _LOW) << 4, even >> 4 & _LOW | odd & ~_LOW), dim=-1).view(torch.uint8)
 
 
 def _sums(codes: Codes, blocks: tuple[int, ...]) -> Tensor:
