@@ -82,6 +82,19 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         assert not spills(loop)
 
 
+@pytest.mark.parametrize("zero", ["none", "point", "offset"])
+def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -> None:
+    isa, long = AVX512VNNI(intel=False), geometry(8, zero, 128)
+    assert [isa.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
+    assert isa.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
+    assert isa.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tile(14, "int8", geometry(8, zero)).rows == 8
+    for rows, most in ((13, 0), (14, 9)):
+        spec = replace(spec_of(isa, "int8", 8, zero, (32, False), 8), rows=rows)
+        loop = between(assembly(isa, spec), "vpdpbusd")
+        assert count(loop, "vpdpbusd") == rows * 2 * 8
+        assert len(spills(loop)) <= most
+
+
 @pytest.mark.parametrize(
     ("name", "lookup"), [("avx512_vnni", "vpermb"), ("avx512", "vpshufb"), ("avx2", "vpshufb"), ("neon_dotprod", "tbl")]
 )

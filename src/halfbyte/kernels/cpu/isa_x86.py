@@ -18,6 +18,7 @@ _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx51
 _SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
 _ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
+_ONE_TILE = 14  # rows whose sums fit in registers, on Zen 5: two tiles do not overlap with memory as one does
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -289,6 +290,8 @@ class AVX512VNNI(AVXVNNI):
             return Tiling(min(m, most), 2, panels)
         if expandable(self, geo) and m >= (25 if block < _LONG_BLOCK else 40) and not codes:
             return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
+        if m <= _ONE_TILE and block > 32 and geo.bits == 8 and not geo.sparse and not self.intel:
+            return Tiling(m, 2)
         if block >= _LONG_BLOCK:
             return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
         if self.intel:

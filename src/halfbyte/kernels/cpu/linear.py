@@ -210,10 +210,10 @@ class LinearKernel:
 
     def asking(self, m: int, tiles: int) -> int:
         """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""
-        isa, size, spec = self.isa, self.geometry.panel_bytes, self.tile_spec
+        isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
         near = m * self.row_bytes + 2 * size <= isa.asking_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
-        alone = spec.inner == "int8" and spec.bits == 8 and not (spec.sparse or spec.tight or spec.table) and 2 * size > _GROUP_BYTES
+        alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
         return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone) else 0
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
