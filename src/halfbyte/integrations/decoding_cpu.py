@@ -47,10 +47,10 @@ class _Entry:
         """Of the tokens x [B, t, K]. None if the cache has no space for so many."""
         tokens = x.shape[1]
         if cache is None or not cache.is_initialized:
-            keys, values = (x.new_empty(x.shape[0], heads, tokens, dim) for _ in range(2))
+            keys, values = (x.new_empty(x.shape[0], heads, tokens if cache is None else 0, dim) for _ in range(2))
             if cache is None:
                 return cls(keys, values, 0)
-            cache.update(keys[:, :, :0], values[:, :, :0])
+            cache.update(keys, values)
         if isinstance(cache, StaticLayer):
             length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
             return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
