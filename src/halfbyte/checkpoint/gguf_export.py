@@ -141,8 +141,8 @@ def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plu
 def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     """ggml's type for a weight, or the reason why none holds it (recognizable by its spaces).
 
-    q4_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 those with zero points as q - point; a block longer than 32 becomes
-    several with the same scale. Scales are float16; those of another dtype are read with `read` and checked.
+    q4_0, q5_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 also those with zero points, as q - point; a block longer than
+    32 becomes several with the same scale. Scales are float16; those of another dtype are read with `read` and checked.
     """
     fmt, k = weight.format.integers, weight.shape[-1]
     if ordered:
@@ -150,7 +150,7 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     if k % _BLOCK or fmt.block_size(k) % _BLOCK:
         return f"blocks of {fmt.block_size(k)} in rows of {k} are not multiples of 32"
     if fmt.zero == "none":
-        kind = "q4_0" if fmt.bits == 4 else "q8_0"
+        kind = "q5_0" if weight.format.tight == 5 else "q4_0" if fmt.bits == 4 else "q8_0"
     elif fmt.bits == 8:
         return f"GGUF has no 8-bit codes with {'zero points' if fmt.zero == 'point' else 'offsets'}"
     else:
@@ -180,8 +180,9 @@ def blocks(kind: str, codes: Codes) -> Tensor:
         points = None if zero is None else zero[part].repeat_interleave(block // _BLOCK, dim=1)[:, : k // _BLOCK]
         shape = (scales.shape[0], k)
         if kind == "q5_0":
-            assert points is not None
-            values = unpack_nibbles(data[part], k).to(torch.int16) - points.repeat_interleave(_BLOCK, dim=1)
+            values = data[part]
+            if points is not None:
+                values = unpack_nibbles(values, k).to(torch.int16) - points.repeat_interleave(_BLOCK, dim=1)
             out[part] = ggml.encode_q5_0(Codes.from_values(as_format("int8_g32"), values, scales))
         else:
             offsets = None if points is None else points.half()

@@ -20,7 +20,7 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.candidates import candidates, own_tensors
+from halfbyte.nn.candidates import candidates, named_tensors, own_tensors
 from halfbyte.nn.config import Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.expanded import expanded
@@ -214,14 +214,13 @@ def _fill(
                 )
             model.set_submodule(prefix, made[id(module)])
     parameters: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, old in list(own_tensors(module)):
-            owner = owners[f"{prefix}.{name}" if prefix else name]
-            value = plain[owner]
-            if isinstance(old, nn.Parameter):
-                trainable = old.requires_grad and value.is_floating_point()
-                value = parameters.setdefault(owner, nn.Parameter(value, requires_grad=trainable))
-            setattr(module, name, value)
+    for name, module, old in list(named_tensors(model)):
+        owner = owners[name]
+        value = plain[owner]
+        if isinstance(old, nn.Parameter):
+            trainable = old.requires_grad and value.is_floating_point()
+            value = parameters.setdefault(owner, nn.Parameter(value, requires_grad=trainable))
+        setattr(module, name.rpartition(".")[2], value)
 
 
 def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:

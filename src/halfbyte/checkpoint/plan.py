@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from halfbyte.checkpoint.manifest import Weight, dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import FLOATS, Candidate, candidates, own_tensors
+from halfbyte.nn.candidates import FLOATS, Candidate, candidates, named_tensors
 from halfbyte.nn.expanded import collapse_, expand_, originals
 from halfbyte.nn.kinds import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
@@ -77,7 +77,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} does not use it"), model=model)
     _settle_ties(plan, model, source)
     first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
-    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in _places(model)}
+    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}
     plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
     plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
     if strange := plan.given().keys() - canonical.keys():
@@ -89,7 +89,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
 def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: Source, choose: Choose) -> Mapping[str, Format | str]:
     """What `choose` says of each module that holds a weight. Stacks that it quantizes become modules of the model, and names and shapes in
     the plan follow. canonical: name of a tensor -> its first name."""
-    places = list(_places(model))
+    places = list(named_tensors(model))
     unchanged = {plan.renamed[target]: step.sources[0] for step in plan.steps if not step.converts for target in step.targets}
     weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     expanded = expand_(model)
@@ -100,7 +100,7 @@ def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: 
     decisions = choose(found, sources)
     views = originals(expanded)
     collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
-    names = {(name, id(tensor)) for name, _, tensor in _places(model)}
+    names = {(name, id(tensor)) for name, _, tensor in named_tensors(model)}
     moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
     # For weights that the float model has inputs first: whether they become outputs first, which quantized ones are.
     turned = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
@@ -113,7 +113,7 @@ def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: 
 def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format | str]) -> None:
     """Each tensor of the model becomes one of the plan's weights or plain tensors, where it is not tied to another. Raises CheckpointError
     for one that is in no file, or has another shape there."""
-    places, given = list(_places(model)), plan.given()
+    places, given = list(named_tensors(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
         prefix, _, own = name.rpartition(".")
@@ -165,18 +165,11 @@ def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> M
     return tensors
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every parameter and persistent buffer, under each of its names, with its module."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in own_tensors(module):
-            yield f"{prefix}.{name}" if prefix else name, module, tensor
-
-
 def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
     """For tied tensors that the files hold under two names: drops one if they are equal, and unties them if they are not."""
     steps = {target: step for step in plan.steps for target in step.targets}
     given: dict[int, str] = {}
-    for name, module, tensor in list(_places(model)):
+    for name, module, tensor in list(named_tensors(model)):
         if name not in steps or (other := given.setdefault(id(tensor), name)) == name:
             continue
         mine, theirs = steps[name].sources, steps[other].sources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from halfbyte.cli.output import Commands, add_command, print_json, progress
+from halfbyte.cli.output import Commands, add_command, progress, show_written
 
 KINDS = ("gguf", "awq", "gptq", "compressed-tensors", "halfbyte")
 
@@ -31,9 +31,4 @@ def run(args: argparse.Namespace) -> int:
 
     with progress(args, "converting", "bytes") as advance:
         report = export(args.src, args.dst, args.to, lambda done, total, name: advance(done, total), resume=args.resume)
-    if args.json:
-        print_json({"src": str(args.src), "dst": str(args.dst), "to": args.to, **report.to_json()})
-    elif not args.quiet:
-        print(report)
-        print(f"written to {args.dst}")
-    return 0
+    return show_written(args, report, to=args.to)

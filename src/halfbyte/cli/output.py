@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from halfbyte.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from halfbyte.nn.report import Report
 
 Command = Callable[[argparse.Namespace], int]
 # argparse's own type for this is private.
@@ -53,6 +56,16 @@ def show(args: argparse.Namespace, document: Mapping[str, Any], text: str) -> in
         print_json(document)
     else:
         print(text)
+    return 0
+
+
+def show_written(args: argparse.Namespace, report: Report, **more: str) -> int:
+    """The same for a report of what was written from args.src to args.dst."""
+    if args.json:
+        print_json({"src": str(args.src), "dst": str(args.dst), **more, **report.to_json()})
+    elif not args.quiet:
+        print(report)
+        print(f"written to {args.dst}")
     return 0
 
 

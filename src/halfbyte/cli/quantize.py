@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Commands, add_command, print_json, progress, read_text
+from halfbyte.cli.output import Commands, add_command, progress, read_text, show_written
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -108,12 +108,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(args, "quantizing", "bytes" if calibration is None else "steps") as advance:
         # The name passed by convert is that of the completed tensor, not of the one in progress.
         report = convert(args.src, args.dst, config, calibration, lambda done, total, name: advance(done, total), resume=args.resume)
-    if args.json:
-        print_json({"src": str(args.src), "dst": str(args.dst), **report.to_json()})
-    elif not args.quiet:
-        print(report)
-        print(f"written to {args.dst}")
-    return 0
+    return show_written(args, report)
 
 
 def _calibration(args: argparse.Namespace, options: GPTQ) -> Calibration:

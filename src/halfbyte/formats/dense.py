@@ -25,7 +25,7 @@ def dense_tensors(fmt: Format, shape: tuple[int, ...], *, bytes_each: bool = Fal
     """`stored_tensors` in files."""
     tensors = stored_tensors(fmt, shape)
     if fmt.tight and not bytes_each:
-        tensors["data"] = torch.uint8, (*shape[:-1], _row_bytes(shape[-1], fmt.tight))
+        tensors["data"] = torch.uint8, (*shape[:-1], -(-shape[-1] * fmt.tight // 8))
     return tensors
 
 
@@ -74,10 +74,6 @@ def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor
             raise FormatError(f"the unused last bits of a row of {fmt} codes of shape {list(shape)} are 0 in files, got other values")
         torch.add(u[:, :k].view(dtype), fmt.q_min, out=made)
     return Codes.from_tensors(fmt, shape, {**tensors, "data": out})
-
-
-def _row_bytes(k: int, bits: int) -> int:
-    return -(-k * bits // 8)
 
 
 def _matching_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -93,6 +93,13 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, b) for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Every parameter and persistent buffer, under each of its names, with its module."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in own_tensors(module):
+            yield f"{prefix}.{name}" if prefix else name, module, tensor
+
+
 def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):

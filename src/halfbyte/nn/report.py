@@ -33,7 +33,7 @@ class Row:
     shape     of its weight
     format    None if it is not quantized; `reason` then says why
     tied_to   the name of an earlier row that holds the same weight; its bytes are counted there
-    bytes_*   of all its parameters and persistent buffers, quantized weights in canonical order
+    bytes_*   of all its parameters and persistent buffers, quantized weights as they are in files
     error     ||float weight - quantized weight|| / ||float weight|| (Frobenius), if known
     k         elements of a row of the codes, where that is not the last size of the shape
     """
