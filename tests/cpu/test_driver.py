@@ -4,15 +4,16 @@ import ctypes
 
 import pytest
 import torch
-from support import RUNNABLE
+from support import RUNNABLE, call
 
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu import driver, jit
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.ir import Module
+from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.prefetch import SharingPrefetcher
 from halfbyte.machine import machine
 
 TILES = 5
@@ -40,6 +41,29 @@ def test_the_last_tiles_ask_in_turn(asking: int) -> None:
     turns = min(asking, TILES)
     # The first tile, which reads weights from memory where they are not there yet, has number 0.
     assert said.tolist() == [[t, 0] for t in range(TILES - turns)] + [[t, turns] for t in range(turns)]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 8, 13])
+def test_shares_of_a_panel_are_all_of_it(tiles: int) -> None:
+    units, lines = 6, 17
+    panel = units * lines
+    asked = torch.zeros(tiles + 1, 3 * panel, 64, dtype=torch.uint8)  # of each tile, and of one that does not ask, in three panels
+
+    def body(f: Function, start: Value) -> None:
+        f.prefetch = lambda at, _locality=3: at.store(f.value("i8", 1))  # type: ignore[method-assign]
+        for tile in range(tiles + 1):
+            weights = start + tile * 3 * panel * 64
+            numbers = [f.value("i64", number) for number in (64 * panel, 64 * panel, tile, tiles * (tile < tiles))]
+            prefetcher = SharingPrefetcher(RUNNABLE[0], f, numbers[0], weights, *numbers[1:])
+            for unit in f.loop(units):
+                prefetcher.issue(weights + unit * (lines * 64), lines * 64)
+
+    call(body, asked)
+    by_tile = asked[:, :, 0].view(tiles + 1, 3, panel)
+    assert not by_tile[:, 0].any()
+    assert not by_tile[-1].any()
+    assert by_tile[:, 1].any(0).all()
+    assert by_tile[:, 1:].sum() <= panel + tiles * lines  # few twice
 
 
 @pytest.mark.skipif(machine().arch != "x86_64" or AVX512VNNI(intel=False).missing() is not None, reason="for AVX-512 VNNI")

@@ -88,6 +88,7 @@ class ISA:
     asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
     asking_tiles = 1 << 62  # the most that ask: of more, the last ones
+    asks_for_shares = False  # where data have 8 bits, for lines side by side, not for units in turn
     asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
     biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
     points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports

@@ -277,7 +277,7 @@ class AVX512VNNI(AVXVNNI):
         if self.intel:
             self.ahead, self.streams_ahead, self.asks_in_turn, self.all_ask_near = 4096, 1024, 1, True
         else:
-            self.asks_in_turn, self.asking_tiles, self.asking_bytes = 2, 8, 3 << 18
+            self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 
+_LINE = 64  # bytes
 LONG_PANEL = 1 << 16  # bytes: from so many on four places are read faster than one
 
 
@@ -60,9 +61,31 @@ class Prefetcher:
         ways = [(self.near, 3)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
         if self.side is not None:
             side, sides = self.side
-            size = -(-size // (64 * sides)) * 64
+            size = -(-size // (_LINE * sides)) * _LINE
             weights = weights + side * size
         for distance, locality in ((asked.value, locality) for asked, locality in ways):
             with self.f.when(distance.differs(0)):
-                for line in range(0, size, 64):
+                for line in range(0, size, _LINE):
                     self.f.prefetch(weights + distance + line, locality)
+
+
+class SharingPrefetcher(Prefetcher):
+    """One whose share of what comes next lies side by side, not in every second, third, … unit: it asks for as much of it with each unit.
+
+    weights   what its tile reads, of one panel at a time
+    """
+
+    def __init__(self, isa: ISA, f: Function, panel_bytes: Value, weights: Value, ahead: Value, turn: Value, turns: Value) -> None:
+        super().__init__(isa, f, panel_bytes, 1, False, 0, ahead, turn, turns)
+        asks = (turns > 0) & (ahead > 0)
+        lines, tiles = panel_bytes // _LINE, asks.select(turns, 1)
+        self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
+        self.line, self.stop = f.variable(lines * turn // tiles), asks.select(lines * (turn + 1) // tiles, 0)
+
+    def issue(self, weights: Value, size: int) -> None:
+        first, lines = self.line.value, -(-size // _LINE)
+        count = (first < self.stop).select((self.part * lines + (2**32 - 1)) >> 32, 0)
+        for n in self.f.loop(count):
+            self.f.prefetch(self.coming + (first + n) * _LINE, 2)
+        self.line.value = first + count
+        super().issue(weights, size)

@@ -33,7 +33,7 @@ from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
-from halfbyte.kernels.cpu.prefetch import Prefetcher
+from halfbyte.kernels.cpu.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.sparse import SparseUnit
 from halfbyte.kernels.cpu.tight import TightUnit
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
@@ -133,6 +133,8 @@ class Tile:
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
         size = LINEAR.load(self.args, "panel_bytes")
         self.prefetcher = Prefetcher(isa, f, size, spec.panels, spec.in_turn, record, *ahead) if ahead else None
+        if self.prefetcher and spec.in_turn and isa.asks_for_shares and self.unit_bytes == PANEL * spec.unit:
+            self.prefetcher = SharingPrefetcher(isa, f, size, self.weights, *ahead)
         self.count = spec.rows * spec.vectors
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals
@@ -156,8 +158,7 @@ class Tile:
         """The outputs from row `first` of the panel on."""
         self._ask_for_outputs(first)
         self._begin(first)
-        none = self.f.value("i64", 0)
-        part = Part(none, none, first, first)
+        part = Part(self.f.value("i64", 0), self.f.value("i64", 0), first, first)
         behind = self._blocks(lambda: iter([part]), LINEAR.load(self.args, "blocks"), LINEAR.load(self.args, "last_units"))
         self._end(first, behind)
 
