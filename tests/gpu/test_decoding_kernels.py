@@ -256,6 +256,12 @@ def attention(
 STREAMED = {"tokens": 16, "warps": 4, "stages": 3}
 
 
+def streamed(splits: int, **how: int) -> Any:
+    """In place of `attend.static`: with as many blocks and tiles of another kind."""
+    own = attend.static
+    return lambda *sizes: (replace(own(*sizes)[0], **{**STREAMED, **how}), splits)
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype", "how"),
     [
@@ -264,13 +270,13 @@ STREAMED = {"tokens": 16, "warps": 4, "stages": 3}
         (2, 3, 1, 16, 300, 0, B, {}),
         (2, 4, 4, 128, 65, 40, B, {}),
         (1, 8, 1, 32, 200, 150, H, {}),
-        (1, 8, 2, 64, 100, 57, F, {**STREAMED, "splits": 1}),
-        (3, 6, 3, 20, 77, 76, H, {**STREAMED, "splits": 3}),
-        (2, 3, 1, 16, 70, 0, B, {**STREAMED, "splits": 5}),
-        (5, 14, 2, 64, 130, 64, H, {**STREAMED, "tokens": 64, "splits": 2}),
-        (1, 5, 1, 128, 33, 32, B, {**STREAMED, "tokens": 32, "splits": 1}),
-        (16, 2, 1, 16, 21, 17, B, {**STREAMED, "splits": 2}),
-        (64, 1, 1, 16, 12, 11, H, {**STREAMED, "splits": 1}),
+        (1, 8, 2, 64, 100, 57, F, {"splits": 1}),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}),
+        (2, 3, 1, 16, 70, 0, B, {"splits": 5}),
+        (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}),
+        (1, 5, 1, 128, 33, 32, B, {"splits": 1, "tokens": 32}),
+        (16, 2, 1, 16, 21, 17, B, {"splits": 2}),
+        (64, 1, 1, 16, 12, 11, H, {"splits": 1}),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -291,8 +297,7 @@ def test_attention_of_one_token(
     gpu, device, _ = where
     assert attend.supports(heads, kv_heads, dim, dtype) is None
     if how:
-        own = attend.static
-        monkeypatch.setattr(attend, "static", lambda *sizes: replace(own(*sizes), **how))
+        monkeypatch.setattr(attend, "static", streamed(**how))
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
     rotary: Any = tuple(torch.randn(1 if masked else batch, dim).to(dtype) for _ in range(2))
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
@@ -336,9 +341,8 @@ def test_attention_of_one_token(
 def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key and value enter the cache all the same."""
     gpu, device, _ = where
-    own = attend.static
-    for how in ({}, {**STREAMED, "splits": 2}):
-        monkeypatch.setattr(attend, "static", lambda *sizes, how=how: replace(own(*sizes), **how))
+    for how in (attend.static, streamed(2)):
+        monkeypatch.setattr(attend, "static", how)
         qkv, turn = torch.randn(2, 3 * 16), (torch.ones(1, 16), torch.zeros(1, 16))
         cache: Any = tuple(torch.randn(2, 1, 40, 16) for _ in range(2))
         mask = torch.arange(40).expand(2, 40) < 20
@@ -356,16 +360,23 @@ def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyP
 def test_how_tokens_are_dealt_out(batch: int, size: int) -> None:
     """Few tiles are read to registers; of more, all multiprocessors have some, and none much more than others."""
     gpu = GPUS["sm_90"]
-    s = attend.static(batch, 32, 8, size, 128, B, gpu)
-    tiles, blocks = -(-size // s.tokens), 8 * batch * s.splits
-    assert 1 <= s.splits <= min(64, tiles)
+    s, splits = attend.static(batch, 32, 8, size, 128, B, gpu)
+    tiles, blocks = -(-size // s.tokens), 8 * batch * splits
+    assert 1 <= splits <= min(64, tiles)
     if s.stages == 1:
-        assert -(-tiles // s.splits) <= 2
+        assert -(-tiles // splits) <= 2
     else:
         assert blocks >= gpu.sms
-        most = -(-blocks // gpu.sms) * -(-tiles // s.splits)
+        most = -(-blocks // gpu.sms) * -(-tiles // splits)
         assert most <= 1.3 * 8 * batch * tiles / gpu.sms + 2
-    assert attend.static(batch, 32, 8, size, 128, F, gpu).stages == 1
+    assert attend.static(batch, 32, 8, size, 128, F, gpu)[0].stages == 1
+
+
+def test_caches_of_many_sizes_take_few_kernels() -> None:
+    """One for short caches and one for long ones: what depends on the size are numbers."""
+    found = {attend.static(1, 32, 8, 64 * n, 128, B, GPUS["sm_90"]) for n in range(1, 200)}
+    assert len({static for static, _ in found}) == 2
+    assert len({splits for _, splits in found}) > 10
 
 
 def test_a_full_cache_gives_nan(where: Any) -> None:

@@ -51,7 +51,6 @@ class Static:
     wide: int
     heads: int
     rows: int
-    splits: int
     tokens: int
     warps: int
     stages: int
@@ -61,11 +60,6 @@ class Static:
     def group(self) -> int:
         """`heads` up to a power of two."""
         return int(triton.next_power_of_2(self.heads))
-
-    @property
-    def parts(self) -> int:
-        """`splits` up to a power of two."""
-        return int(triton.next_power_of_2(self.splits))
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -87,19 +81,20 @@ def _wide(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> Static:
-    """For caches of `size` tokens: as many blocks as fill the GPU, each with a tile or more."""
+def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Static, int]:
+    """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
+    any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
     group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
     splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
-    few = Static(dim, wide, group, _rows(group), splits, tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu))
+    few = Static(dim, wide, group, _rows(group), tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu))
     if tiles <= _FEW_TILES * splits or tokens < 64:
-        return few
+        return few, splits
     tokens, warps, stages = _STREAMED
     tiles = -(-size // tokens)
     splits = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=lambda n: _us(n, programs, tiles, gpu.sms))
-    return replace(few, splits=splits, tokens=tokens, warps=warps, stages=stages)
+    return replace(few, tokens=tokens, warps=warps, stages=stages), splits
 
 
 def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
@@ -131,15 +126,15 @@ def launch(
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
-    s = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
+    s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
     programs = batch * kv_heads
-    sums = programs * s.splits * s.group * s.wide
-    scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * s.splits * s.group)).view(torch.float32)
+    sums = programs * splits * s.group * s.wide
+    scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
     parts = scratch, scratch[sums:]
     strides = (*(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0)
     launcher.run(
         _attend,
-        (programs, s.splits),
+        (programs, splits),
         qkv,
         rotary,
         cache,
@@ -155,8 +150,9 @@ def launch(
         num_warps=s.warps,
         early=s.pdl,
     )
-    warps = 2 if s.parts * s.wide <= 4096 else 4 if s.parts * s.wide <= 8192 else 8  # all parts of a head are in registers at once
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, advance, s, num_warps=warps, early=s.pdl)
+    most = int(triton.next_power_of_2(splits))
+    warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, most, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit
@@ -173,6 +169,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     batch, head = program // kv_heads, program % kv_heads
     first = program.to(tl.int64) * size * DIM
     start = tl.program_id(1) * TOKENS
+    splits = tl.num_programs(1)
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
@@ -188,7 +185,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         else:  # how many tokens are there may have changed since: this only says what to fetch
             there = tl.minimum(tl.load(length, volatile=True).to(tl.int32), size)
             for i in tl.static_range(STAGES):
-                _prefetch(cache, first, start + i * TOKENS * S.splits, there, S)
+                _prefetch(cache, first, start + i * TOKENS * splits, there, S)
         gdc_wait()
     now = tl.load(length).to(tl.int32)
     row_mask = batch * strides[2]
@@ -223,26 +220,28 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     sums = tl.zeros((ROWS, WIDE), tl.float32)
     if S.stages == 1:
         end = tl.minimum(now + 1, size)
-        for step in range(start, end, TOKENS * S.splits):
+        last = start
+        for step in range(start, end, TOKENS * splits):
+            last = step
             t = step + tl.arange(0, TOKENS)
             keys_now = tl.where((t == now)[:, None], k[None, :], keys)
             # What is not there yet may be anything.
             values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
             seen_now = seen & (t <= now)
-            keys, values = _tile(cache, first, t + TOKENS * S.splits, end, inside, S)
-            seen = _seen(mask, row_mask, t + TOKENS * S.splits, end)
+            keys, values = _tile(cache, first, t + TOKENS * splits, end, inside, S)
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
-        mine_too = now // TOKENS % S.splits == tl.program_id(1)
+        mine_too = (last <= now) & (now < last + TOKENS)
     else:
         mine_too = tl.program_id(1) == 0
         score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
         end = tl.minimum(now, size)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end)
-        for step in tl.range(start, end, TOKENS * S.splits, num_stages=S.stages):
+        for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             keys, values = _tile(cache, first, t, end, inside, S)
             seen_now = seen
-            seen = _seen(mask, row_mask, t + TOKENS * S.splits, end)
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
         sees = now < size
         if mask is not None:
@@ -255,7 +254,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         entry = first + now * DIM + d
         tl.store(cache[0] + entry, k, mask=inside)
         tl.store(cache[1] + entry, v, mask=inside)
-    part = (program * S.splits + tl.program_id(1)) * S.group
+    part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
     tl.store(scratch[1] + 2 * part + S.group + g, tl.where(now < size, total, float("nan")), mask=g < S.group)
@@ -330,15 +329,15 @@ def _product(a0, a1, b, total):
     return total
 
 
-@triton.jit(do_not_specialize=["advance"])
-def _add_up(scratch, length, out, advance, S: tl.constexpr):
-    """The softmax of all parts of a query head, from the sums and maxima of each."""
+@triton.jit(do_not_specialize=["splits", "advance"])
+def _add_up(scratch, length, out, splits, advance, MOST: tl.constexpr, S: tl.constexpr):
+    """The softmax of all parts of a query head, from the sums and maxima of each. MOST: `splits` up to a power of two."""
     if S.pdl:
         gdc_launch_dependents()
     program, head = tl.program_id(0), tl.program_id(1)
-    p, d = tl.arange(0, S.parts), tl.arange(0, S.wide)
-    part = (program * S.splits + p) * S.group
-    there, inside = p < S.splits, d < S.dim
+    p, d = tl.arange(0, MOST), tl.arange(0, S.wide)
+    part = (program * splits + p) * S.group
+    there, inside = p < splits, d < S.dim
     if S.pdl:
         gdc_wait()
     sums = tl.load(scratch[0] + (part + head)[:, None] * S.wide + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
