@@ -17,14 +17,16 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("transformers")
 
+import triton
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextIteratorStreamer
 
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
 from halfbyte.formats import Codes, as_format
+from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.gguf import load_gguf
 from halfbyte.integrations.text import generate, open_model
 from halfbyte.nn.modules import QuantLinear, QuantModule
@@ -217,6 +219,20 @@ def test_loaded_by_transformers(dtype: torch.dtype, folder: Path, tmp_path: Path
         assert model(ids).logits.dtype == dtype
         assert torch.equal(model(ids).logits, again(ids).logits)
         assert torch.equal(model(ids).logits, hb.load(tmp_path, "cuda")(ids).logits)
+
+
+def test_kernels_are_compiled_before_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of those that the prompt and the tokens after it take. (No other test has this format.)"""
+    model, tokenizer = open_model(folder, "cuda", hb.Config("int4_g48"), torch.bfloat16)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    first, later = list[str](), list[str]()
+    for found in (first, later):
+        monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, found=found, **_: found.append(src.name))
+        if found is first:
+            compile_ahead(model, *prompt["input_ids"].shape, DynamicCache(config=model.config))
+    answer((model, tokenizer))
+    assert len(first) >= 3
+    assert later == []
 
 
 def test_a_float_model_is_quantized_on_the_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

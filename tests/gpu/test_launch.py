@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from aot import Job, compile_all
+from triton.backends.compiler import GPUTarget
 
 from halfbyte.bounded import Bounded
-from halfbyte.errors import KernelError
+from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.kernels.gpu import launch, relaunch
+from halfbyte.machine import Gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.replay import Replays
 
@@ -55,6 +60,9 @@ def test_what_does_not_compile_is_a_kernel_error(device: torch.device) -> None:
 
     for error in (triton.runtime.errors.OutOfResources(300000, 200000, "shared memory"), RuntimeError("PassManager::run failed")):
         with pytest.raises(KernelError, match="fails does not compile for this GPU"):
+            launch.run(Fails(error), (1,))
+    for error in (RuntimeError("Failed to find C compiler. Please specify via CC"), CalledProcessError(1, ["/usr/bin/gcc"])):
+        with pytest.raises(UnsupportedError, match="install gcc and Python's headers"):
             launch.run(Fails(error), (1,))
     with pytest.raises(RuntimeError, match="illegal"):
         launch.run(Fails(RuntimeError("CUDA error: an illegal memory access")), (1,))
@@ -195,6 +203,43 @@ def test_bounded() -> None:
     assert list(kept) == [3]
 
 
+def launch_compiled(gpu: Gpu) -> None:
+    """Compiles two kernels side by side for a GPU that is not there, in a process without Triton's interpreter."""
+    loaded: list[str] = []
+
+    def load(name: str, *_: object) -> tuple[int, ...]:
+        loaded.append(name)
+        return 1, 2, 3, 0, 1024
+
+    driver = SimpleNamespace(
+        launcher_cls=lambda *_: print,
+        utils=SimpleNamespace(load_binary=load, get_device_properties=lambda _: {"max_shared_mem": gpu.shared}),
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda *_: 0,
+    )
+    triton.runtime.driver.set_active(driver)  # to the end of this process, which only compiles
+    own, torch.cuda.device = torch.cuda.device, lambda _: nullcontext()  # type: ignore[assignment, misc]
+    try:
+        x = torch.zeros(8, device="meta")
+        with launch.compiling(torch.device("cuda", 0), 2):
+            for block in (8, 8, 16):
+                assert launch.is_compiling()
+                launch.run(add, (1,), x, x, (None, None), 8, 3, BLOCK=block)
+            launch.run(object(), (1,), x)  # one of torch's
+        assert not launch.is_compiling()
+        assert loaded == ["add", "add"]
+    finally:
+        torch.cuda.device = own  # type: ignore[misc]
+    launch.run(add, (1,), x, x, (None, None), 8, 3, BLOCK=8)
+
+
+def test_kernels_are_compiled_side_by_side() -> None:
+    assert [binary.kernel for binary in compile_all([Job("tests/gpu/test_launch.py:launch_compiled", "sm_90", wanted="resources")])[0]] == [
+        "add"
+    ]
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -209,6 +254,18 @@ def test_made_again_on_the_gpu(device: torch.device) -> None:
     others = [torch.randint(0, 99, (100,), device=device) for _ in range(3)]
     replay(*(t.data_ptr() for t in others))
     assert torch.equal(others[1], others[0] + others[2] + 3)
+
+
+@needs_gpu
+def test_what_was_compiled_before_is_not_compiled_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, compiled = torch.arange(10, device=device), torch.zeros(10, dtype=torch.int64, device=device), list[Any]()
+    with launch.compiling(device, 2):
+        launch.run(add, (1,), x, y, (None, None), 10, 3, BLOCK=32, num_warps=8)
+    assert not y.any()
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what))
+    launch.run(add, (1,), x, y, (None, None), 10, 3, BLOCK=32, num_warps=8)
+    assert torch.equal(y, x + 3)
+    assert not compiled
 
 
 @needs_gpu

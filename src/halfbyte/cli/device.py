@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from halfbyte.cli.output import settling
@@ -46,6 +49,29 @@ def settle_device(args: argparse.Namespace) -> None:
     if torch.cuda.is_available() and not args.quiet:
         name = "" if kind == "cpu" else f", {torch.cuda.get_device_name(torch.device(args.device))}"
         print(f"device: {args.device}{name}{why}", file=sys.stderr)
+
+
+@contextmanager
+def waking(device: str) -> Iterator[None]:
+    """A block beside which another thread does what a GPU's first kernel has to wait for: it starts CUDA and Triton, and finds out whether
+    kernels can be launched without Python's overhead. The block imports, and launches nothing."""
+    import torch
+
+    from halfbyte.dispatch.gpu import triton_trouble
+
+    def wake() -> None:
+        from halfbyte.kernels.gpu import relaunch
+
+        with torch.cuda.device(device):
+            relaunch.broken(torch.device(device))
+
+    if torch.device(device).type != "cuda" or triton_trouble() is not None:
+        yield
+        return
+    with ThreadPoolExecutor(1) as other:
+        woken = other.submit(wake)
+        yield
+        woken.result()
 
 
 def _default() -> tuple[str, str]:

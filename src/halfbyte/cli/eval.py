@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.device import add_device, asked_dtype, settle_device
+from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
 from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -87,13 +87,14 @@ def _check_stride(args: argparse.Namespace, context: int) -> None:
 
 
 def _language(args: argparse.Namespace, text: str) -> int:
-    from halfbyte.evaluate import last_word_accuracy
-    from halfbyte.integrations.text import open_model, weight_bytes
-    from halfbyte.nn.config import Config
-
     settle_device(args)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
+    with waking(args.device):
+        from halfbyte.evaluate import last_word_accuracy
+        from halfbyte.integrations.text import open_model, weight_bytes
+        from halfbyte.nn.config import Config
+
     dtype = asked_dtype(args)
     reference, tokenizer = open_model(args.against or args.model, args.device, None, dtype)
     candidates: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halfbyte.cli.device import add_device, asked_dtype, settle_device
+from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
 from halfbyte.cli.output import Commands, add_command, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 
@@ -53,8 +53,9 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     drawn = _choice_of_tokens(args)
     import torch
 
-    from halfbyte.integrations.text import open_model
-    from halfbyte.nn.config import Config
+    with waking(args.device):
+        from halfbyte.integrations.text import open_model
+        from halfbyte.nn.config import Config
 
     config = None if args.format is None else Config(args.format)
     model, tokenizer = open_model(args.model, args.device, config, asked_dtype(args), mesh, sparse=args.sparse)

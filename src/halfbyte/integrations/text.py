@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
@@ -23,6 +24,7 @@ from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
+from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
@@ -172,6 +174,8 @@ def generate(
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device):
+        if cache is None and not compiled:
+            compile_ahead(model, 1, count, DynamicCache(config=model.config))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bounded import Bounded
-from halfbyte.dispatch.gpu import GpuOption, report_failure
+from halfbyte.dispatch.gpu import GpuOption, report_failure, triton_trouble
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
@@ -39,8 +39,13 @@ def run_first(problem: Problem, gpu: Gpu, options: Sequence[GpuOption], argument
 
 
 def can_record(operands: Operands) -> bool:
-    """Whether launches on these operands can be recorded: not while a graph is captured, nor where two share memory, so that an address
-    does not tell them apart."""
+    """Whether launches on these operands can be recorded: not while a graph is captured or kernels are only compiled, nor where two share
+    memory, so that an address does not tell them apart."""
+    if triton_trouble() is None:
+        from halfbyte.kernels.gpu import launch
+
+        if launch.is_compiling():
+            return False
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in operands if t is not None)
     overlap = any(start < end for (_, end), (start, _) in pairwise(ranges))
     return not overlap and not torch.cuda.is_current_stream_capturing()

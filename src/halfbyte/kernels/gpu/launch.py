@@ -1,7 +1,8 @@
 """The one door to the GPU: `run` starts a kernel, `workspace`, `locks` and `turns` give it memory beside its operands.
 
 Whatever goes through `run` can be recorded: `recording` collects the launches of a block of code, so that they can be
-compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`relaunch.py`).
+compiled ahead of time for a GPU that is not there, or made again without Python's share of the work (`relaunch.py`). `compiling`
+compiles the kernels of a block side by side: a launch compiles its own while everything else waits.
 
 Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
 so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come
@@ -20,13 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from halfbyte.errors import KernelError
+from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu, gpu
 
@@ -47,6 +49,7 @@ class _Recorder(NamedTuple):
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
+_compiles: ContextVar[bool] = ContextVar("_compiles", default=False)
 
 
 def starts_early(gpu: Gpu) -> bool:
@@ -64,16 +67,24 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **o
 
     early  it may start before the kernel before it has ended, for whose results it waits itself (gdc_wait)
 
-    Raises KernelError where Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it.
+    Raises KernelError where Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it; UnsupportedError
+    where there is no C compiler, by which Triton makes what launches a kernel.
     """
     if early:
         options["launch_pdl"] = True  # which other backends than NVIDIA's do not know
+    if _compiles.get():
+        if hasattr(kernel, "warmup"):  # torch's own are there already
+            kernel.warmup(*args, grid=grid, **options)
+        return
     recorder = _recorder.get()
     compiled = None
     if recorder is None or not recorder.dry:
         try:
             compiled = kernel[grid](*args, **options)
         except Exception as error:
+            if isinstance(error, CalledProcessError) or "C compiler" in str(error):
+                what = f"Triton makes what launches its kernels by a C compiler, which fails here ({error})"
+                raise UnsupportedError(f"{what}: install gcc and Python's headers (python3-dev), or use the CPU") from error
             if not type(error).__module__.startswith("triton.") and "PassManager" not in str(error):
                 raise
             raise KernelError(f"{kernel.__name__} does not compile for this GPU ({type(error).__name__}: {error})") from error
@@ -90,6 +101,39 @@ def recording(*, dry: bool = False) -> Iterator[list[Call]]:
         yield calls
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def compiling(device: torch.device, threads: int) -> Iterator[None]:
+    """A block on this thread whose launches are not made: their kernels are compiled by `threads` threads, and are ready on `device`, the
+    current one, when the block ends. What does not compile says so when it is launched."""
+    token = _compiles.set(True)
+    try:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True):
+            yield
+    finally:
+        _compiles.reset(token)
+
+
+def is_compiling() -> bool:
+    """Whether this is within `compiling`: results are undefined, and no launches may be kept."""
+    return _compiles.get()
+
+
+class _Loading:
+    """An executor for Triton's functions that compile: they also make the launcher, by a C compiler, and load the kernel."""
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
+        self._pool, self._device = pool, device
+
+    def submit(self, compile: Callable[[], Any]) -> Any:
+        return self._pool.submit(self._loaded, compile)
+
+    def _loaded(self, compile: Callable[[], Any]) -> Any:
+        compiled = compile()
+        with torch.cuda.device(self._device):
+            assert compiled.run is not None
+        return compiled
 
 
 # Memory
