@@ -15,6 +15,7 @@ from halfbyte.dispatch import explain_gpu, tune
 from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
+from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -235,6 +236,12 @@ def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_gpu, "triton_trouble", rules.triton_trouble)
     with pytest.raises(UnsupportedError, match="which kernels sm_90 has is not known here: Triton is not installed"):
         explain(1, 64, 64, "q4_0", device="sm_90")
+
+
+@pytest.mark.parametrize(("fmt", "packed"), [("iq4_nl", "int8_g32"), ("int6_g16", "int8_g16"), ("mxfp4", "mxfp4"), ("q4_0", "q4_0")])
+def test_codes_that_gpus_hold_as_integers_are_explained_as_such(fmt: str, packed: str) -> None:
+    assert str(packed_format(as_format(fmt), on_cpu=False)) == packed
+    assert str(explain(1, 64, 64, fmt, device="sm_90").problem.format) == packed
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "int4_g48_offset", "int8_channel"])

@@ -82,17 +82,18 @@ def _gpu_device(name: str) -> torch.device:
 
 
 def _weights(args: argparse.Namespace) -> list[tuple[int, int, Format]]:
-    """The distinct (N, K, Format) to tune."""
+    """The distinct (N, K, Format) to tune, as they are packed."""
     from halfbyte.checkpoint.loading import describe
+    from halfbyte.dispatch.packed import packed_format
     from halfbyte.formats.spec import as_format
 
     if args.model is None:
         if args.n is None or args.k is None:
             raise ArgumentError("tune takes a folder with a quantized model, or --n and --k: name one or the other")
-        return [(args.n, args.k, as_format(name)) for name in args.format]
+        return [(args.n, args.k, packed_format(as_format(name), on_cpu=False)) for name in args.format]
     if args.n is not None or args.k is not None:
         raise ArgumentError("tune takes a folder with a quantized model, or --n and --k, not both")
-    found = [(row.shape[0], row.shape[1], row.format) for row in describe(Path(args.model)).rows if row.kind == "Linear" and row.format]
-    if not found:
+    rows = [row for row in describe(Path(args.model)).quantized if row.kind == "Linear"]
+    if not rows:
         raise ArgumentError(f"{args.model} has no quantized linear layer: quantize it first")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys((row.shape[0], row.shape[1], packed_format(row.format, on_cpu=False)) for row in rows if row.format))

@@ -12,6 +12,7 @@ import torch
 
 from halfbyte.dispatch.cpu import Choice, choose_linear
 from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
+from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
@@ -119,10 +120,10 @@ def explain(
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}")
     asked = named_device(device)
-    if fmt.tight and (asked is None or asked.type != "cpu" or not current().reads_tight):  # as `pack` does
-        fmt = fmt.integers
+    on_cpu = asked is not None and asked.type == "cpu"
+    fmt = packed_format(fmt, on_cpu=on_cpu)
     problem = Problem("linear" if experts is None else "grouped_linear", m, n, k, fmt, dtype, "float", activation, experts or 1)  # type: ignore[arg-type]
-    if asked is None or asked.type != "cpu":
+    if not on_cpu:
         return explain_gpu(replace(problem, sparse=sparse), str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
     choice = choose_linear(fmt, dtype, compute, isa)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
@@ -70,7 +71,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
     on_cpu, codes = device.type == "cpu", codes.to(device)
-    if (codes.format.family == "iq4" and not on_cpu) or (codes.format.tight and not (on_cpu and _reads_tight())):
+    if packed_format(codes.format, on_cpu=on_cpu) != codes.format:
         codes = codes.integers()
     if len(codes.shape) == 3:
         return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
@@ -79,12 +80,6 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     else:
         packed = gpu_tiles.pack(codes, sparse=sparse is True and cuda.leaves_zeros_out(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
-
-
-def _reads_tight() -> bool:
-    from halfbyte.kernels.cpu.isas import current
-
-    return current().reads_tight
 
 
 def _pack_cpu(codes: Codes) -> Packed:

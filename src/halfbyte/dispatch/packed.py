@@ -1,0 +1,14 @@
+"""The format in which a weight is packed: that of its codes, but where no kernel of the device reads these."""
+
+from __future__ import annotations
+
+from halfbyte.formats.spec import Format
+
+
+def packed_format(fmt: Format, *, on_cpu: bool) -> Format:
+    """On this CPU or on GPUs, which hold codes of iq4 and of 5 and 6 bits as integers of 8; CPUs with AMX or i8mm the latter."""
+    if on_cpu and fmt.tight:
+        from halfbyte.kernels.cpu.isas import current
+
+        return fmt if current().reads_tight else fmt.integers
+    return fmt.integers if not on_cpu and (fmt.tight or fmt.family == "iq4") else fmt
