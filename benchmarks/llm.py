@@ -4,13 +4,14 @@
     python benchmarks/llm.py --contenders halfbyte halfbyte-2:4 --format int4_g128        CPU: beside 2:4 sparse linear layers
     python benchmarks/llm.py --contenders halfbyte halfbyte-int8-cache --prompt 2048      CPU: beside keys and values in 8 bits
     python benchmarks/llm.py --contenders halfbyte llama-bench --gguf model.gguf          CPU: a file of llama.cpp's as it is
-    python benchmarks/llm.py --device cuda --size 8b
+    python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
+    python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
-after it. On a GPU "step" is one decoding step of `--batch` sequences after the prompt alone, as a CUDA graph: what is left when Python is
-out of the way.
+after it, as a user's calls do. Of compiled contenders on a GPU only the "step" is told: one decoding step of `--batch` sequences after the
+prompt, as a CUDA graph.
 "reading" is the time that a bare read of the weights of a step takes (all but the embedding, of which a step reads one row), and
 "of roofline" is that time over the step's.
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
     parser.add_argument("--llama-bench", default="llama-bench", help="llama.cpp's program (default: %(default)s)")
-    parser.add_argument("--gguf", type=Path, help="a file that halfbyte and llama.cpp run in place of the synthetic model")
+    parser.add_argument("--gguf", type=Path, help="a file that halfbyte and llama.cpp run; where there is none it is made of the model")
     parser.add_argument("--folder", type=Path, help="where the model is kept from run to run (default: nowhere)")
     parser.add_argument("--where", action="store_true", help="where the time goes, in place of tokens per second (not llama.cpp)")
     parser.add_argument("--json", action="store_true")
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    if {"llama.cpp", "llama-bench"} & {*args.contenders} and not gguf(args).exists():
+    if ({"llama.cpp", "llama-bench"} & {*args.contenders} or args.gguf) and not gguf(args).exists():
         make_files(args)
     workers = {name: start(args, name) for name in args.contenders}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
@@ -101,10 +101,11 @@ def compare(args: argparse.Namespace) -> int:
         )
         return 0
     keys = sorted({key for row in medians.values() for key in row})
-    print(f"{'':20}" + "".join(f"{key:>16}" for key in keys) + f"{'weights, MB':>16}")
+    print(f"{'':20}" + "".join(f"{key:>16}" for key in (*keys, "opened, s", "weights, MB")))
     for name, row in medians.items():
         cells = "".join(f"{row[key]:16.2f}" if key in row else " " * 16 for key in keys)
-        print(f"{name:20}{cells}{facts[name].get('weight_bytes', 0) / 1e6:16.1f}")
+        opened = f"{facts[name]['open_seconds']:16.1f}" if "open_seconds" in facts[name] else " " * 16
+        print(f"{name:20}{cells}{opened}{facts[name].get('weight_bytes', 0) / 1e6:16.1f}")
     return 0
 
 
@@ -216,12 +217,15 @@ class Torch:
         torch.set_num_threads(args.threads)
         self.kernels = Kernels() if args.where else None
         self.args, self.seed = args, 0
-        self.model = opened(args) or make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
+        begin = time.perf_counter()
+        self.model = opened(args)
+        opening = {} if self.model is None else {"open_seconds": time.perf_counter() - begin}
+        self.model = self.model or make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
         if "int4" in args.worker:
             with_int4pack(self.model)
         self.tokenizer = make_tokenizer(VOCABULARY[args.size])
         self.compiled = args.worker.endswith("compiled")
-        self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__}
+        self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__, **opening}
         _ = self.generated(self.args.new) if args.where else self.round()
 
     def round(self) -> dict[str, float]:
@@ -304,10 +308,12 @@ class Torch:
         import torch
         from transformers import StaticCache
 
+        from halfbyte.integrations.steps import likeliest
+
         model = self.model
 
         def forward(**inputs: Any) -> Any:
-            return greedy(model(**inputs).logits)
+            return likeliest(model(**inputs).logits)
 
         with torch.inference_mode():
             cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
@@ -328,14 +334,6 @@ class Torch:
             with torch.cuda.graph(graph):
                 run()
         return graph, ids, position, cache
-
-
-def greedy(logits: Any) -> Any:
-    """The likeliest token [...] of logits [..., v]: argmax in two steps, as torch gives all of a long row to one block (34 us)."""
-    width = math.gcd(logits.shape[-1], 256)
-    best, at = logits.unflatten(-1, (-1, width)).max(-1)
-    first = best.argmax(-1, keepdim=True)
-    return (first * width + at.gather(-1, first)).squeeze(-1)
 
 
 def reading_seconds(nbytes: int) -> float:
@@ -452,9 +450,9 @@ def make_files(args: argparse.Namespace) -> None:
     from halfbyte.checkpoint import save
     from halfbyte.checkpoint.exporting import export
 
-    save(make_model(argparse.Namespace(**{**vars(args), "device": "cpu"}), quantized=True), args.folder / "halfbyte")
+    save(make_model(args, quantized=True), args.folder / "halfbyte")
     make_tokenizer(VOCABULARY[args.size]).save_pretrained(args.folder / "halfbyte")
-    export(args.folder / "halfbyte", args.folder / "model.gguf", "gguf")
+    export(args.folder / "halfbyte", gguf(args), "gguf")
 
 
 if __name__ == "__main__":

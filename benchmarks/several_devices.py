@@ -21,9 +21,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from llm import SIZES, VOCABULARY, greedy, make_model
+from llm import SIZES, VOCABULARY, make_model
 from torch import distributed
 
+from halfbyte.integrations.steps import likeliest
 from halfbyte.nn import parallel_sum
 
 KEPT, LONGEST = 512, 1024  # tokens in the cache, and that it has room for
@@ -169,7 +170,7 @@ def shared(args: argparse.Namespace, mesh: Any) -> None:
 
 def compiled(model: Any) -> Any:
     def forward(**inputs: Any) -> Any:
-        return greedy(model(**inputs).logits)
+        return likeliest(model(**inputs).logits)
 
     torch.compiler.reset()
     return torch.compile(forward, fullgraph=True, dynamic=False, backend="inductor" if torch.cuda.is_available() else "aot_eager")
@@ -197,7 +198,7 @@ def decoding(args: argparse.Namespace, model: Any, batch: int, step: Any = None)
     started = time.perf_counter() - begin
     whole = milliseconds(run, before=back)
     x = torch.zeros(batch, 1, config.hidden_size, dtype=model.dtype, device=model.device)
-    rest = milliseconds(repeated(lambda: greedy(model.lm_head(model.model.norm(x)))))
+    rest = milliseconds(repeated(lambda: likeliest(model.lm_head(model.model.norm(x)))))
     whole, rest = (max(of_all(ms)) if step_is_shared(model) else ms for ms in (whole, rest))
     layer = (whole - rest) / args.layers
     token = rest + layer * SIZES[args.size]["num_hidden_layers"]

@@ -111,6 +111,24 @@ def recorded(run: FakeLauncher, *args: Any, **options: Any) -> launch.Call:
     return launch.Call(kernel, (5,), args, options, compiled)
 
 
+def test_what_a_graph_kept_is_given_to_another(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, graphs = 99, (41, 42, 43)
+    monkeypatch.setitem(launch._arenas, index, torch.zeros(1 << 12, dtype=torch.int32, device=device))
+    monkeypatch.setitem(launch._left_turns, index, torch.zeros(8 * launch._PLACE, dtype=torch.uint8, device=device))
+    kept = []
+    for graph in graphs:
+        monkeypatch.setattr(launch, "_where", lambda device, graph=graph: (index, 1, graph))
+        kept.append([launch.locks(device, 5), *(launch.turns(device, 100) for _ in range(2))])
+        if graph == graphs[1]:
+            launch.release((index, 1, graphs[0]))
+    addresses = [{tensor.data_ptr() for tensor in tensors} for tensors in kept]
+    assert addresses[0] == addresses[2]
+    assert not addresses[0] & addresses[1]
+    for graph in graphs:
+        launch.release((index, 1, graph))
+    assert launch.locks(device, 600).data_ptr() not in addresses[0] | addresses[1], "what was kept is too small"
+
+
 def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_stream", lambda index: 9)
     run, device = FakeLauncher(), torch.device("cpu", 0)

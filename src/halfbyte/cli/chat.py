@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")
 
-    from transformers import DynamicCache
-
+    from halfbyte.integrations import generating
     from halfbyte.integrations.text import generate
 
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         ids = prompt["input_ids"][0]
         if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
             # At first, or as the template has changed the earlier text: process it again.
-            cache = new_cache(args, model) or DynamicCache(config=model.config)
+            cache = new_cache(args, model) or generating.new_cache(model)
         if args.compile:  # a longer cache would be compiled again
             settings["max_cache_len"] = max(1024, 1 << (len(ids) + args.max_new_tokens - 1).bit_length())
         done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)

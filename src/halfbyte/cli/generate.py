@@ -40,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
-    parser.add_argument("--compile", action="store_true", help="compile the decoding step first: slow to start, then faster")
+    parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")
 
 
 @settling()

@@ -4,9 +4,10 @@ on_import.py        registers with transformers and peft when they are imported
 transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for several processes; peft.py: adapters
 gguf.py, text.py    models are opened; text is generated and timed; compiling.py: GPU kernels are compiled before the first prompt
 attention.py        an implementation of attention for transformers; cache.py: a cache of keys and values in 8 bits
-Layers in few calls (`shorten_`)
+Layers and steps in few calls (`shorten_`)
   decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache
   encoding.py       encoder layers; embedding.py: what is before them
+  generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
   shortened.py      their classes; ahead.py: layers that are computed by the call of the first; unchanged.py: whether that still holds
   explain_model.py  what computes each layer, and why
 """

@@ -32,6 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding
 from halfbyte.integrations.ahead import expect
+from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
@@ -53,12 +54,14 @@ def shorten_(model: nn.Module) -> nn.Module:
     """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
     Decoder layers like Llama's take tokens in one call on a CPU, one in six kernels or so on a GPU; encoder layers like BERT's take whole
-    sequences in one call, on a CPU, and so do their embeddings.
+    sequences in one call, on a CPU, and so do their embeddings. `generate` of any language model writes tokens by a lean loop, on a GPU
+    with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
     which, and why.
     """
     check_type(model, nn.Module, "shorten_ takes a model, a torch.nn.Module", "pass the model that fuse_ returned")
+    generate_fast(model)
     for module in model.modules():
         if embedding.tables_of(module) is not None:
             embedding.shorten_embeddings(module)

@@ -13,13 +13,13 @@ from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import Changes, QuantLinear
 from halfbyte.nn.report import REMARK
 
-_classes: dict[tuple[type, type], Any] = {}
+_classes: dict[tuple[type, ...], Any] = {}
 
 
 class Shortened:
     """Comes before the class of a module, which goes on where this one has no shorter way."""
 
-    of_classes: tuple[type, type]
+    of_classes: tuple[type, ...]
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -35,17 +35,23 @@ def shorten(module: nn.Module, before: type[Shortened], otherwise: str, reason: 
     """Puts `before` before the class of a module; with a reason not to, leaves it and notes both for the report."""
     if reason is None:
         module.__dict__.pop(REMARK, None)
-        module.__class__ = _shortened(before, type(module))
+        module.__class__ = _shortened(before, *classes_of(module))
     else:
         setattr(module, REMARK, f"{otherwise}: {reason}")
 
 
-def _shortened(before: type[Shortened], cls: type) -> Any:
-    """The class that has the methods of `before`, and else those of `cls`."""
-    parts = before, cls
+def classes_of(module: Any) -> tuple[type, ...]:
+    """The classes that were put before a module's own, and that."""
+    return module.of_classes if isinstance(module, Shortened) else (type(module),)
+
+
+def _shortened(*parts: type) -> Any:
+    """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
     if parts not in _classes:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if before.keeps_name else {}
-        name = cls.__name__ if before.keeps_name else f"{before.__name__.lstrip('_')}{cls.__name__}"
+        *before, cls = parts
+        keeps = any(issubclass(one, Shortened) and one.keeps_name for one in before)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
+        name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
         _classes.setdefault(parts, type(name, parts, {"of_classes": parts, **names}))
     return _classes[parts]
 
@@ -81,30 +87,19 @@ def why_hooked(module: nn.Module) -> str | None:
 
 def original(module: Any) -> type:
     """The class that a module had before it was shortened, or has."""
-    cls: Any = type(module)
-    return _before(cls)
+    return classes_of(module)[-1]
 
 
 def name_in_transformers(module: Any) -> str:
     """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
-    cls: Any = type(module)
-    return _name(cls)
+    return _name(original(module))
 
 
 @functools.cache
-def _before(cls: Any) -> type:
-    while issubclass(cls, Shortened):
-        cls = cls.of_classes[1]
-    found: type = cls
-    return found
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
 
 
-@functools.cache
-def _name(cls: Any) -> str:
-    before = _before(cls)
-    return f"{before.__module__}.{before.__qualname__}".removeprefix("transformers.models.")
-
-
-def _empty(before: type[Shortened], cls: type) -> Any:
-    made = _shortened(before, cls)
+def _empty(*parts: type) -> Any:
+    made = _shortened(*parts)
     return made.__new__(made)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
+from transformers import StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
@@ -26,6 +26,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, Unsup
 from halfbyte.integrations import attention
 from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.generating import generate_fast, new_cache
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
@@ -152,8 +153,9 @@ def generate(
 
     prompt    the tokenizer's output for one text: input_ids [1, t] and more
     show      called with the text piece by piece, in whole words
-    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's overhead in each step
-    cache     a cache of transformers with the beginning of the prompt; it is extended
+    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's overhead in each step. On a
+              GPU a CUDA graph does so without (generating.py)
+    cache     a cache of transformers with the beginning of the prompt; it is extended. `generating.new_cache` makes one
     settings  of transformers' `generate`: max_new_tokens, do_sample, …
 
     Raises ArgumentError as `check_prompt` does.
@@ -163,7 +165,7 @@ def generate(
     count = inputs["input_ids"].shape[1]
     known = 0
     if cache is not None:
-        known, settings["past_key_values"] = cache.get_seq_length(), cache
+        known, settings["past_key_values"] = int(cache.get_seq_length()), cache
     if compiled:
         compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
         compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
@@ -174,8 +176,8 @@ def generate(
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device):
-        if cache is None and not compiled:
-            compile_ahead(model, 1, count, DynamicCache(config=model.config))
+        if not known and not compiled and (cache is None or isinstance(cache, StaticCache)):
+            compile_ahead(model, 1, count, new_cache(model, count + 1))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
@@ -252,6 +254,7 @@ def ready(model: Any, device: str, dtype: torch.dtype | None = None, sparse: boo
         _compute_in(model, dtype)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(attention.NAME)
+    generate_fast(model)
     if any(isinstance(module, QuantModule) for module in model.modules()):
         shorten_(fuse_(model))
     return model.eval()

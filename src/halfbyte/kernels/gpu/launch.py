@@ -6,8 +6,9 @@ compiles the kernels of a block side by side: a launch compiles its own while ev
 
 Kernels that split K meet in a workspace and count arrivals in locks. Two launches that may overlap must not share either,
 so there is one of each for every stream. A graph may be replayed on any stream later: while it is captured, workspaces come
-from its own memory, and locks are a piece of memory that nobody else is given. torch.compile runs what it will capture once before,
-with the allocations of that thread in the graphs' memory, where nothing may outlive the run: what is kept is allocated by another one.
+from its own memory, and locks are a piece of memory that nobody else is given until `release` tells that the graph is gone.
+torch.compile runs what it will capture once before, with the allocations of that thread in the graphs' memory, where nothing may outlive
+the run: what is kept is allocated by another one.
 
 A kernel that writes before the one before it has ended takes memory of `turns`: a workspace, or a graph's own memory, may be what another
 is still reading.
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from subprocess import CalledProcessError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -48,6 +49,7 @@ class _Recorder(NamedTuple):
     dry: bool
 
 
+_Free = TypeVar("_Free")
 _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
 _compiles: ContextVar[bool] = ContextVar("_compiles", default=False)
 
@@ -146,14 +148,18 @@ _ARENA = 1 << 21  # locks, for the graphs of one device
 _PLACE = 1 << 18  # bytes of which a place of turns has a multiple
 _MOST_OF_GRAPHS = 1 << 27  # bytes of turns, for the graphs of one device
 
+Owner = tuple[int, int, int]  # device, stream and graph
+
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _spread_codes: dict[tuple[int, int], Tensor] = {}
 _locks: dict[tuple[int, int], Tensor] = {}
-_graph_locks: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and graph
+_graph_locks: dict[Owner, Tensor] = {}
 _arenas: dict[int, Tensor] = {}  # what is left for graphs, by device
-_turns: dict[tuple[int, int, int], list[Tensor]] = {}  # by device, stream and graph: two places, the one that was given last behind
+_turns: dict[Owner, list[Tensor]] = {}  # two places, the one that was given last behind
 _left_turns: dict[int, Tensor] = {}  # for graphs, by device
 _given_turns: dict[int, int] = {}  # bytes of turns that there were for graphs, by device
+_free_locks: dict[int, list[Tensor]] = {}  # of graphs that are gone, by device
+_free_turns: dict[int, list[list[Tensor]]] = {}
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
@@ -202,6 +208,10 @@ def turns(device: torch.device, nbytes: int) -> Tensor:
     size = round_up(nbytes, _PLACE)
     left, given = _left_turns.get(index), _given_turns.get(index, 0)
     if found is None or found[0].numel() < nbytes:
+        if graph and (again := _first(_free_turns.get(index, []), lambda free: free[0].numel() >= nbytes)) is not None:
+            found = _turns[key] = again
+            found.reverse()
+            return found[1]
         if graph and left is not None and left.numel() >= 2 * size:
             places, _left_turns[index] = left[: 2 * size], left[2 * size :]
         elif graph or nbytes > _MOST_KEPT:
@@ -231,15 +241,37 @@ def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
         return other.submit(make).result()
 
 
-def _locks_of_graph(device: torch.device, n: int, key: tuple[int, int, int]) -> Tensor:
+def _locks_of_graph(device: torch.device, n: int, key: Owner) -> Tensor:
     found = _graph_locks.get(key)
     if found is None or found.numel() < n:
+        if (again := _first(_free_locks.get(key[0], []), lambda free: free.numel() >= n)) is not None:
+            _graph_locks[key] = again
+            return again
         size, left = max(_LEAST_OF_GRAPH, _power_of_two(n)), _arenas.get(key[0])
         if left is None or left.numel() < size:  # setting them to 0 becomes a step of the graph, each time
             return torch.zeros(n, dtype=torch.int32, device=device)
         found, _arenas[key[0]] = left[:size], left[size:]
         _graph_locks[key] = found
     return found
+
+
+def _first(free: list[_Free], fits: Callable[[_Free], bool]) -> _Free | None:
+    """Takes the first that fits out of a list."""
+    index = next((i for i, one in enumerate(free) if fits(one)), None)
+    return None if index is None else free.pop(index)
+
+
+def owner(device: torch.device) -> Owner:
+    """Who keeps locks and turns now: while a graph is captured, that graph."""
+    return _where(device)
+
+
+def release(graph: Owner) -> None:
+    """Gives what a graph kept to others. The graph is gone, and nothing of it runs any more."""
+    if (locks := _graph_locks.pop(graph, None)) is not None:
+        _free_locks.setdefault(graph[0], []).append(locks)
+    if (places := _turns.pop(graph, None)) is not None:
+        _free_turns.setdefault(graph[0], []).append(places)
 
 
 def _power_of_two(n: int) -> int:

@@ -1,0 +1,230 @@
+"""A decoding step as a CUDA graph: the model's call, and where it depends on scores alone the choice of the token and its way back.
+
+The first step is an ordinary one, the second is captured, which runs nothing, and then replayed, as are all later ones. What a step changes
+lies in tensors: the token, positions, masks, the entries of a static cache and their number. A cache layer with a window also counts in
+Python, and does something else once it is full; a cache that is full is replaced by a larger one: there the graph ends, and the next two
+steps make another.
+
+The memory of graphs is kept from one to the next, and so is what kernels of this package keep for each (`launch.release`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.integrations.steps import TOKEN, Choice, Step
+
+# By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
+_pools: dict[tuple[int, int], Any] = {}
+_lost: list[Any] = []  # those in whose memory a capture failed
+_streams: dict[int, Any] = {}  # by device: of captures
+_LARGEST = 1 << 62  # tokens
+_MODE = "thread_local"  # other threads may go on using the GPU
+
+
+class GraphStep(Step):
+    """A step on a GPU with a static cache. `refused` tells why it is not captured, where it is not."""
+
+    refused: str | None = None
+
+    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int, cache: StaticCache) -> None:
+        super().__init__(model, arguments, outputs, choice, more)
+        self._cache, self._capacity = cache, capacity(cache, model)
+        self._prepared = False
+        self._graph: _Graph | None = None
+        self._tokens: Any = None  # that the graph reads, [B]
+        self._result: Any = None  # of the graph: the next tokens, in the same place, or logits
+        self._replays = 0
+        self._left = 0  # replays for which the graph is right
+
+    @property
+    def ahead(self) -> bool:
+        return self._graph is not None and self._left > 0
+
+    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        length = self._length(ids)
+        if self._graph is not None and not self._left:
+            self.close()
+            self._inputs = None
+        if length >= self._capacity:
+            enlarge(self._cache, self._model, 2 * length)
+            self._capacity = capacity(self._cache, self._model)
+            self._before = self._inputs = None
+        if self._graph is None:
+            return super().__call__(ids, tokens)
+        self._skipped += 1
+        return self._replayed(ids, tokens)
+
+    def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        self._capture(self._length(ids), tokens)
+        if self._graph is not None:
+            return self._replayed(ids, tokens)
+        self._skipped -= 1
+        return super().__call__(ids, tokens)
+
+    def _replayed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        assert self._graph is not None
+        if tokens is not self._tokens:
+            self._tokens.copy_(tokens)
+        self._graph.replay()
+        self._replays += 1
+        self._left -= 1
+        result: Tensor = self._result
+        return result if self._choice.alone else self._choice(ids, result)
+
+    def refuse(self, reason: str) -> None:
+        super().refuse(reason)
+        self.refused = reason
+
+    def _capture(self, length: int, tokens: Tensor) -> None:
+        inputs = self._inputs
+        assert inputs is not None
+        if not inputs.same_shapes:
+            self.refuse("its attention takes a mask that becomes longer from token to token")
+            return
+        counts = [(layer, layer.cumulative_length_int) for layer in _windows(self._cache)]
+        # Until a window is full. What is full stays so.
+        left = [self._capacity - length, *(layer.max_cache_len - n for layer, n in counts if n < layer.max_cache_len)]
+
+        mine = self._tokens = tokens.clone()
+
+        def step() -> Tensor:
+            scores = self._scores(mine)
+            return mine.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
+
+        try:
+            self._graph = _Graph(tokens.device)
+            self._result = self._graph.capture(step)
+        except RuntimeError as error:
+            self._graph = None
+            for layer, n in counts:
+                layer.cumulative_length_int = n
+            self.refuse(f"torch cannot capture its step ({' '.join(str(error).split())[:200]})")
+        else:
+            self._left, self._replays = min(left), 0
+
+    def close(self) -> None:
+        if self._graph is None:
+            return
+        self._graph.close()
+        self._graph = self._result = self._tokens = None
+        for layer in _windows(self._cache):
+            layer.cumulative_length_int += self._replays - 1  # one was counted by the capture
+
+    def undo(self) -> None:
+        """Takes the last token out of the cache."""
+        self.close()
+        layers: list[Any] = self._cache.layers
+        for layer in layers:
+            if _is_window(layer):
+                layer.cumulative_length_int -= 1
+                if layer.cumulative_length_int >= layer.max_cache_len:  # its first entry is one that nobody asks for
+                    for entries in (layer.keys, layer.values):
+                        entries.copy_(entries.roll(1, 2))
+                    continue
+            layer.cumulative_length.sub_(1)
+
+
+def static_cache(model: Any, size: int) -> StaticCache:
+    """An empty cache for a model, with room for `size` tokens."""
+    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
+
+
+def capacity(cache: StaticCache, model: Any) -> int:
+    """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
+    pairs: Any = zip(cache.layers, static_cache(model, _LARGEST).layers, strict=True)
+    return min((layer.max_cache_len for layer, largest in pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
+
+
+def enlarge(cache: StaticCache, model: Any, size: int) -> None:
+    """Makes room for `size` tokens, in place."""
+    pairs: Any = zip(cache.layers, static_cache(model, size).layers, strict=True)
+    for index, (old, new) in enumerate(pairs):
+        if new.max_cache_len <= old.max_cache_len:
+            continue
+        if old.is_initialized:
+            new.lazy_initialization(old.keys, old.values)
+            for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
+                mine[:, :, : old.max_cache_len] = theirs
+            new.cumulative_length.copy_(old.cumulative_length)
+            if _is_window(old):
+                new.cumulative_length_int = old.cumulative_length_int
+        cache.layers[index] = new
+
+
+def _is_window(layer: Any) -> bool:
+    """Whether it forgets tokens, which it does once it is full."""
+    return isinstance(layer, StaticSlidingWindowLayer)
+
+
+def _windows(cache: StaticCache) -> list[Any]:
+    return [layer for layer in cache.layers if _is_window(layer)]
+
+
+class _Graph:
+    """A CUDA graph in the memory of those before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._graph = device, torch.cuda.CUDAGraph()
+        self._owner: Any = None
+        here = torch.cuda.current_stream(device)
+        self._place = here.device_index, here.cuda_stream
+        self._stream = _streams.setdefault(here.device_index, torch.cuda.Stream(device))
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Captures what `run` does, without doing it; the tensor that it returns. Raises RuntimeError where something of it waits for the
+        GPU."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if self._place not in _pools:
+                _pools[self._place] = _trivial(self._device)
+            try:
+                self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
+                if triton_trouble() is None:
+                    from halfbyte.kernels.gpu import launch
+
+                    self._owner = launch.owner(self._device)
+                found = run()
+            except BaseException:
+                self._abandon()
+                raise
+            self._graph.capture_end()
+        return found
+
+    def _abandon(self) -> None:
+        """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
+        with suppress(RuntimeError):
+            self._graph.capture_end()
+        _lost.append(_pools.pop(self._place))
+        _trivial(self._device)
+        self.close()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Frees it."""
+        torch.cuda.current_stream(self._device).synchronize()
+        self._graph.reset()
+        if self._owner is not None:
+            from halfbyte.kernels.gpu import launch
+
+            launch.release(self._owner)
+
+
+def _trivial(device: torch.device) -> Any:
+    """A graph that does nothing of use, captured on the current stream. What torch keeps of graphs that share memory goes with the last of
+    them, and cannot be taken up again."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode=_MODE)
+    torch.zeros(1, dtype=torch.int32, device=device)
+    graph.capture_end()
+    return graph

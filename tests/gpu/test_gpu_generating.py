@@ -1,0 +1,153 @@
+"""Tokens that are written with CUDA graphs are those that transformers writes, and graphs leave nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from test_generating import ASKED, FAMILIES, LENGTHS, AfterThree, Odd, both, make, make_family, prompt, transformers_own
+from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
+
+import halfbyte as hb
+from halfbyte.integrations import generating, graphs
+from halfbyte.integrations.decoding import is_short
+from halfbyte.integrations.steps import likeliest
+from halfbyte.kernels.gpu import launch
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make().cuda()
+
+
+@pytest.fixture(scope="module")
+def quantized() -> Any:
+    """Of shortened layers."""
+    model = make(num_hidden_layers=3, hidden_size=256, intermediate_size=512).cuda()
+    hb.shorten_(hb.fuse_(hb.quantize_(model, "q4_0")))
+    assert all(map(is_short, model.model.layers))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The replays of each graph."""
+    made: list[int] = []
+    capture, replay = graphs._Graph.capture, graphs._Graph.replay
+
+    def counted(self: Any, run: Any) -> Any:
+        found = capture(self, run)
+        made.append(0)
+        return found
+
+    def replayed(self: Any) -> None:
+        made[-1] += 1
+        replay(self)
+
+    monkeypatch.setattr(graphs._Graph, "capture", counted)
+    monkeypatch.setattr(graphs._Graph, "replay", replayed)
+    return made
+
+
+def there(*lengths: int) -> dict[str, Any]:
+    return {name: tensor.cuda() for name, tensor in prompt(*lengths).items()}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
+def test_tokens_are_transformers_own(model: Any, lengths: tuple[int, ...], asked: dict[str, Any], captures: list[int]) -> None:
+    found, expected = both(model, {**there(*lengths), "max_new_tokens": 25, **asked})
+    assert torch.equal(found, expected)
+    assert len(captures) == (found.shape[1] - max(lengths) > 2)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalty", "ends"])
+def test_shortened_layers(quantized: Any, lengths: tuple[int, ...], name: str, captures: list[int]) -> None:
+    found, expected = both(quantized, {**there(*lengths), "max_new_tokens": 60, "eos_token_id": None, **ASKED[name]})
+    assert torch.equal(found, expected)
+    assert len(captures) == (found.shape[1] - max(lengths) > 2)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_windows(family: str, lengths: tuple[int, ...], captures: list[int]) -> None:
+    model = make_family(family).cuda()
+    found, expected = both(model, {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None})
+    assert torch.equal(found, expected)
+    assert len(captures) == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
+
+
+def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating, "_LATER", 0)
+    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
+    found, expected = both(quantized, {**there(9), "max_new_tokens": 40, "eos_token_id": None})
+    assert torch.equal(found, expected)
+    assert len(captures) == len((18, 36, 72))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
+    model = (make() if family == "Llama" else make_family(family)).cuda()
+    cache, asked = StaticCache(config=model.config, max_cache_len=13), there(9)
+    with transformers_own(model):
+        free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
+    first = model.generate(**asked, max_new_tokens=20, past_key_values=cache, eos_token_id=int(free[0, 20]) if ends else None)
+    assert int(cache.get_seq_length()) == first.shape[1] - 1
+    longer = {"input_ids": torch.cat((first, torch.tensor([[11, 12, 13]], device="cuda")), 1)}
+    settings = {**longer, "attention_mask": torch.ones_like(longer["input_ids"]), "max_new_tokens": 30, "eos_token_id": None}
+    found = model.generate(**settings, past_key_values=cache)
+    with transformers_own(model):
+        assert torch.equal(found, model.generate(**settings))
+
+
+def test_processors_and_criteria_of_the_caller(model: Any) -> None:
+    def settings() -> dict[str, Any]:
+        own = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
+        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **own}
+
+    found, expected = both(model, settings)
+    assert torch.equal(found, expected)
+
+
+def test_what_waits_for_the_gpu(quantized: Any) -> None:
+    """It is written without a graph, which is said once; later random numbers, graphs and memory are as ever."""
+
+    def waits(module: Any, inputs: Any, output: Any) -> None:
+        assert float(output[0].sum()) < 1e9
+
+    waiting = make().cuda()
+    waiting.model.layers[1].register_forward_hook(waits)
+    settings = {**there(9, 2), "max_new_tokens": 20, "do_sample": True, "temperature": 2.0}
+    with pytest.warns(UserWarning, match="LlamaForCausalLM .* as torch cannot capture its step"):
+        found, expected = both(waiting, settings)
+    assert torch.equal(found, expected)
+    found, expected = both(waiting, settings)
+    assert torch.equal(found, expected)
+    found, expected = both(quantized, settings)
+    assert torch.equal(found, expected)
+
+
+def test_graphs_leave_nothing_behind(quantized: Any, captures: list[int]) -> None:
+    settings = {**there(9), "max_new_tokens": 12, "eos_token_id": None}
+    expected, known = quantized.generate(**settings), []
+    for _ in range(20):
+        assert torch.equal(quantized.generate(**settings), expected)
+        left = [tensor.numel() for kept in (launch._arenas, launch._left_turns) for tensor in kept.values()]
+        known.append((left, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(captures) == 21
+    assert known[-1] == known[4]
+
+
+@pytest.mark.parametrize("v", [7, 400, 32000, 128256])
+def test_likeliest_is_the_first_of_the_largest(v: int) -> None:
+    scores = torch.randint(0, 9, (5, v), device="cuda").float()
+    expected = [row.index(max(row)) for row in scores.tolist()]
+    assert likeliest(scores).tolist() == expected
