@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import triton
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import halfbyte as hb
 from halfbyte import ops
@@ -223,14 +223,19 @@ def test_loaded_by_transformers(dtype: torch.dtype, folder: Path, tmp_path: Path
 
 def test_kernels_are_compiled_before_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of those that the prompt and the tokens after it take. (No other test has this format.)"""
-    model, tokenizer = open_model(folder, "cuda", hb.Config("int4_g48"), torch.bfloat16)
-    prompt = tokenizer(PROMPT, return_tensors="pt")
+    opened = open_model(folder, "cuda", hb.Config("int4_g48"), torch.bfloat16)
     first, later = list[str](), list[str]()
-    for found in (first, later):
-        monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, found=found, **_: found.append(src.name))
-        if found is first:
-            compile_ahead(model, *prompt["input_ids"].shape, DynamicCache(config=model.config))
-    answer((model, tokenizer))
+    now = later
+
+    def ahead(*what: Any) -> None:
+        nonlocal now
+        now = first
+        compile_ahead(*what)
+        now = later
+
+    monkeypatch.setattr("halfbyte.integrations.text.compile_ahead", ahead)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: now.append(src.name))
+    answer(opened)
     assert len(first) >= 3
     assert later == []
 
