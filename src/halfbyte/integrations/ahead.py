@@ -46,10 +46,10 @@ def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether calling it runs a hook, or a forward of its own. The hooks that transformers leaves after a request for hidden states or
-    attentions do not count: they are inactive until the next request."""
+    """Whether calling it runs a hook. The hooks that transformers leaves after a request for hidden states or attentions do not count: they
+    are inactive until the next request."""
     if not has_hooks(module):
-        return "forward" in vars(module)
+        return False
     collector = getattr(output_capturing, "_active_collector", None)
     if module._forward_pre_hooks or collector is None or collector.get():
         return True

@@ -201,8 +201,8 @@ def computed(layer: Any) -> DecoderLayer | None:
     made = _made.get(layer)
     if made is None or not made[1].is_still():
         attention, linears = layer.self_attn, linears_of(layer)
-        inner = (part for part in layer.modules() if part is not layer)
-        if any(map(watched, inner)) or linears is None or why_not_one_call(layer) is not None:
+        inner = [part for part in layer.modules() if part is not layer]
+        if any(watched(part) or "forward" in vars(part) for part in inner) or linears is None or why_not_one_call(layer) is not None:
             return None
         weights, heads = weights_of(layer)
         norms = layer.input_layernorm, layer.post_attention_layernorm

@@ -228,6 +228,8 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     if not config.return_dict or config.output_attentions or config.output_hidden_states or why_hooked(model) is not None:
         return True
+    if any("forward" in vars(part) for part in model.modules() if part is not model):
+        return True
     kinds = getattr(config, "layer_types", None) or ()
     if any(kind != "full_attention" for kind in kinds) or (original(model) is MistralForCausalLM and config.sliding_window is not None):
         return True
