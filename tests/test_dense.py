@@ -58,6 +58,8 @@ def test_other_codes_are_as_they_are(name: str) -> None:
 def test_what_is_refused() -> None:
     codes = random_codes(as_format("int5_g32"), (2, 33))  # rows of 165 bits in 21 bytes: three are left
     filed = to_dense(codes)
+    with pytest.raises(FormatError, match=r"codes lie in \[-16, 15\]"):
+        to_dense(Codes(codes.format, codes.shape, codes.data + 1, codes.scale))
     with pytest.raises(FormatError, match=r"is torch.uint8 \[2, 21\] in files, got torch.int8 \[2, 33\]"):
         from_dense(codes.format, codes.shape, codes.tensors())
     with pytest.raises(FormatError, match="lack their scale"):

@@ -35,10 +35,11 @@ def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
 
 
 def to_dense(codes: Codes) -> dict[str, Tensor]:
-    """The tensors of `codes` as they are in files."""
+    """The tensors of `codes` as they are in files. Raises FormatError for codes of 5 and 6 bits that are outside of their range."""
     fmt, tensors = codes.format, codes.tensors()
     if not fmt.tight:
         return tensors
+    codes.check_values()
     out = torch.empty(dense_tensors(fmt, codes.shape)["data"][1], dtype=torch.uint8, device=codes.data.device)
     for given, made in _matching_rows(codes.data, out):
         words = _eights(given - fmt.q_min, 8)
@@ -95,5 +96,5 @@ def _eights(rows: Tensor, each: int) -> Tensor:
 
 
 def _low(codes: int, fmt: Format) -> int:
-    """A mask of 64 bits: the lower half of so many pairs of bytes, less the bits that their codes do not use."""
+    """A mask of 64 bits: of each 2 * `codes` bytes the lowest bits, as many as these codes take without gaps."""
     return sum(((1 << codes * fmt.tight) - 1) << at for at in range(0, 64, 16 * codes))

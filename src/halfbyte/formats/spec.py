@@ -117,7 +117,7 @@ class Format:
 
     @property
     def stored_bits(self) -> int:
-        """Of a code in files."""
+        """Of a code in files and in the CPU's layout."""
         return self.tight or self.bits
 
     @property

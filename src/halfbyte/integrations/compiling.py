@@ -30,7 +30,8 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Any) -> None:
     if device.type != "cuda" or model in _done or triton_trouble() is not None or env.tune():
         return
     _done.add(model)
-    if not all(is_short(module) for module in model.modules() if is_decoder_layer(module)):
+    layers = [module for module in model.modules() if is_decoder_layer(module)]
+    if not layers or not all(map(is_short, layers)):
         return
     from halfbyte.kernels.gpu import launch, relaunch
 

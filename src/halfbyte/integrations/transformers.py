@@ -30,6 +30,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
+from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.dense import dense_tensors, from_dense, to_dense
@@ -142,7 +143,7 @@ class HalfbyteQuantizer(HfQuantizer):
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
         if fmt is None or not (param.dim() == 2 or param_name in self._stacks):
             return param.element_size()
-        return (fmt.integers if fmt.tight else fmt).bits_per_weight(param.shape[-1]) / 8  # 5 and 6 bits take 8 on a GPU
+        return packed_format(fmt, on_cpu=False).bits_per_weight(param.shape[-1]) / 8
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)

@@ -108,7 +108,7 @@ class Geometry:
     @functools.cached_property
     def bits(self) -> int:
         """Of a code, as data have it."""
-        return self.format.tight or self.format.bits
+        return self.format.stored_bits
 
     @functools.cached_property
     def padded(self) -> int:
