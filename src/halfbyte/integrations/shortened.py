@@ -23,8 +23,8 @@ class Shortened:
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __setattr__(self, name: str, value: Any) -> None:
-        Changes.count += 1
         super().__setattr__(name, value)
+        Changes.add()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The class is made anew, where no module can name it."""

@@ -6,7 +6,8 @@ The weight is frozen. Gradients flow to the activations. In a state_dict it appe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,10 +43,16 @@ def version(bias: Tensor | None) -> tuple[int, int] | None:
 
 
 class Changes:
-    """How many attributes of quantized modules, and of others that count theirs, have been set in this process: where `count` is the same
-    as before, none was."""
+    """Attributes of quantized modules, and of others that count theirs, that have been set in this process: where `count` is the same as
+    before, none was."""
 
     count: ClassVar[int] = 0
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+
+    @classmethod
+    def add(cls) -> None:
+        """After the change, so that nobody takes the new count for what was before; each thread adds another number."""
+        cls.count = next(cls._numbers)
 
 
 _FROZEN = "a quantized weight is frozen"
@@ -196,8 +203,8 @@ class QuantModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch's own errors do not say why
             raise UnsupportedError(_NOT_SET)
-        Changes.count += 1
         super().__setattr__(name, value)
+        Changes.add()
 
     def codes(self) -> Codes:
         """The weight in canonical order."""
