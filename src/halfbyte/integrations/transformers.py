@@ -368,6 +368,7 @@ class _Room(nn.Module):
     def __init__(self, settings: Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.settings, self.dtype = settings, dtype
+        self.shape = settings.shape  # which transformers asks of Whisper's positions
         self.stored = dense_tensors(settings.format, settings.shape, bytes_each=settings.bytes_each)
         for part, (stored, shape) in self.stored.items():
             self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
@@ -376,7 +377,7 @@ class _Room(nn.Module):
         """Raises FormatError where the tensors read are not as expected."""
         # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
         tensors = {part: t.to(self.stored[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
-        codes = from_dense(self.settings.format, self.settings.shape, tensors, bytes_each=self.settings.bytes_each)
+        codes = from_dense(self.settings.format, self.shape, tensors, bytes_each=self.settings.bytes_each)
         codes.check_values()
         return codes
 
