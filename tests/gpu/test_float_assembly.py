@@ -124,6 +124,25 @@ def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
     assert last.spills == 0
 
 
+def launch_rounded(gpu: Gpu, format: str) -> None:
+    """Of tiles that get few registers the one that takes most, with all that may be done at its end, cut by programs."""
+    from halfbyte.kernels.gpu import gemm_hopper, rounded
+
+    problem = Problem("linear", 256, 4173, 4096, as_format(format), torch.bfloat16, "int8", "block")
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
+    x, out = (torch.empty(problem.m, size, dtype=problem.dtype, device="meta") for size in (problem.k, problem.n))
+    ends = Epilogue(torch.empty(problem.n, device="meta"), torch.empty_like(out), -1.0, 2.0)
+    rounded.launch(problem, rounded.Config(64, 128, gemm_hopper.most_stages(geo, 64, 128, gpu), programs=128), x, *views, out, ends)
+
+
+def test_products_leave_registers_for_the_pass_that_rounds_and_spill_none() -> None:
+    jobs = [Job("tests/gpu/test_float_assembly.py:launch_rounded", "sm_90", {"format": name}, "resources") for name in ("q4_0", "int4_g64")]
+    for [_, product] in compile_all(jobs):
+        assert product.registers == 128
+        assert product.spills == 0
+
+
 def test_configs_for_few_rows_fit_in_shared_memory() -> None:
     common = {"n": 4173, "k": 4096, "bias": True, "residual": True, "configs": [0], "wanted": "shared"}
     jobs = [

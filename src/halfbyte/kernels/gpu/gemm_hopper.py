@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import GROUP
-from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper, of_second
 from halfbyte.kernels.gpu.hopper_tile import (
     PIECES,
     Static,
@@ -155,14 +155,21 @@ def _tiles(problem: Problem, config: Config) -> int:
 
 
 def multiply(
-    problem: Problem, config: Config, x: Tensor, views: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor | None
+    problem: Problem,
+    config: Config,
+    x: Tensor,
+    views: gpu_tiles.Views,
+    out: Tensor,
+    epilogue: Epilogue,
+    memory: Tensor | None,
+    registers: int | None = None,
 ) -> None:
-    """The same with `beside(problem, config)` bytes of memory."""
+    """The same with `beside(problem, config)` bytes of memory, and with so many registers for a thread on the average."""
     codes, scale, zero = views
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
     geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
-    static = replace(static, sent=_sent(problem, static, out, epilogue))
+    static = replace(static, sent=_sent(problem, static, out, epilogue), registers=registers)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     if geo.format.bits == 4:
         weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
@@ -191,6 +198,7 @@ def multiply(
         (epilogue.low, epilogue.high),
         static,
         num_warps=4,
+        maxnreg=registers,
         early=True,
     )
 
@@ -427,6 +435,7 @@ def _plus(total, held, place, away, j, me, others, wanted):
 @gluon.jit(do_not_specialize=["M"])
 def _gemm(xd, wd, sd, zd, scale, yd, out, added, scratch, M, N, n_padded, records, bounds, S: gl.constexpr):
     gdc_launch_dependents()
+    OTHERS: gl.constexpr = [of_second(S.registers), 40]
     read = (xd, wd, sd, zd)
     buffers, full, empty = ring(read, S)
     sizes = (M, N, n_padded, records)
@@ -437,5 +446,5 @@ def _gemm(xd, wd, sd, zd, scale, yd, out, added, scratch, M, N, n_padded, record
             (_produce, (read, buffers, full, empty, sizes, S)),
         ],
         [4, 1],
-        [232, 40],
+        OTHERS,
     )

@@ -26,7 +26,7 @@ from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper, of_second
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import locks, run
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -487,7 +487,7 @@ def _gemm(xd, wd, ad, md, sd, yd, of_x, of_w, out, added, scratch, M, N, n_padde
     gdc_launch_dependents()
     PANELS: gl.constexpr = S.panels
     PART: gl.constexpr = S.part
-    OTHERS: gl.constexpr = [S.of_second, 40]
+    OTHERS: gl.constexpr = [of_second(S.registers), 40]
     buffers, full, empty = ring(xd, wd, ad, md, sd, S)
     ys = buffers[0]  # what is not there is not written
     if yd is not None:

@@ -17,6 +17,13 @@ def not_hopper(gpu: Gpu) -> str | None:
     return None
 
 
+@gluon.constexpr_function
+def of_second(registers):
+    """Registers of a thread of the second warpgroup, of two beside a warp of 40 with so many on the average (None: all that there are): it
+    and the first have what that one leaves."""
+    return (3 * (registers or 168) - 40) // 16 * 8
+
+
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT of them, each of which is passed when so many have arrived."""

@@ -60,6 +60,7 @@ class Static:
     sent: bool = False  # tiles are written by TMA, from stages of x
     lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
     table: bool = False  # codes are 4-bit floats
+    registers: int | None = None  # of a thread on the average: fewer than all let the kernel that makes the next x start beside
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
     @property

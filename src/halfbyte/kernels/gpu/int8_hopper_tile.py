@@ -83,11 +83,6 @@ class Static:
         return 168 if self.panels == 1 else 136 if self.whole else 144
 
     @property
-    def of_second(self) -> int:
-        """Registers of a thread of the second warpgroup: it and the first have what the one of 40 leaves."""
-        return (3 * (self.registers or 168) - 40) // 16 * 8
-
-    @property
     def sums(self) -> gl.NVMMADistributedLayout:
         """Where the sums are; of powers of two, n = 128 is the most by which Triton 3.6 multiplies integers."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(self.columns, 128), 32])

@@ -51,7 +51,15 @@ def launch(
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
     seen, memory = round_first(problem, x, gemm_hopper.beside(problem, config))
-    gemm_hopper.multiply(product(problem), config, seen, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory)
+    views = gpu_tiles.Views(codes, scale, zero)
+    gemm_hopper.multiply(product(problem), config, seen, views, out, epilogue, memory, registers(problem, config))
+
+
+def registers(problem: Problem, config: Config) -> int | None:
+    """Of a thread of the product: so few that the pass that rounds the next x has room beside, where none are spilled then (zeros take
+    more) and it was measured (4 bits)."""
+    fmt, small = problem.format, config.rows == 64 and config.block_m <= 128
+    return 128 if small and fmt.bits == 4 and fmt.zero == "none" else None
 
 
 def round_first(problem: Problem, x: Tensor, beside: int) -> tuple[Tensor, Tensor]:
