@@ -126,6 +126,11 @@ def new_cache(model: Any, tokens: int = _LATER) -> Cache:
     return DynamicCache(config=model.config)
 
 
+def first_size(known: int, most: int) -> int:
+    """Tokens for which a static cache has room at first, of which so many are known and so many may come to be in all."""
+    return round_up(min(most, known + _LATER), _CACHE_STEP)
+
+
 def _tell(model: Any, reason: str) -> None:
     if model not in _slow:
         _slow[model] = reason
@@ -141,7 +146,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     kept = config.return_dict_in_generate or not getattr(arguments["past_key_values"], _MADE, False)
     on_gpu = _on_gpu(ids.device)
     if on_gpu:
-        size = round_up(min(known - prompt + config.max_length, known + _LATER), _CACHE_STEP)
+        size = first_size(known, known - prompt + config.max_length)
         if type(arguments["past_key_values"]) is DynamicCache:
             arguments["past_key_values"] = static_cache(model, size)
         elif capacity(arguments["past_key_values"], model) < known:

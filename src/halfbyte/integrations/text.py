@@ -26,7 +26,8 @@ from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, Unsup
 from halfbyte.integrations import attention
 from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.decoding import shorten_
-from halfbyte.integrations.generating import generate_fast, new_cache
+from halfbyte.integrations.generating import first_size, generate_fast, new_cache
+from halfbyte.integrations.graphs import capacity
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
@@ -177,7 +178,9 @@ def generate(
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device):
         if not known and not compiled and (cache is None or isinstance(cache, StaticCache)):
-            compile_ahead(model, 1, count, new_cache(model, count + 1))
+            there = 0 if cache is None else capacity(cache, model)
+            size = there if there > count else first_size(count, count + settings.get("max_new_tokens", 20))  # transformers' default
+            compile_ahead(model, 1, count, new_cache(model, size))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
