@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 from language_model import make_decoder, make_tokenizer
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -30,7 +33,7 @@ import halfbyte
 from halfbyte.integrations import generating, graphs, text
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.shortened import original
-from halfbyte.integrations.steps import Inputs
+from halfbyte.integrations.steps import Inputs, Step
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 512}
 
@@ -45,6 +48,17 @@ def make(kind: str = "Llama", **settings: Any) -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make()
+
+
+class Captured(TorchFunctionMode):
+    """Refuses what a capture refuses: to make tensors of Python's numbers, and to wait for the GPU."""
+
+    REFUSED = ("tensor", "as_tensor", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "equal")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.REFUSED:
+            raise RuntimeError(f"{func.__name__} cannot be captured")
+        return func(*args, **(kwargs or {}))
 
 
 class Imitated:
@@ -65,7 +79,9 @@ class Imitated:
         tensors += [t for layer in self.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
         before = [t.clone() for t in tensors]
         random = torch.get_rng_state()
-        self.found = run()
+        self.updates = [(layer, layer.update) for layer in self.cache.layers if "update" in vars(layer)]
+        with Captured():
+            self.found = run()
         torch.set_rng_state(random)
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
@@ -80,7 +96,11 @@ class Imitated:
         for layer, n in zip(self.layers, self.counted, strict=True):
             if n is not None:
                 layer.cumulative_length_int = n - 1  # as the capture saw it
+        for layer, update in self.updates:
+            layer.update = update
         found = self.run()
+        for layer, _ in self.updates:
+            del layer.update
         if found is not self.found:
             self.found.copy_(found)
         for layer, n in zip(self.layers, now, strict=True):
@@ -268,6 +288,29 @@ def test_a_conversation(kind: str, family: str, monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(done.tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0])
         ids = torch.cat((done.tokens, torch.tensor([11, 12, 13])))[None]
     assert int(cache.get_seq_length()) == len(done.tokens) - 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_nothing_is_kept(kind: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a cache is free at once, not when garbage is collected."""
+    caches: list[Any] = []
+    begin = Step.__init__
+
+    def seen(self: Any, model: Any, arguments: dict[str, Any], *args: Any) -> None:
+        caches.append(weakref.ref(arguments["past_key_values"]))
+        begin(self, model, arguments, *args)
+
+    monkeypatch.setattr(Step, "__init__", seen)
+    model = make() if family == "Llama" else make_family(family)
+    gc.collect()
+    gc.disable()
+    try:
+        for lengths in ((9,), (9, 4)):
+            model.generate(**prompt(*lengths), max_new_tokens=20, eos_token_id=None)
+        assert len(caches) == 2
+        assert [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_returned(model: Any, kind: str) -> None:

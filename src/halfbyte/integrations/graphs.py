@@ -10,8 +10,9 @@ The memory of graphs is kept from one to the next, and so is what kernels of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class GraphStep(Step):
 
         try:
             self._graph = _Graph(tokens.device)
-            self._result = self._graph.capture(step)
+            with _capturable(layer for layer, n in counts if n >= layer.max_cache_len):
+                self._result = self._graph.capture(step)
         except RuntimeError as error:
             self._graph = None
             for layer, n in counts:
@@ -167,6 +169,27 @@ def _is_window(layer: Any) -> bool:
 
 def _windows(cache: StaticCache) -> list[Any]:
     return [layer for layer in cache.layers if _is_window(layer)]
+
+
+@contextmanager
+def _capturable(full: Iterable[Any]) -> Iterator[None]:
+    """Lets windows that are full take a token without transformers' `update`, which makes an index of a number of Python."""
+    layers = [*full]
+    for layer in layers:
+        layer.update = partial(_moved, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def _moved(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """`update` of a window that is full, for one token of each sequence."""
+    for mine, new in ((layer.keys, keys), (layer.values, values)):
+        mine.copy_(torch.cat((mine[:, :, 1:], new), 2))
+    layer.cumulative_length_int += 1
+    return layer.keys, layer.values
 
 
 class _Graph:
