@@ -7,6 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
@@ -72,7 +73,7 @@ def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, An
 
 
 def _test(args: argparse.Namespace) -> list[Result]:
-    """Runs all tests. As text each result is printed when it is there: on a GPU all tests together take a minute, most of it to compile."""
+    """Runs all tests; as text each result is printed when it is there."""
     from halfbyte.cli import selftest
 
     results = []
@@ -84,16 +85,17 @@ def _test(args: argparse.Namespace) -> list[Result]:
         named = (word.ljust(width) for word, width in zip(words, widths, strict=True))
         return f"{'  '.join(named)}  {cases:>5}  {ms:>6}  {result}"
 
-    if args.json:
-        with progress(args, "testing kernels") as advance:
-            for i, check in enumerate(checks):
-                advance(i, len(checks), f"{check.op} {check.format} on {check.device}")
-                results.append(check.run())
-        return results
-    print(line(titles, "cases", "ms", "result"), flush=True)
-    for check in checks:
-        results.append(done := check.run())
-        print(line((done.op, done.format, done.device), done.cases, f"{done.ms:.0f}", "PASS" if done.passed else "FAIL"), flush=True)
+    if not args.json:
+        print(line(titles, "cases", "ms", "result"), flush=True)
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress(args, "testing kernels")) if args.json else None
+        for done in selftest.run(checks):
+            results.append(done)
+            if advance is not None:
+                advance(len(results), len(checks), f"{done.op} {done.format} on {done.device}")
+            else:
+                words = done.op, done.format, done.device
+                print(line(words, done.cases, f"{done.ms:.0f}", "PASS" if done.passed else "FAIL"), flush=True)
     return results
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte import ops
+from halfbyte import env, ops
+from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.problem import Activation, Window
+from halfbyte.machine import machine
 from halfbyte.ops import conv
 from halfbyte.quantizers import absmax
 
@@ -29,8 +33,13 @@ _CONVOLVED = ("q4_0", "int8_channel")
 _N, _K = 70, 200
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# One case: a description of the call, and which elements of its result are right.
-Case = tuple[str, Tensor]
+
+class Case(NamedTuple):
+    """A call, described, and what tells which elements of its result are right."""
+
+    what: str
+    call: Callable[[], Any]
+    right: Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Result:
     device "cpu", "cuda:0", …
     cases  how many calls were compared
     fault  the first failure, described; None if there is none
-    ms     total: compiling, if not cached, running, and the reference
+    ms     total: compiling, if not done before, running, and the reference
     """
 
     op: str
@@ -70,15 +79,50 @@ class Check:
     def run(self) -> Result:
         start, count, fault = time.perf_counter(), 0, None
         try:
-            weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(0))
-            codes = absmax(weight, as_format(self.format))
-            for what, right in self.cases(codes, self.device):
+            for case in self._cases():
                 count += 1
+                right = case.right(case.call())
                 if fault is None and not bool(right.all()):
-                    fault = f"{what}: {int((~right).sum())} of {right.numel()} elements are wrong"
+                    fault = f"{case.what}: {int((~right).sum())} of {right.numel()} elements are wrong"
         except (HalfbyteError, RuntimeError) as error:
             fault = f"{type(error).__name__}: {error}"
         return Result(self.op, self.format, self.device, count, fault, (time.perf_counter() - start) * 1e3)
+
+    def call(self) -> None:
+        """Makes its calls, whatever they say: `run` tells."""
+        with suppress(HalfbyteError, RuntimeError):
+            for case in self._cases():
+                with suppress(HalfbyteError, RuntimeError):
+                    case.call()
+
+    def _cases(self) -> Iterator[Case]:
+        weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(0))
+        return self.cases(absmax(weight, as_format(self.format)), self.device)
+
+
+def run(checks: Sequence[Check]) -> Iterator[Result]:
+    """The results, those of the CPU first: meanwhile other threads compile the kernels for the first GPU. (Other GPUs find most of them in
+    the cache on disk.)"""
+    on_cpu, on_gpus = ([check for check in checks if (check.device == "cpu") == cpu] for cpu in (True, False))
+    with _compiling([check for check in on_gpus if check.device == "cuda:0"]):
+        for check in on_cpu:
+            yield check.run()
+    for check in on_gpus:
+        yield check.run()
+
+
+@contextmanager
+def _compiling(checks: Sequence[Check]) -> Iterator[None]:
+    """A block during which the kernels of some on the current GPU are compiled; nothing can run there until it ends."""
+    if not checks or triton_trouble() is not None or env.tune():
+        yield
+        return
+    from halfbyte.kernels.gpu import launch
+
+    with launch.compiling(torch.device("cuda", 0), machine().cores):
+        for check in checks:
+            check.call()
+        yield
 
 
 def checks() -> list[Check]:
@@ -92,29 +136,43 @@ def checks() -> list[Check]:
     return [Check(op, name, device, cases) for device in devices for (op, cases), name in pairs]
 
 
+def _dtypes(codes: Codes, device: str) -> tuple[torch.dtype, ...]:
+    """Fewer on a GPU, where each must be compiled."""
+    return _FLOATS if device == "cpu" or str(codes.format) in _THOROUGH else _FLOATS[:1]
+
+
 def _quantize(codes: Codes, device: str) -> Iterator[Case]:
     weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(3))
-    for dtype in _FLOATS:
-        found, wanted = ops.quantize(weight.to(device, dtype), codes.format).tensors(), absmax(weight.to(dtype), codes.format).tensors()
-        for name, tensor in wanted.items():
-            yield f"{name} from {dtype}", found[name].cpu() == tensor
+    for dtype in _dtypes(codes, device):
+        w = weight.to(dtype)
+        yield Case(f"from {dtype}", partial(ops.quantize, w.to(device), codes.format), partial(_quantized_alike, w))
+
+
+def _quantized_alike(weight: Tensor, found: Codes) -> Tensor:
+    return _same_codes(absmax(weight, found.format), found)
+
+
+def _same_codes(wanted: Codes, found: Codes) -> Tensor:
+    return torch.cat([(found.tensors()[name].cpu() == tensor).flatten() for name, tensor in wanted.tensors().items()])
 
 
 def _layout(codes: Codes, device: str) -> Iterator[Case]:
-    back = ops.unpack(ops.pack(codes, device))
-    kept = codes if back.format == codes.format else codes.integers()
-    for name, tensor in kept.tensors().items():
-        yield f"{name} after pack and unpack", back.tensors()[name].cpu() == tensor
+    def right(back: Codes) -> Tensor:
+        return _same_codes(codes if back.format == codes.format else codes.integers(), back)
+
+    yield Case("pack and unpack", lambda: ops.unpack(ops.pack(codes, device)), right)
 
 
 def _dequantize(codes: Codes, device: str) -> Iterator[Case]:
-    for dtype in _FLOATS:
-        yield str(dtype), ops.dequantize(ops.pack(codes, device), dtype).cpu() == reference.dequantize(codes).to(dtype)
+    packed, wanted = ops.pack(codes, device), reference.dequantize(codes)
+    for dtype in _dtypes(codes, device):
+        yield Case(str(dtype), partial(ops.dequantize, packed, dtype), lambda found: found.cpu() == wanted.to(found.dtype))
 
 
 def _embedding(codes: Codes, device: str) -> Iterator[Case]:
     ids = torch.tensor([[_N - 1, 0, 3], [3, 31, 32]])
-    yield "6 rows", ops.embedding(ids.to(device), ops.pack(codes, device)).cpu() == reference.embedding(ids, codes).float()
+    call = partial(ops.embedding, ids.to(device), ops.pack(codes, device))
+    yield Case("6 rows", call, lambda found: found.cpu() == reference.embedding(ids, codes).float())
 
 
 def _linear(codes: Codes, device: str) -> Iterator[Case]:
@@ -122,14 +180,18 @@ def _linear(codes: Codes, device: str) -> Iterator[Case]:
     bias = torch.randn(_N, generator=generator)
     for m, compute, activation, dtype in _ways(str(codes.format), device):
         x = torch.randn(m, _K, generator=generator).to(dtype)
-        y = ops.linear(x.to(device), packed, bias.to(device), compute=compute, activation=activation).cpu()
-        expected = reference.linear(x, codes, bias, compute, activation)  # type: ignore[arg-type]
-        bound = reference.error_bound(x, codes, bias, compute, activation)  # type: ignore[arg-type]
-        if device != "cpu" and (compute == "float" or _may_be_floats(codes, activation)):
-            bound += _rounded(x, codes.dequantize(torch.float64), bias)
-            if compute == "int8":
-                bound += 2 * reference.error_bound(x, codes, bias)  # float32 sums of all products
-        yield f"M={m}, {compute}, {activation}, {dtype}", reference.agrees(y, expected, bound)
+        call = partial(ops.linear, x.to(device), packed, bias.to(device), compute=compute, activation=activation)
+        yield Case(f"M={m}, {compute}, {activation}, {dtype}", call, partial(_linear_right, codes, x, bias, compute, activation))
+
+
+def _linear_right(codes: Codes, x: Tensor, bias: Tensor, compute: Any, activation: Any, y: Tensor) -> Tensor:
+    expected = reference.linear(x, codes, bias, compute, activation)
+    bound = reference.error_bound(x, codes, bias, compute, activation)
+    if y.device.type != "cpu" and (compute == "float" or _may_be_floats(codes, activation)):
+        bound += _rounded(x, codes.dequantize(torch.float64), bias)
+        if compute == "int8":
+            bound += 2 * reference.error_bound(x, codes, bias)  # float32 sums of all products
+    return reference.agrees(y.cpu(), expected, bound)
 
 
 def _may_be_floats(codes: Codes, activation: str) -> bool:
@@ -148,15 +210,19 @@ def _grouped_linear(codes: Codes, device: str) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(4)
     stack = absmax(torch.randn(3, _N, _K, generator=generator), codes.format)
     packed, bias = ops.pack(stack, device), torch.randn(3, _N, generator=generator)
-    weight = stack.dequantize(torch.float64)
     for m, dtype in ((1, torch.float32), (9, torch.bfloat16)):
         x, ids = torch.randn(m, _K, generator=generator).to(dtype), torch.randint(0, 3, (m, 2), generator=generator)
-        y = ops.grouped_linear(x.to(device), packed, ids.to(device), bias.to(device), compute="float").cpu()
-        expected, bound = (f(x, stack, ids, bias) for f in (reference.grouped_linear, reference.grouped_error_bound))
-        if device != "cpu":
-            rows = [[_rounded(row, weight[e], bias[e]) for e in some] for row, some in zip(x, ids.tolist(), strict=True)]
-            bound = bound + torch.stack([torch.stack(row) for row in rows])
-        yield f"M={m}, {dtype}", reference.agrees(y, expected, bound)
+        call = partial(ops.grouped_linear, x.to(device), packed, ids.to(device), bias.to(device), compute="float")
+        yield Case(f"M={m}, {dtype}", call, partial(_grouped_right, stack, x, ids, bias))
+
+
+def _grouped_right(stack: Codes, x: Tensor, ids: Tensor, bias: Tensor, y: Tensor) -> Tensor:
+    expected, bound = (f(x, stack, ids, bias) for f in (reference.grouped_linear, reference.grouped_error_bound))
+    if y.device.type != "cpu":
+        weight = stack.dequantize(torch.float64)
+        rows = [[_rounded(row, weight[e], bias[e]) for e in some] for row, some in zip(x, ids.tolist(), strict=True)]
+        bound = bound + torch.stack([torch.stack(row) for row in rows])
+    return reference.agrees(y.cpu(), expected, bound)
 
 
 def _ways(format: str, device: str) -> list[tuple[int, str, str, torch.dtype]]:
@@ -182,9 +248,14 @@ def _qlinear(codes: Codes, device: str) -> Iterator[Case]:
     bias = torch.randn(_N, generator=generator)
     for m in (1, 7):
         xq = torch.randint(-128, 128, (m, _K), dtype=torch.int8, generator=generator)
-        scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
-        expected = reference.qlinear(xq, codes, bias, **scales)  # type: ignore[arg-type]
-        yield f"M={m}", expected.agrees(ops.qlinear(xq.to(device), packed, bias.to(device), **scales).cpu())  # type: ignore[arg-type]
+        scales: dict[str, Any] = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
+        expected = reference.qlinear(xq, codes, bias, **scales)
+        yield Case(f"M={m}", partial(ops.qlinear, xq.to(device), packed, bias.to(device), **scales), partial(_right_codes, expected))
+
+
+def _right_codes(expected: Any, found: Tensor) -> Tensor:
+    right: Tensor = expected.agrees(found.cpu())
+    return right
 
 
 def _convolutions(codes: Codes) -> Iterator[tuple[str, Tensor, Codes, int, Tensor]]:
@@ -201,15 +272,19 @@ def _conv2d(codes: Codes, device: str) -> Iterator[Case]:
     for name, x, weight, groups, bias in _convolutions(codes):
         packed = conv.pack_conv(weight, 3, groups, device)
         for compute in ("float",) if groups > 1 else ("float", "int8"):
-            y = conv.conv2d(x.to(device), packed, bias.to(device), window.stride, 1, compute=compute).cpu()
-            of = x, weight, (3, 3), window, bias, groups, compute
-            yield f"{name}, {compute}", reference.agrees(y, conv_reference.conv2d(*of), conv_reference.error_bound(*of))  # type: ignore[arg-type]
+            call = partial(conv.conv2d, x.to(device), packed, bias.to(device), window.stride, 1, compute=compute)
+            yield Case(f"{name}, {compute}", call, partial(_conv_right, (x, weight, (3, 3), window, bias, groups, compute)))
+
+
+def _conv_right(of: Any, y: Tensor) -> Tensor:
+    return reference.agrees(y.cpu(), conv_reference.conv2d(*of), conv_reference.error_bound(*of))
 
 
 def _qconv2d(codes: Codes, device: str) -> Iterator[Case]:
-    scales = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
+    scales: dict[str, Any] = {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
     for name, x, weight, groups, bias in _convolutions(codes):
         xq = (40 * x).round().clamp(-128, 127).to(torch.int8)
-        y = conv.qconv2d(xq.to(device), conv.pack_conv(weight, 3, groups, device), bias.to(device), padding=1, **scales).cpu()  # type: ignore[arg-type]
-        expected = conv_reference.qconv2d(xq, weight, (3, 3), Window((1, 1), (1, 1, 1, 1)), bias, groups=groups, **scales)  # type: ignore[arg-type]
-        yield name, expected.agrees(y)
+        packed = conv.pack_conv(weight, 3, groups, device)
+        expected = conv_reference.qconv2d(xq, weight, (3, 3), Window((1, 1), (1, 1, 1, 1)), bias, groups=groups, **scales)
+        call = partial(conv.qconv2d, xq.to(device), packed, bias.to(device), padding=1, **scales)
+        yield Case(name, call, partial(_right_codes, expected))
