@@ -46,7 +46,7 @@ _HEADER_LIMIT = 256 << 20  # the largest vocabularies take 20 MB
 _FIRST_BYTES = 4 << 20
 _DIMENSIONS = 4
 _ALIGNMENT = 32
-_CHUNK_WEIGHTS = 1 << 20  # that are decoded at a time
+_CHUNK_WEIGHTS = 1 << 23  # that are decoded at a time: of fewer, threads wait for each other longer than they work
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
 
@@ -335,7 +335,7 @@ def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
 
 
 def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
-    """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and a few MB.
+    """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and some ten MB.
 
     extract  how codes are taken out of blocks
     """
