@@ -58,6 +58,23 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
+def test_a_folder_that_another_process_makes_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    folder, stat = tmp_path / "new", os.stat
+
+    def made_after_the_first_look(path: str | Path, **options: bool) -> os.stat_result:
+        try:
+            return stat(path, **options)
+        except FileNotFoundError:
+            os.makedirs(path, exist_ok=True)
+            raise
+
+    monkeypatch.setenv(name, str(folder))
+    monkeypatch.setattr(os, "stat", made_after_the_first_look)
+    assert ACCESSORS[name]() == folder
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
 def test_a_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     file = tmp_path / "file"
     file.touch()

@@ -111,7 +111,7 @@ def _folder(name: str) -> Path | None:
         return None
     try:
         path = Path(text).expanduser().absolute()
-        if path.is_dir() or not path.exists():
+        if not path.exists() or path.is_dir():  # in this order, or a folder that another process makes in between is none
             return path
     except (OSError, RuntimeError, ValueError) as error:  # an unknown ~user, a name that the file system refuses
         raise ArgumentError(f"{name} is {text!r}, which cannot be a folder ({error}): name another, or unset it") from error

@@ -6,11 +6,12 @@ import argparse
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte import __version__, env
@@ -156,9 +157,17 @@ def _cache() -> dict[str, Any]:
         warnings.simplefilter("always")
         usable = jit.cache_folder() is not None
     folder = env.cache()
-    objects = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    objects = list(_sizes(folder))
     trouble = "; ".join(str(warning.message) for warning in caught) or None
     return {"folder": str(folder), "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects)}
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes of each file below `folder`; of what another process renames meanwhile, nothing."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield os.stat(os.path.join(parent, name)).st_size
 
 
 def _variables() -> dict[str, Any]:
