@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 from xml.etree import ElementTree
 
@@ -146,6 +147,23 @@ def test_a_worker_that_dies_or_hangs_gives_a_reason() -> None:
             dying.ask("check", m=1)
     with Worker(1) as hanging, pytest.raises(WorkerError, match="no answer within"):
         hanging.ask("check", timeout=0.01, m=1)
+
+
+def test_a_worker_that_hangs_is_not_said_to_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it ends before the thread that kills it does."""
+    with Worker(1) as hanging:
+        kill, ended = hanging._process.kill, Event()
+
+        def kill_slowly() -> None:
+            kill()
+            ended.wait(60)
+
+        monkeypatch.setattr(hanging._process, "kill", kill_slowly)
+        try:
+            with pytest.raises(WorkerError, match="no answer within"):
+                hanging.ask("check", timeout=0.01, m=1)
+        finally:
+            ended.set()
 
 
 def test_cores_are_distinct_and_usable() -> None:

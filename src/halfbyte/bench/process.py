@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer
 from types import TracebackType
 from typing import Any
 
@@ -48,7 +48,13 @@ class Worker:
 
     def ask(self, do: str, *, timeout: float = 300, **arguments: object) -> dict[str, Any]:
         """The answer to one request. Raises WorkerError if it fails, dies or takes longer than `timeout` seconds."""
-        timer = Timer(timeout, self._process.kill)
+        expired = Event()
+
+        def expire() -> None:
+            expired.set()  # first: what follows the end of the process may run before this thread goes on
+            self._process.kill()
+
+        timer = Timer(timeout, expire)
         timer.start()
         try:
             self._requests.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -57,10 +63,9 @@ class Worker:
         except BrokenPipeError:
             line = ""
         finally:
-            expired = not timer.is_alive()
             timer.cancel()
         if not line:
-            raise WorkerError(f"no answer within {timeout:.0f} s" if expired else self._last_words())
+            raise WorkerError(f"no answer within {timeout:.0f} s" if expired.is_set() else self._last_words())
         answer: dict[str, Any] = json.loads(line)
         if not answer.pop("ok"):
             raise WorkerError(answer["reason"])
