@@ -42,7 +42,7 @@ class Module:
 
     @classmethod
     def of(cls, module: QuantModule) -> Module:
-        made = cls(module.packed.format, module.codes_shape, ordered=isinstance(module, PermutedLinear))
+        made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear))
         if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
             return replace(made, compute=module.compute, activation=module.activation)
         return made

@@ -88,7 +88,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
     packed = module.packed
     kernel = packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(packed, PackedConv) else ()
-    settings = (packed.format, module.codes_shape, module.dtype, module.error, compute, activation)
+    settings = (packed.codes_format, module.codes_shape, module.dtype, module.error, compute, activation)
     return Weight(module.kind, *settings, kernel=kernel, transposed=module.transposed)
 
 

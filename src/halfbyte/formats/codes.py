@@ -133,6 +133,12 @@ class Codes:
             return Codes.from_values(self.format.integers, self.values(), self.scale)
         return Codes.from_tensors(self.format.integers, self.shape, self.tensors())
 
+    def restricted(self, fmt: Format) -> Codes:
+        """The inverse of `integers`: the same weight in the format `fmt`, all of whose codes these are."""
+        if fmt.table:
+            return Codes.from_values(fmt, self.values(), self.scale)
+        return Codes.from_tensors(fmt, self.shape, self.tensors())
+
     def spread(self, per_block: Tensor) -> Tensor:
         """Values per block (scales, zeros) broadcast to elements: [..., N, K]; unchanged (all sizes 1) where one is for the tensor."""
         if self.format.block == "tensor":

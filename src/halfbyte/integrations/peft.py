@@ -56,7 +56,7 @@ class QuantLoraLinear(Linear):
                 weight = base.weight.float() + self.get_delta_weight(name).float()
             if safe_merge and not torch.isfinite(weight).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-            codes = ops.quantize(weight, base.packed.format, name=f"the weight with {name}")
+            codes = ops.quantize(weight, base.packed.codes_format, name=f"the weight with {name}")
             if self._before_merge is None:
                 self._before_merge = base.packed
             self._put(base, pack_like(base.packed, codes, base.packed.device))

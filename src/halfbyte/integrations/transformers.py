@@ -318,11 +318,11 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, QuantModule):
                 if name in modules:
-                    if module.packed.format.tight:
+                    if module.packed.codes_format.tight:
                         state |= {f"{name}.weight.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
                     state[f"{name}.weight"] = guard()
                 else:
-                    for part in stored_tensors(module.packed.format, module.codes_shape):
+                    for part in stored_tensors(module.packed.codes_format, module.codes_shape):
                         del state[f"{name}.weight.{part}"]
         return state, {}
 

@@ -23,10 +23,12 @@ def round_up(n: int, multiple: int) -> int:
 class Packed:
     """The same numbers as the Codes it was made from, in the order of `layout`.
 
+    format  of the codes as kernels read them
     shape   logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`)
     layout  name of the byte order, which the module of that name in this package defines
     data    uint8, one dimension
     sparse  whether zeros are to be left out, as `pack` was told: on other devices, too
+    held    the format of the Codes, where `format` is another (see `dispatch/packed.py`)
     name    the format's name, cached: computing it takes longer than a small kernel
     calls   what the operations keep, so that repeated calls take less time
     """
@@ -36,6 +38,7 @@ class Packed:
     layout: str
     data: Tensor
     sparse: bool | None = None
+    held: Format | None = None
     name: str = field(init=False)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
@@ -43,10 +46,16 @@ class Packed:
         object.__setattr__(self, "name", str(self.format))
 
     def __repr__(self) -> str:
-        return f"Packed({self.name}, {list(self.shape)}, {self.layout} on {self.data.device})"
+        name = self.name if self.held is None else f"{self.held} as {self.name}"
+        return f"Packed({name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse)
+        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.held)
+
+    @property
+    def codes_format(self) -> Format:
+        """Of the Codes it was made from, which `unpack` gives back and files hold."""
+        return self.held or self.format
 
     @property
     def nbytes(self) -> int:

@@ -178,6 +178,11 @@ class PackedConv:
         return self.sizes.format
 
     @property
+    def codes_format(self) -> Format:
+        """As of Packed: convolutions have no codes that a device holds otherwise."""
+        return self.sizes.format
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """[Co, Ci/groups, Kh, Kw]"""
         return (self.sizes.out, self.sizes.channels, *self.sizes.kernel)

@@ -183,8 +183,8 @@ def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config:
 def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, str] | None:
     """The first difference of a quantized module from the request: (what it has, what is asked), or None."""
     assert isinstance(module, QuantModule)
-    if module.packed.format != fmt:
-        return str(module.packed.format), str(fmt)
+    if module.packed.codes_format != fmt:
+        return str(module.packed.codes_format), str(fmt)
     for setting in ("compute", "activation"):
         has, asked = getattr(module, setting, None), getattr(config, setting)
         if has not in (None, asked) and (has, asked) != ("row", "image"):  # see Config

@@ -78,7 +78,7 @@ class QuantExperts(QuantModule):
 
     def extra_repr(self) -> str:
         experts, n, k = self.packed.shape
-        return f"experts={experts}, out_features={n}, in_features={k}, format={self.packed.format}"
+        return f"experts={experts}, out_features={n}, in_features={k}, format={self.packed.codes_format}"
 
 
 class MixtureOfExperts(nn.Module):

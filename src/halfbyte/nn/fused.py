@@ -103,7 +103,7 @@ def _is_gelu(module: object) -> bool:
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
     """The properties that siblings must have in common."""
-    fmt, k, device = linear.packed.format, linear.packed.shape[1], linear.packed.device
+    fmt, k, device = linear.packed.codes_format, linear.packed.shape[1], linear.packed.device
     own = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
     return fmt, k, device, own, linear.dtype, linear.compute, linear.activation
 

@@ -117,7 +117,7 @@ class WeightView(Tensor):
         return self._numbers().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.format})"
+        return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
 
 
 # Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
@@ -241,7 +241,7 @@ class QuantModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        fmt, shape = self._packed.format, self.codes_shape
+        fmt, shape = self._packed.codes_format, self.codes_shape
         names = {name: f"{prefix}weight.{name}" for name in stored_tensors(fmt, shape)}
         found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
         rest = {key: value for key, value in state_dict.items() if key not in names.values()}
@@ -304,9 +304,8 @@ class QuantLinear(QuantModule):
         return ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self._packed.format}"
-        )
+        fmt = self._packed.codes_format
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={fmt}"
 
 
 class DerivedLinear(QuantLinear):
@@ -348,7 +347,7 @@ class QuantEmbedding(QuantModule):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.format}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self._packed.codes_format}"
 
 
 class QuantEmbeddingBag(QuantModule):
@@ -389,7 +388,7 @@ class QuantEmbeddingBag(QuantModule):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, format={self._packed.format}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, format={self._packed.codes_format}"
 
 
 def check_compute(compute: str, activation: str) -> None:

@@ -104,7 +104,7 @@ def holders(model: nn.Module) -> dict[str, Holder]:
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantLinear | QuantEmbedding | QuantExperts):
-            shape, fmt, weight = module.codes_shape, module.packed.format, id(module.packed_data)
+            shape, fmt, weight = module.codes_shape, module.packed.codes_format, id(module.packed_data)
             if isinstance(module, QuantEmbedding):
                 found[name] = Holder(name, "Embedding", shape, weight, fmt)
             else:

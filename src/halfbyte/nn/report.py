@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.candidates import candidates, own_tensors
 from halfbyte.nn.config import Config, decide
 from halfbyte.nn.expanded import expanded
-from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.modules import AnyPacked, QuantModule
 
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
 NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report
@@ -151,7 +151,7 @@ def _report(model: nn.Module, config: Config | None) -> Report:
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
-    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_zeros_left_out(model)))
+    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_held_otherwise(model), *_zeros_left_out(model)))
 
 
 def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
@@ -168,7 +168,7 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
         shape = () if is_lazy(weight) else tuple(weight.shape)
         return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
-    fmt, shape = module.packed.format, module.packed.shape
+    fmt, shape = module.packed.codes_format, module.packed.shape
     owner = seen.setdefault(id(module.packed_data), name)
     before = after = 0
     if owner == name:
@@ -188,8 +188,21 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{where}: {text}" if where else text for text, where in found)
 
 
+def _weights(model: nn.Module) -> list[AnyPacked]:
+    """The quantized weights of a model, each once."""
+    return list({id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values())
+
+
+def _held_otherwise(model: nn.Module) -> Iterator[str]:
+    weights = _weights(model)
+    counts = Counter((w.codes_format, w.format) for w in weights if w.codes_format != w.format)
+    for (fmt, here), count in counts.items():
+        memory = f"codes of {count} of {len(weights)} weights take {here.stored_bits} bits there"
+        yield f"{fmt} is {here} in memory, which this device reads instead: {memory}"
+
+
 def _zeros_left_out(model: nn.Module) -> Iterator[str]:
-    weights = {id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values()
+    weights = _weights(model)
     if sparse := [packed for packed in weights if packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)]:
         yield f"{SPARSITY}: half of the codes, zeros, are left out of {len(sparse)} of {len(weights)} weights in memory"
 

@@ -63,7 +63,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
 
     Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
-    Codes of iq4 formats become integers of 8 bits on a GPU; so do those of 5 and 6 bits, also on CPUs with AMX or i8mm.
+    Codes of iq4 formats are integers of 8 bits on a GPU; so are those of 5 and 6 bits, also on CPUs with AMX or i8mm.
 
     sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
             and few rows less time; many rows take longer on a GPU. None: on CPUs alone
@@ -71,8 +71,13 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
     on_cpu, codes = device.type == "cpu", codes.to(device)
-    if packed_format(codes.format, on_cpu=on_cpu) != codes.format:
-        codes = codes.integers()
+    if packed_format(codes.format, on_cpu=on_cpu) == codes.format:
+        return _pack(codes, on_cpu, sparse)
+    return replace(_pack(codes.integers(), on_cpu, sparse), held=codes.format)
+
+
+def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
+    """`pack` for the device that the codes are on, which reads their format."""
     if len(codes.shape) == 3:
         return experts.pack(codes, pack_dense if on_cpu else gpu_tiles.pack, cpu_tiles.NAME if on_cpu else gpu_tiles.NAME)
     if on_cpu:
@@ -101,8 +106,14 @@ def unpack(packed: Packed | PackedConv) -> Codes:
     check_type(packed, (Packed, PackedConv), "unpack takes a weight that pack or pack_conv has made", "Codes are unpacked already")
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
+    codes = _unpack(packed)
+    return codes if packed.held is None else codes.restricted(packed.held)
+
+
+def _unpack(packed: Packed) -> Codes:
+    """The codes as kernels read them."""
     if len(packed.shape) == 3:
-        return experts.unpack(packed, unpack)
+        return experts.unpack(packed, _unpack)
     if packed.layout in (gpu_tiles.NAME, gpu_tiles.SPARSE):
         return gpu_tiles.unpack(cuda.with_zeros(packed) if packed.layout == gpu_tiles.SPARSE else packed)
     return cpu_tiles.unpack(_all_codes(packed) if packed.layout == cpu_tiles.SPARSE else packed)
@@ -134,7 +145,7 @@ def join(parts: Sequence[Packed]) -> Packed:
             data = torch.cat(given, out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
         else:
             data = torch.frombuffer(memory, dtype=torch.uint8)
-        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse)
+        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse, first.held)
     return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device, sparse=first.sparse)
 
 
