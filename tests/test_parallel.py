@@ -122,11 +122,12 @@ def test_generate_under_torchrun(device: str, tmp_path: Path, capsys: pytest.Cap
     command += ["--device", device, "--dtype", "float32"]
     assert main(command) == 0
     alone = capsys.readouterr().out
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    (first, said), (second, _) = run_processes(2, ["-m", "halfbyte", *command], torchrun)
+    torchrun = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as held:  # bound as long as the processes run, so that the system gives its port to nobody else
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as theirs does, which may then share the port: this one never listens
+        held.bind(("127.0.0.1", 0))
+        torchrun["MASTER_PORT"] = str(held.getsockname()[1])
+        (first, said), (second, _) = run_processes(2, ["-m", "halfbyte", *command], torchrun)
     assert alone.startswith("the quick")
     assert first == alone
     assert not second
