@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,22 @@ def test_what_the_operator_does_not_have(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=why):
             export_linear(tmp_path / "a.onnx", random_codes(as_format(fmt), (4, 48)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (random_codes(as_format("q4_0"), shape) for shape in ((4, 64), (3, 32)))
+    replace = os.replace
+
+    def after_another_writer(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        export_linear(tmp_path / "a.onnx", other)
+        assert same(import_linear(tmp_path / "a.onnx")[0], other)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another_writer)
+    export_linear(tmp_path / "a.onnx", one)
+    assert same(import_linear(tmp_path / "a.onnx")[0], one)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -155,6 +156,20 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
             assert not tune.measured(gpu, problem(1)).times
         with pytest.raises(ArgumentError, match="delete it"):
             tune.keep(gpu, problem(1), {})
+
+
+def test_two_threads_keep_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, replace = GPUS["sm_90"], os.replace
+
+    def after_another_thread(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        tune.keep(gpu, problem(2), {"skinny": {"Config()": 3e-5}})
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another_thread)
+    tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
+    assert tune.measured(gpu, problem(1)).times == {"skinny": {"Config()": 2e-5}}  # the later one wins
+    assert len(list(tune.table_path(gpu).parent.iterdir())) == 1
 
 
 def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:

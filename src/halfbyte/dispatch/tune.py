@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import secrets
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -86,12 +87,12 @@ def table_path(gpu: Gpu) -> Path:
 
 
 def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> None:
-    """Add to this machine's table. Two processes may do so at once: the later one wins, and the file is whole at any time."""
+    """Add to this machine's table. Two processes or threads may do so at once: the later one wins, and the file is whole at any time."""
     path = path or table_path(gpu)
     table = dict(_read(path)) or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
     table["linear"].setdefault(kind(problem), {})[str(rows_class(problem.m))] = times
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     beside.write_text(json.dumps(table, indent=1), encoding="utf-8")
     os.replace(beside, path)
     _table.cache_clear()

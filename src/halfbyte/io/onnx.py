@@ -11,6 +11,7 @@ Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md. Needs the pa
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="halfbyte")
     target = Path(path)
-    beside = target.with_name(f".{target.name}.halfbyte-part")
+    beside = target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")  # another process may write to the same place
     try:
         beside.write_bytes(model.SerializeToString())
         os.replace(beside, target)
