@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.ops.decoder import DecoderLayer, Heads, Weight
+from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.layers import Weight
 
 
 class Sizes(NamedTuple):
@@ -45,7 +46,7 @@ def check(
     *qkv, o, gate_up, down = packed
     bias = torch.randn(both)
     biases = *bias.split([p.shape[0] for p in qkv]), torch.randn(k), None, None
-    weights = tuple(Weight(p, b, "auto", "block") for p, b in zip(packed, biases, strict=True))
+    *first, last, gates, downs = (Weight(p, b, "auto", "block") for p, b in zip(packed, biases, strict=True))
     norms = torch.rand(k) + 0.5, torch.rand(k) + 0.5
 
     def norm(x: Tensor, i: int) -> Tensor:
@@ -62,7 +63,8 @@ def check(
     tensors = [p.data for p in packed] + [*biases[:-2], *norms]
     tensors += [tensor for x, rotary, keys, values, _ in calls for tensor in (x, *rotary, keys, values)]
     with running(tensors):
-        layer = DecoderLayer(weights, norms, (1e-5, 1e-6, 0.0), Heads(heads, kv_heads, dim, dim**-0.5))  # type: ignore[arg-type]
+        attention = Attention(tuple(first), last, Norm(norms[0], 1e-5), Heads(heads, kv_heads, dim, dim**-0.5))
+        layer = DecoderLayer(attention, Dense(gates, downs, Norm(norms[1], 1e-6)))
         found = [layer(*call) for call in calls]
     for y, (x, rotary, keys, values, _) in zip(found, calls, strict=True):
         b, t, _ = x.shape

@@ -29,7 +29,8 @@ from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops.decoder import DecoderLayer, Heads, Weight
+from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.layers import Weight
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {
@@ -405,10 +406,11 @@ def test_threads_do_not_mix() -> None:
 
 def test_arguments() -> None:
     heads = Heads(2, 1, 16, 0.25)
-    packed = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (64, 32), (32, 32))]
-    weights: Any = [Weight(p, None, "auto", "block") for p in packed]
-    norms = torch.ones(32), torch.ones(32)
-    layer = DecoderLayer(tuple(weights), norms, (0.0, 0.0, 0.0), heads)
+    shapes = (64, 32), (32, 32), (64, 32), (32, 32)
+    qkv, o, gate_up, down = (Weight(ops.pack(ops.quantize(torch.randn(n, c), "q4_0")), None, "auto", "block") for n, c in shapes)
+    norm = Norm(torch.ones(32), 0.0)
+    attention, dense = Attention((qkv,), o, norm, heads), Dense(gate_up, down, norm)
+    layer = DecoderLayer(attention, dense)
     x, turn, cache = torch.randn(1, 1, 32), torch.ones(1, 1, 16), torch.zeros(1, 1, 4, 16)
     assert layer(x, (turn, turn), cache, cache.clone(), 3).shape == x.shape
     no_mask = torch.ones(1, 1, 1, 3, dtype=torch.bool)
@@ -426,10 +428,17 @@ def test_arguments() -> None:
     ):
         with pytest.raises(ArgumentError, match="this layer takes on the CPU"):
             wrong()
-    with pytest.raises(ArgumentError, match="a decoder layer takes weights"):
-        DecoderLayer(tuple(weights[::-1]), norms, (0.0, 0.0, 0.0), heads)
-    with pytest.raises(ArgumentError, match="a decoder layer takes weights"):
-        DecoderLayer(tuple(weights), (norms[0], norms[0][:3]), (0.0, 0.0, 0.0), heads)
-    odd = [ops.pack(ops.quantize(torch.randn(n, c), "q4_0")) for n, c in ((64, 32), (32, 32), (66, 32), (32, 33))]
+    short = Norm(torch.ones(3), 0.0)
+    for wrong_attention in (attention._replace(qkv=(o,)), attention._replace(before=short)):
+        with pytest.raises(ArgumentError, match="the attention half of a decoder layer takes weights"):
+            DecoderLayer(wrong_attention, dense)
+    for wrong_dense in (Dense(down, gate_up, norm), dense._replace(before=short)):
+        with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
+            DecoderLayer(attention, wrong_dense)
+    others = (66, 32), (32, 33), (64, 64), (64, 32)
+    packed = [Weight(ops.pack(ops.quantize(torch.randn(n, c), "q4_0")), None, "auto", "block") for n, c in others]
+    odd, wide = Dense(packed[0], packed[1], norm), Dense(packed[2], packed[3], Norm(torch.ones(64), 0.0))
     with pytest.raises(ArgumentError, match="33 gates are not whole panels of 32"):
-        DecoderLayer(tuple(Weight(p, None, "auto", "block") for p in odd), norms, (0.0, 0.0, 0.0), heads)  # type: ignore[arg-type]
+        DecoderLayer(attention, odd)
+    with pytest.raises(ArgumentError, match="have one width, got 32 and 64"):
+        DecoderLayer(attention, wide)

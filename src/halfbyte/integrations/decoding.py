@@ -154,9 +154,9 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
     added, gated = "with the residual added", "with the norm and silu(gate) * up"
     attention = Step("attention", "attend, with positions and the new entry of a float or 8-bit cache")
-    products = products_of(QKV, decoding_cpu.qkv_of(layer)) or {}
-    first = (Step(name, "with the norm") for name in products)
-    return *first, attention, Step("o_proj", added), Step(GATE_UP, gated), Step("down_proj", added)
+    qkv, (gates, _) = decoding_cpu.groups_of(layer)
+    first = (Step(name, "with the norm") for name in products_of(*qkv) or {})
+    return *first, attention, Step("o_proj", added), Step(gates, gated), Step("down_proj", added)
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:

@@ -21,11 +21,12 @@ from transformers.cache_utils import Cache, StaticLayer
 from halfbyte.integrations import growing
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.cache import Int8Layer
+from halfbyte.integrations.families import known
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, Heads, run_layers, why_not
+from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, Heads, Norm, run_layers, why_not
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
 
@@ -72,35 +73,50 @@ class _Entry:
             cache.length += tokens
 
 
-def qkv_of(layer: Any) -> tuple[Any, Any, Any]:
-    attention = layer.self_attn
-    return attention.q_proj, attention.k_proj, attention.v_proj
+def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]:
+    """The linear layers of queries, keys and values, and of gates, each with their names joined by +."""
+    family, attention, mlp = known(layer), layer.self_attn, layer.mlp
+    qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, family.qkv), (mlp, family.gates)))
+    return ("+".join(family.qkv), qkv), ("+".join(family.gates), gates)
 
 
-def linears_of(layer: Any) -> tuple[QuantLinear, ...] | None:
-    """One layer for each product, in their order; None where one was replaced by what is computed otherwise."""
-    mlp, o, down = layer.mlp, layer.self_attn.o_proj, layer.mlp.down_proj
-    qkv, gates = products_of("q+k+v", qkv_of(layer)), products_of("gate+up", (mlp.gate_proj, mlp.up_proj))
+def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, QuantLinear, QuantLinear] | None:
+    """One layer for each product: those of queries, keys and values, o, gates and down; None where one was replaced by what is computed
+    otherwise."""
+    o, down = layer.self_attn.o_proj, layer.mlp.down_proj
+    qkv, gates = (products_of(*group) for group in groups_of(layer))
     if qkv is None or gates is None or len(gates) > 1 or type(o) is not QuantLinear or type(down) is not QuantLinear:
         return None
-    return *qkv.values(), o, *gates.values(), down
+    return tuple(qkv.values()), o, next(iter(gates.values())), down
 
 
-def weights_of(layer: Any) -> tuple[tuple[Weight, ...], Heads]:
-    attention = layer.self_attn
-    linears = linears_of(layer) or ()
-    weights = tuple(Weight(packed, bias, x.compute, x.activation) for x in linears for packed, bias in (x.together,))  # type: ignore[arg-type]
+def halves_of(layer: Any) -> tuple[Attention, Dense]:
+    """Of a layer that has `linears_of`."""
+    attention, linears = layer.self_attn, linears_of(layer)
+    assert linears is not None
+    before, between = map(_norm, _norms_of(layer))
+    qkv, (o, gate_up, down) = tuple(map(_weight, linears[0])), map(_weight, linears[1:])
     dim = attention.head_dim
-    query, key = (linear.packed.shape[0] // dim for linear in (attention.q_proj, attention.k_proj))
-    norms: Any = tuple(norm.weight for norm in _of_heads(attention))
-    return weights, Heads(query, key, dim, attention.scaling, norms or None)
+    query = o.packed.shape[1] // dim
+    key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
+    norms: Any = tuple(map(_norm, _of_heads(layer)))
+    return Attention(qkv, o, before, Heads(query, key, dim, attention.scaling, norms or None)), Dense(gate_up, down, between)
+
+
+def _weight(linear: QuantLinear) -> Weight:
+    packed, bias = linear.together
+    return Weight(packed, bias, linear.compute, linear.activation)  # type: ignore[arg-type]
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
 
 
 def why_not_one_call(layer: Any) -> str | None:
     """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
     if any(part_of(linear) is not None for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)):
         return "its weights are distributed over processes"
-    return why_not(*weights_of(layer))
+    return why_not(*halves_of(layer))
 
 
 def tokens(
@@ -142,7 +158,7 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         if not _fits(one, x, mask, cache, rotary, settings):
             break
         made = computed(one)
-        entry = None if made is None else _Entry.into(cache, x, attention.k_proj.packed.shape[0] // attention.head_dim, attention.head_dim)
+        entry = None if made is None else _Entry.into(cache, x, made.heads.key, made.heads.dim)
         if made is None or entry is None:
             break
         layers.append(one)
@@ -187,7 +203,8 @@ _made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDic
 
 def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     """Those whose weights are read."""
-    return *(linears_of(layer) or ()), layer.input_layernorm, layer.post_attention_layernorm, *_of_heads(layer.self_attn)
+    qkv, *others = linears_of(layer) or ((),)
+    return *qkv, *others, *_norms_of(layer), *_of_heads(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
@@ -200,21 +217,23 @@ def computed(layer: Any) -> DecoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
     if made is None or not made[1].is_still():
-        attention, linears = layer.self_attn, linears_of(layer)
         inner = [part for part in layer.modules() if part is not layer]
-        if any(watched(part) or "forward" in vars(part) for part in inner) or linears is None or why_not_one_call(layer) is not None:
+        if any(watched(part) or "forward" in vars(part) for part in inner):
             return None
-        weights, heads = weights_of(layer)
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        eps = (*(norm.variance_epsilon for norm in norms), 0.0 if heads.norms is None else attention.q_norm.variance_epsilon)
-        one = DecoderLayer(weights, (norms[0].weight, norms[1].weight), eps, heads)
-        made = _made[layer] = one, Unchanged(layer, parts_of(layer), settings_of(layer))
+        if linears_of(layer) is None or why_not_one_call(layer) is not None:
+            return None
+        made = _made[layer] = DecoderLayer(*halves_of(layer)), Unchanged(layer, parts_of(layer), settings_of(layer))
     return made[0]
 
 
-def _of_heads(attention: Any) -> tuple[Any, ...]:
+def _norms_of(layer: Any) -> tuple[Any, ...]:
+    """Before attention and before the mlp."""
+    return tuple(getattr(layer, name) for name in known(layer).norms)
+
+
+def _of_heads(layer: Any) -> tuple[Any, ...]:
     """The norms of queries and keys, if any."""
-    return tuple(getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
+    return tuple(getattr(layer.self_attn, name) for name in known(layer).head_norms or ())
 
 
 # Under torch.compile

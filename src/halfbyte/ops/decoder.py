@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,53 +12,148 @@ from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
 
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu import attention_half, feed_forward, halves
+
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Norm(NamedTuple):
+    """An RMS norm: its weight [K], and what is added to the mean of squares."""
+
+    weight: Tensor
+    eps: float
+
+
 class Heads(NamedTuple):
-    """The heads of attention: H query heads, Hkv key-value heads, D elements each; the factor of scores; and the weights [D] of the RMS
-    norms of queries and keys, if any."""
+    """The heads of attention: H query heads, Hkv key-value heads, D elements each; the factor of scores; and the norms of queries and keys,
+    with weights [D] and one eps, if any."""
 
     query: int
     key: int
     dim: int
     scale: float
-    norms: tuple[Tensor, Tensor] | None = None
+    norms: tuple[Norm, Norm] | None = None
+
+
+class Attention(NamedTuple):
+    """h = x + o(attention(qkv(norm(x))))
+
+    qkv     [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
+    o       [K, H * D]
+    before  the norm of x
+    """
+
+    qkv: tuple[Weight, ...]
+    o: Weight
+    before: Norm
+    heads: Heads
+
+    def why_not(self) -> str | None:
+        """Why `DecoderLayer` does not support these weights; None if it does."""
+        from halfbyte.kernels.cpu import attend
+
+        reason = why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
+        return reason or attend.supports(self.heads.query, self.heads.key, self.heads.dim)
+
+    def check(self) -> None:
+        """Raises ArgumentError for tensors that do not fit together."""
+        heads, k = self.heads, self.qkv[0].packed.shape[1]
+        weights = [*self.qkv, self.o]
+        both = (heads.query + 2 * heads.key) * heads.dim
+        shapes = [tuple(weight.packed.shape) for weight in weights]
+        expected = [(both, k), (k, heads.query * heads.dim)]
+        joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
+        small = [(self.before.weight, k), *((norm.weight, heads.dim) for norm in heads.norms or ())]
+        _check(joined == expected, "attention", shapes, expected, [*small, *_biases(weights)])
+
+    def inner(self, tensors: Addresses) -> attention_half.Attention:
+        from halfbyte.kernels.cpu import attention_half
+
+        heads = self.heads
+        norms = None if heads.norms is None else (_norm(tensors, heads.norms[0]), _norm(tensors, heads.norms[1]))
+        numbers = heads.query, heads.key, heads.dim, heads.scale
+        return attention_half.Attention(
+            tuple(map(tensors.product, self.qkv)), tensors.product(self.o), _norm(tensors, self.before), norms, *numbers
+        )
+
+
+class FeedForward(Protocol):
+    """The second half of a layer, from h to y, both with `k` elements a row."""
+
+    @property
+    def k(self) -> int: ...
+
+    def why_not(self) -> str | None:
+        """Why `DecoderLayer` does not support these weights; None if it does."""
+
+    def check(self) -> None:
+        """Raises ArgumentError for tensors that do not fit together."""
+
+    def inner(self, tensors: Addresses) -> halves.FeedForward:
+        """The same by the addresses of tensors, which these keep alive."""
+
+
+class Dense(NamedTuple):
+    """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h))
+
+    gate_up  [2 I, K]: gate, then up
+    down     [K, I]
+    before   the norm of h
+    """
+
+    gate_up: Weight
+    down: Weight
+    before: Norm
+
+    @property
+    def k(self) -> int:
+        return self.down.packed.shape[0]
+
+    def why_not(self) -> str | None:
+        from halfbyte.layouts.cpu_tiles import PANEL
+
+        gates = self.gate_up.packed.shape[0] // 2
+        reason = why_not_packed([self.gate_up.packed, self.down.packed])
+        return reason or (f"{gates} gates are not whole panels of {PANEL}" if gates % PANEL else None)
+
+    def check(self) -> None:
+        weights, k = [self.gate_up, self.down], self.gate_up.packed.shape[1]
+        shapes = [tuple(weight.packed.shape) for weight in weights]
+        inner = shapes[0][0] // 2
+        expected = [(2 * inner, k), (k, inner)]
+        _check(shapes == expected, "feed-forward", shapes, expected, [(self.before.weight, k), *_biases(weights)])
+
+    def inner(self, tensors: Addresses) -> feed_forward.Dense:
+        from halfbyte.kernels.cpu import feed_forward
+
+        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), _norm(tensors, self.before))
 
 
 class DecoderLayer:
-    """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h)),  h = x + o(attention(qkv(norm(x))))
-
-    qkv      [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
-    o        [K, H * D]
-    gate_up  [2 I, K]: gate, then up
-    down     [K, I]
-    norms    weights [K] of the RMS norms before qkv and before gate_up
-    eps      of both, and of those of heads
+    """y = feed_forward(attention(x))
 
     Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        norms: tuple[Tensor, Tensor],
-        eps: tuple[float, float, float],
-        heads: Heads,
-    ) -> None:
+    def __init__(self, attention: Attention, feed_forward: FeedForward) -> None:
         from halfbyte.kernels.cpu import decoder
 
-        _check_weights(weights, norms, heads)
-        if (reason := why_not(weights, heads)) is not None:
+        attention.check()
+        feed_forward.check()
+        self.heads, self.k = attention.heads, attention.o.packed.shape[0]
+        if feed_forward.k != self.k:
+            raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {feed_forward.k}")
+        if (reason := why_not(attention, feed_forward)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        self._heads, self.k, self.dim = heads, weights[0].packed.shape[1], heads.dim
-        self.tensors = tensors = Addresses()
-        *qkv, o, gate_up, down = map(tensors.product, weights)
-        before, between = map(tensors.of, norms)
-        of_heads = (0, 0) if heads.norms is None else (tensors.of(heads.norms[0]), tensors.of(heads.norms[1]))
-        numbers = heads.query, heads.key, heads.dim, heads.scale
-        self.inner = decoder.Layer(tuple(qkv), o, gate_up, down, (before, between), of_heads, eps, *numbers)
+        self.tensors = Addresses()
+        self.inner = decoder.Layer(attention.inner(self.tensors), feed_forward.inner(self.tensors))
+
+    @property
+    def rotary(self) -> int:
+        """Elements of a token's row of cosines, and of sines."""
+        return self.inner.rotary
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
@@ -74,7 +169,7 @@ class DecoderLayer:
 
     def check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
         """Raises ArgumentError for what a call does not take."""
-        heads = self._heads
+        heads = self.heads
         fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype
         fits = fits and keys.dtype in (*_DTYPES, torch.int8)
         if fits:
@@ -83,7 +178,7 @@ class DecoderLayer:
             fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
             fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
-            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, heads.dim) for r in rotary)
+            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, self.rotary) for r in rotary)
             fits = fits and len(rotary[0]) == len(rotary[1]) and x.is_cpu and keys.is_cpu and values.is_cpu
         if fits and mask is not None:
             fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1
@@ -92,7 +187,7 @@ class DecoderLayer:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
                 f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
-                f"[B, t, {heads.dim}], a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool "
+                f"[B, t, {self.rotary}], a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool "
                 f"[B, 1, t, T], got {got}"
             )
 
@@ -118,22 +213,29 @@ def run_layers(
     return given(decoder.run(inner, exactly(x), (cos, sin), places, mask), x.dtype)
 
 
-def why_not(weights: Sequence[Weight], heads: Heads) -> str | None:
+def why_not(attention: Attention, feed_forward: FeedForward) -> str | None:
     """Why `DecoderLayer` does not support these weights; None if it does."""
-    from halfbyte.kernels.cpu import decoder
-
-    if (reason := why_not_packed([weight.packed for weight in weights])) is not None:
-        return reason
-    return decoder.supports(weights[-2].packed.shape[0] // 2, heads.query, heads.key, heads.dim)
+    return attention.why_not() or feed_forward.why_not()
 
 
-def _check_weights(weights: Sequence[Weight], norms: tuple[Tensor, Tensor], heads: Heads) -> None:
-    shapes = [tuple(weight.packed.shape) for weight in weights]
-    k, inner, both = shapes[0][1], shapes[-2][0] // 2, (heads.query + 2 * heads.key) * heads.dim
-    expected = [(both, k), (k, heads.query * heads.dim), (2 * inner, k), (k, inner)]
-    small = [*norms, *(heads.norms or ()), *(weight.bias for weight in weights if weight.bias is not None)]
-    sizes = [k, k, *([heads.dim] * 2 if heads.norms else []), *(n for (n, _), w in zip(shapes, weights, strict=True) if w.bias is not None)]
-    joined = [(sum(n for n, _ in shapes[:-3]), k), *shapes[-3:]] if {c for _, c in shapes[:-3]} == {k} else shapes
-    if joined != expected or [tuple(t.shape) for t in small] != [(size,) for size in sizes] or not all(t.is_cpu for t in small):
-        got = f"{shapes}, and {[list(t.shape) for t in small]}"
-        raise ArgumentError(f"a decoder layer takes weights {expected} and norms and biases of {sizes} elements on the CPU, got {got}")
+def _norm(tensors: Addresses, norm: Norm) -> halves.Norm:
+    from halfbyte.kernels.cpu import halves
+
+    return halves.Norm(tensors.of(norm.weight), norm.eps)
+
+
+def _biases(weights: Sequence[Weight]) -> list[tuple[Tensor, int]]:
+    """With the elements that they have to have."""
+    return [(weight.bias, weight.packed.shape[0]) for weight in weights if weight.bias is not None]
+
+
+def _check(
+    fits: bool, what: str, shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]], small: Sequence[tuple[Tensor, int]]
+) -> None:
+    """small: norms and biases, and of how many elements they are to be."""
+    if not fits or any(tensor.shape != (size,) or not tensor.is_cpu for tensor, size in small):
+        sizes, got = [size for _, size in small], [list(tensor.shape) for tensor, _ in small]
+        raise ArgumentError(
+            f"the {what} half of a decoder layer takes weights {list(expected)} and norms and biases of {sizes} elements on the CPU, "
+            f"got {list(shapes)} and {got}"
+        )

@@ -99,7 +99,7 @@ class DecodingStep:
         from halfbyte.kernels.cpu import decoding_step
         from halfbyte.kernels.cpu.decoder import Entry
 
-        found, sizes = entries(), ((batch, 1, self._k), (1, 1, self._layers[0].dim))
+        found, sizes = entries(), ((batch, 1, self._k), (1, 1, self._layers[0].rotary))
         x, turn = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
         for layer, entry in zip(self._layers, found, strict=True):
             layer.check(x, (turn, turn), *entry, None)

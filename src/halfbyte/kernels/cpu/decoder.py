@@ -1,11 +1,7 @@
-"""Decoder layers of Llama and its like for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
+"""Decoder layers for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
 
-    qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once; where formats
-                                             differ, queries, keys and values are up to three products
-    a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`; of many tokens `attend_whole.py`)
-    h   = a · Woᵀ + bias + x
-    g   = norm(h) · Wgate_upᵀ                silu(gate) * up where the gates were
-    y   = g · Wdownᵀ + bias + h
+    h = attention(x)                         `attention_half.py`
+    y = feed_forward(h)                      `feed_forward.py`
 
 Everything between the steps is float32 and stays in memory of a few KB a row. Layers that follow each other are one chain: what a
 program does between two of them would run with caches that are full of weights, some ten times as long as otherwise. Prompts are read
@@ -14,223 +10,57 @@ some tokens at a time, or some sequences, so that what lies between the steps st
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import attend, attend_whole, runtime
-from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
-from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
-from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, phase, shares
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import CALL, KINDS, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu import attend_whole, runtime
+from halfbyte.kernels.cpu.attention_half import Attention, AttentionPlan, Size
+from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.kernels.cpu.halves import FEW, FeedForward, room, shared
+from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
 from halfbyte.kernels.cpu.plan_cache import PlanCache
-from halfbyte.layouts.base import round_up
-from halfbyte.layouts.cpu_tiles import PANEL
 
-_INFINITE = float("inf")
-_X, _OUT, _RESIDUAL, _OUT_STRIDE = (LINEAR.offset(field) for field in ("x", "out", "residual", "out_stride"))
-_pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
-_pack_cache = ATTEND.struct("cos", "length").pack_into
-_CACHE = ATTEND.offset("cos")
-_pack_seen = WHOLE.struct("before", "mask_token").pack_into
-_SEEN = WHOLE.offset("before")
 CACHES = {**KINDS, torch.int8: "int8"}  # of keys and values
-_ROWS, _STEP = 256, 64  # at a time; memory is for multiples of so many
-_FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
-
-
-class Size(NamedTuple):
-    """Of a call. kind: of the cache."""
-
-    batch: int
-    tokens: int
-    kind: str
-    masked: bool
-    threads: int
+_ROWS = 256  # at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The weights of a layer, by their addresses: whoever calls sees to it that they are there. What is not packed is float32.
-
-    qkv         one product, or one after the other those whose outputs stand side by side
-    norms       weights [K] before qkv and before gate_up
-    eps         of both, and of head_norms
-    head_norms  weights [D] of queries and keys; 0 where heads have no norms
-    scale       of scores
-    """
-
-    qkv: tuple[Product, ...]
-    o: Product
-    gate_up: Product
-    down: Product
-    norms: tuple[int, int]
-    head_norms: tuple[int, int]
-    eps: tuple[float, float, float]
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
+    attention: Attention
+    feed_forward: FeedForward
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of Plan
 
     @property
-    def both(self) -> int:
-        """Outputs of qkv."""
-        return sum(product.n for product in self.qkv)
+    def k(self) -> int:
+        return self.feed_forward.k
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Memory:
-    """What the calls of layers of one size share in a thread: addresses in one block of memory."""
-
-    block: Tensor
-    normed: int
-    laid_out: int
-    qkv: int
-    attended: int
-    hidden: int
-    gates: int
-    scratch: int  # of attention
+    @property
+    def rotary(self) -> int:
+        """Elements of a token's row of cosines, and of sines."""
+        return self.attention.dim
 
 
 class Plan:
     """A layer's steps for so many rows, with all arguments but those that change from token to token."""
 
     def __init__(self, layer: Layer, size: Size) -> None:
-        m, threads = size.batch * size.tokens, size.threads
-        self._tokens = size.tokens
-        products = *layer.qkv, layer.o, layer.gate_up, layer.down
-        alone, most_k = m == 1, max(p.k for p in products)
-        linears = [p.kernel.arguments(m, threads) for p in products]
-        private = max(laid_out for _, laid_out in linears) + 63 & ~63
-        room = m if m <= _FEW else round_up(m, _STEP)  # rows, so that prompts of all lengths share memory
-        widths = layer.both, layer.o.k, layer.o.n, layer.gate_up.n
-        laid_out = threads * private if alone else -(-private // m) * room
-        scratch = _attention_sizes(layer, room)[1] if size.tokens > _FEW else 0
-        self._memory = memory = _shared((threads * most_k * 4, laid_out, *(room * n * 4 for n in widths), threads * scratch))
-        self._linears = [buffer for buffer, _ in linears]
-        self.attention = _attention(layer, memory, size)
-        self._tables: list[ctypes.Array[ctypes.c_int64]] = []
-        common = {"normed": memory.normed, "normed_thread": 4 * most_k, "private": private if alone else 0}
-        blocks: list[Buffer] = []
-        columns = accumulate((4 * product.n for product in layer.qkv[:-1]), initial=memory.qkv)
-        places = *((0, to) for to in columns), (memory.attended, memory.hidden), (memory.hidden, memory.gates), (memory.gates, 0)
-        for i, (product, buffer, (x, out)) in enumerate(zip(products, self._linears, places, strict=True)):
-            stride = 4 * (layer.gate_up.n if product is layer.down else product.k)
-            pack_call(buffer, CALL, 0, x, stride, memory.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
-            gated, first = product is layer.gate_up, i < len(layer.qkv)
-            if first:
-                _pack_one(buffer, _OUT_STRIDE, 4 * layer.both)
-            fields: dict[str, int | tuple[float, float]] = {
-                **common,
-                "norm": layer.norms[0] if first else layer.norms[1] if gated else 0,
-                "eps": (layer.eps[gated], 0.0),
-            }
-            steps, table = product_steps(product.n, buffer, fields, alone=alone, threads=threads, gated=gated)
-            self._tables.append(table)
-            blocks += steps
-            if product is layer.qkv[-1]:
-                blocks += self.attention
-        self.blocks = tuple(blocks)
+        m = size.batch * size.tokens
+        self._memory = shared("hidden", (4 * room(m) * layer.k,))
+        (hidden,) = self._memory.starts
+        self._attention = AttentionPlan(layer.attention, size, hidden)
+        self._feed_forward = layer.feed_forward.plan(m, size.threads, hidden)
+        self.attention = self._attention.steps
+        self.blocks = *self._attention.blocks, *self._feed_forward.blocks
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
-        *qkv, o, _, down = self._linears
-        hidden = self._memory.hidden
-        for product in qkv:
-            _pack_one(product, _X, x)
-        _pack_one(o, _RESIDUAL, x - hidden)
-        _pack_two(down, _OUT, out, hidden - out)
-        _pack_cache(self.attention[0], _CACHE, *cache)
-        if len(self.attention) > 1:
-            *seen, length = cache[4:]
-            _pack_seen(self.attention[1], _SEEN, length, length + self._tokens, *seen)
-
-
-def product_steps(
-    n: int, linear: Buffer, fields: Mapping[str, int | tuple[float, float]], *, alone: bool, threads: int, gated: bool = False
-) -> tuple[list[Buffer], ctypes.Array[ctypes.c_int64]]:
-    """One step for one row (`alone`), two for more, with the arguments of the product with n outputs, and others of PRODUCT; and what they
-    read, to be kept."""
-    panels = -(-n // PANEL) // (2 if gated else 1)
-    cut = shares(panels, threads)
-    table = (ctypes.c_int64 * len(cut))(*cut)
-    of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
-    return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table
-
-
-def _attention(layer: Layer, memory: _Memory, size: Size) -> tuple[Buffer, ...]:
-    """One step, or for many tokens two: they enter the cache, and attend to it."""
-    group, many = layer.heads // layer.kv_heads, size.tokens > _FEW
-    spec = AttendSpec(layer.dim, group, size.kind, layer.head_norms != (0, 0), size.masked and not many, many)
-    sizes = {"batch": size.batch, "tokens": size.tokens}
-    fields: dict[str, int | tuple[float, float]] = {
-        **sizes,
-        "qkv": memory.qkv,
-        "qkv_stride": 4 * layer.both,
-        "out": memory.attended,
-        "out_stride": 4 * layer.o.k,
-        "kv_heads": layer.kv_heads,
-        "q_norm": layer.head_norms[0],
-        "k_norm": layer.head_norms[1],
-        "scale_eps": (layer.scale, layer.eps[2]),
-    }
-    first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
-    if not many:
-        return (first,)
-    padded, thread_bytes = _attention_sizes(layer, size.tokens)
-    fields = {
-        **sizes,
-        "q": memory.qkv,
-        "q_batch": 4 * layer.both * size.tokens,
-        "q_head": 4 * layer.dim,
-        "q_token": 4 * layer.both,
-        "out": memory.attended,
-        "heads": layer.kv_heads,
-        "padded": padded,
-        "parts": attend_whole.parts(size.batch * layer.kv_heads, size.tokens * group, size.threads),
-        "scratch": memory.scratch,
-        "thread_bytes": thread_bytes,
-        "scale": (layer.scale, 0.0),
-    }
-    whole = WholeSpec(layer.dim, size.masked, group=group, kind=size.kind, causal=True)
-    return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
-
-
-def _attention_sizes(layer: Layer, tokens: int) -> tuple[int, int]:
-    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * layer.heads // layer.kv_heads, layer.dim, current())
-
-
-_memories: PlanCache[_Memory] = PlanCache()
-
-
-def _shared(sizes: tuple[int, ...]) -> _Memory:
-    return _memories.get(sizes, lambda: _allocated(sizes))
-
-
-def _allocated(sizes: tuple[int, ...]) -> _Memory:
-    ends = [0, *accumulate(size + 63 & ~63 for size in sizes)]
-    block = torch.empty(ends[-1] + 64, dtype=torch.uint8, device="cpu")
-    start = block.data_ptr() + 63 & ~63
-    return _Memory(block, *(start + end for end in ends[:-1]))
-
-
-def supports(gates: int, heads: int, kv_heads: int, dim: int) -> str | None:
-    """Why a layer with so many gates, and such heads, is not computed here; None where it is."""
-    if gates % PANEL:
-        return f"{gates} gates are not whole panels of {PANEL}"
-    return attend.supports(heads, kv_heads, dim)
+        self._attention.point(x, cache)
+        self._feed_forward.point(out)
 
 
 class Entry(NamedTuple):
@@ -250,7 +80,7 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
     """
     batch, tokens, _ = x.shape
     out = [torch.empty_like(x) for _ in layers]
-    if mask is not None and tokens > _FEW:
+    if mask is not None and tokens > FEW:
         mask = attend_whole.readable(mask)
     if batch * tokens <= _ROWS:
         _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out])
@@ -286,7 +116,7 @@ def _run(
     first = layers[0]
     threads = threads_of(first, batch * tokens)
     cos, sin = rotary
-    before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * first.dim
+    before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * first.rotary
     after = (0, 0, 0)
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
@@ -303,7 +133,7 @@ def _run(
 
 def threads_of(layer: Layer, rows: int) -> int:
     """Of those there are, how many are worth waking for so many rows."""
-    return max(1, min(runtime.threads(), rows * layer.gate_up.n * layer.gate_up.k // WORK_A_THREAD))
+    return max(1, min(runtime.threads(), rows * layer.feed_forward.work // WORK_A_THREAD))
 
 
 def places(keys: Tensor, values: Tensor) -> list[int]:

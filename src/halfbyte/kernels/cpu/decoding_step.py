@@ -21,8 +21,10 @@ from torch import Tensor
 from halfbyte.kernels.cpu import decoder, dequantize
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, Buffer
 from halfbyte.kernels.cpu.attend import ATTEND
+from halfbyte.kernels.cpu.attention_half import Size
 from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
-from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan, Size
+from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan
+from halfbyte.kernels.cpu.halves import product_steps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, pack_call
@@ -62,10 +64,10 @@ class Steps:
         self.cache = entries[0].keys.dtype
         self.threads = decoder.threads_of(first, batch)
         with torch.inference_mode(False):  # written again and again, and not always in that mode
-            self.x = torch.zeros(batch, first.down.n, dtype=torch.float32, device="cpu")
-            self._turns = torch.zeros(batch, 2, first.dim, dtype=torch.float32, device="cpu")
+            self.x = torch.zeros(batch, first.k, dtype=torch.float32, device="cpu")
+            self._turns = torch.zeros(batch, 2, first.rotary, dtype=torch.float32, device="cpu")
         self.ids = (ctypes.c_int64 * batch)()
-        self._model, self._batch, self._width = model, batch, 8 * first.dim
+        self._model, self._batch, self._width = model, batch, 8 * first.rotary
         size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
         self._attention = [plan.attention[0] for plan in self._plans]
@@ -105,7 +107,7 @@ class Steps:
             "norm": norm,
             "eps": (eps, 0.0),
         }
-        steps, self._table = decoder.product_steps(head.n, buffer, fields, alone=alone, threads=self.threads)
+        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads)
         return steps
 
     def point(self, entries: Sequence[Entry]) -> None:

@@ -1,0 +1,153 @@
+"""What the halves of a decoder layer share: memory, RMS norms, and products as steps of a chain.
+
+A layer is two halves, h = x + attention(x) and y = h + feed_forward(h). Each is planned once for so many rows, to steps whose arguments
+are filled in but for what changes from token to token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.chain import PRODUCT, Product, Step, phase, shares
+from halfbyte.kernels.cpu.kernel import arguments
+from halfbyte.kernels.cpu.linear import CALL, pack_call
+from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.layouts.base import round_up
+from halfbyte.layouts.cpu_tiles import PANEL
+
+FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
+_INFINITE = float("inf")
+_STEP = 64  # rows: memory is for multiples of so many
+OUT, RESIDUAL, OUT_STRIDE = (LINEAR.offset(field) for field in ("out", "residual", "out_stride"))
+Fields = dict[str, int | tuple[float, float]]
+
+
+class Norm(NamedTuple):
+    """An RMS norm: the address of its weight, float32 [K], and what is added to the mean of squares."""
+
+    weight: int
+    eps: float
+
+
+class FeedForward(Protocol):
+    """The second half of a layer, from h [m, K] to y [m, K]: its norm, and that h is added, are its own business.
+
+    k     elements of a row of h and y
+    work  multiplications for a row, or nearly
+    """
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def work(self) -> int: ...
+
+    def plan(self, m: int, threads: int, hidden: int) -> HalfPlan:
+        """The steps for m rows h, contiguous float32 at the address `hidden`."""
+
+
+class HalfPlan(Protocol):
+    """Steps of a feed-forward half."""
+
+    @property
+    def blocks(self) -> Sequence[Buffer]: ...
+
+    def point(self, out: int) -> None:
+        """From now on y, contiguous float32, goes to that address."""
+
+
+class Memory(NamedTuple):
+    """Addresses in one block of memory."""
+
+    block: Tensor
+    starts: tuple[int, ...]
+
+
+_memories: PlanCache[Memory] = PlanCache()
+
+
+def shared(name: str, sizes: tuple[int, ...]) -> Memory:
+    """Memory of so many bytes each, all at multiples of 64: the same for all calls in a thread with this name and these sizes."""
+    return _memories.get((name, sizes), lambda: _allocated(sizes))
+
+
+def _allocated(sizes: tuple[int, ...]) -> Memory:
+    ends = [0, *accumulate(size + 63 & ~63 for size in sizes)]
+    block = torch.empty(ends[-1] + 64, dtype=torch.uint8, device="cpu")
+    start = block.data_ptr() + 63 & ~63
+    return Memory(block, tuple(start + end for end in ends[:-1]))
+
+
+def room(m: int) -> int:
+    """For how many rows there is memory where there are m: so that prompts of all lengths share it."""
+    return m if m <= FEW else round_up(m, _STEP)
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """Products of m rows by so many threads, and where their rows are laid out.
+
+    private   bytes between the threads' own copies of what is laid out; 0 where they share one
+    """
+
+    m: int
+    threads: int
+    normed: int
+    normed_thread: int
+    laid_out: int
+    private: int
+
+    @staticmethod
+    def sizes(products: Sequence[Product], m: int, threads: int) -> tuple[int, int]:
+        """Bytes for normed rows and for what is laid out."""
+        private = max(product.kernel.arguments(m, threads)[1] for product in products) + 63 & ~63
+        return threads * max(p.k for p in products) * 4, threads * private if m == 1 else -(-private // m) * room(m)
+
+    @classmethod
+    def of(cls, products: Sequence[Product], m: int, threads: int, memory: Sequence[int]) -> Laid:
+        """memory: the first two addresses of `shared` with `sizes`."""
+        normed, laid_out = memory[:2]
+        private = cls.sizes(products, 1, threads)[1] // threads if m == 1 else 0
+        return cls(m, threads, normed, 4 * max(p.k for p in products), laid_out, private)
+
+    def steps(
+        self, product: Product, x: int, out: int, *, norm: Norm | None = None, gated: bool = False, stride: int | None = None
+    ) -> ProductSteps:
+        """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later."""
+        linear, _ = product.kernel.arguments(self.m, self.threads)
+        stride = 4 * product.k if stride is None else stride
+        pack_call(linear, CALL, 0, x, stride, self.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
+        fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
+        if norm is not None:
+            fields |= {"norm": norm.weight, "eps": (norm.eps, 0.0)}
+        blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, gated=gated)
+        return ProductSteps(blocks, linear, table)
+
+
+class ProductSteps(NamedTuple):
+    """Steps, the arguments of their product, and what they read beside."""
+
+    blocks: list[Buffer]
+    linear: Buffer
+    table: ctypes.Array[ctypes.c_int64]
+
+
+def product_steps(
+    n: int, linear: Buffer, fields: Mapping[str, int | tuple[float, float]], *, alone: bool, threads: int, gated: bool = False
+) -> tuple[list[Buffer], ctypes.Array[ctypes.c_int64]]:
+    """One step for one row (`alone`), two for more, with the arguments of the product with n outputs, and others of PRODUCT; and what they
+    read, to be kept."""
+    panels = -(-n // PANEL) // (2 if gated else 1)
+    cut = shares(panels, threads)
+    table = (ctypes.c_int64 * len(cut))(*cut)
+    of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
+    steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
+    return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table
