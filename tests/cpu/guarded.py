@@ -8,19 +8,18 @@ import ctypes
 import faulthandler
 import functools
 import itertools
-import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attention
 import encoder_parts
+import guarded_layers
 import torch
 from emulated.amx import EmulatedTiles
+from guarded_memory import ENDS, guarded, guarded_allocations, placed, same, scratch, some
 from samples import random_codes, sparse_codes
-from support import RUNNABLE
 from torch import Tensor
 
 from halfbyte import ops
@@ -33,7 +32,7 @@ from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
-from halfbyte.kernels.cpu.conv.gathered import ConvKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
@@ -46,12 +45,6 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import NAME, SPARSE, geometry, pack, unpack
 from halfbyte.ops import conv as conv_ops
 
-PAGE = mmap.PAGESIZE
-ENDS = ("end", "start")  # where a buffer lies flush with a forbidden page
-FORBIDDEN, READ_ONLY = 0, 1
-_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
-_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tails of each size; the numbers of the lists have no common factor, so that in turn each meets each.
 MS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13)
@@ -61,88 +54,8 @@ LINEAR = [
     ("q4_0", "block"), ("q4_1", "row"), ("q8_0", "block_offset"), ("int8_channel", "row"), ("int4_g20_zp", "block"),
     ("int4_g64_zp_bf16", "row_offset"), ("int8_g33_offset_f32", "block_offset"), ("int4_tensor_offset", "block"), ("int8_g8_zp", "row"),
     ("q4_0", "float"), ("int8_g20_offset", "float"), ("int4_g40_zp_f32", "float"), ("int8_channel_zp", "float"),
+    ("int6_g16", "block"), ("int5_g33_offset", "row_offset"), ("int5_g32", "float"),
 ]  # fmt: skip
-
-
-def some(cases: Iterable[Any]) -> list[Any]:
-    """On the best instruction set all; on the others, which share most code, every other one, in turn."""
-    number = RUNNABLE.index(current())
-    return list(cases)[number % 2 :: 2] if number else list(cases)
-
-
-def _memory(nbytes: int, flush: str) -> tuple[mmap.mmap, int]:
-    """Whole pages between two forbidden ones, and where in them `nbytes` begin that lie flush with one."""
-    size = -(-max(nbytes, 1) // PAGE) * PAGE
-    memory = mmap.mmap(-1, size + 2 * PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for page in (start, start + PAGE + size):
-        if _mprotect(page, PAGE, FORBIDDEN):
-            raise OSError(ctypes.get_errno(), "mprotect failed")
-    return memory, PAGE if flush == "start" else PAGE + size - nbytes
-
-
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, flush: str) -> Tensor:
-    """New memory for a tensor, full of 0xFF."""
-    count = torch.Size(shape).numel()
-    if count == 0:
-        return torch.zeros(shape, dtype=dtype)
-    memory, at = _memory(count * dtype.itemsize, flush)
-    memory[at : at + count * dtype.itemsize] = b"\xff" * (count * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
-
-
-def placed(t: Tensor, flush: str, gap: int = 0) -> Tensor:
-    """A read-only copy of t; its rows are `gap` elements apart, and none follow the last."""
-    stride = t.shape[-1] + gap
-    rows = t.numel() // t.shape[-1]
-    memory = guarded(((rows - 1) * stride + t.shape[-1],), t.dtype, flush)
-    view = memory.as_strided((*t.shape[:-1], t.shape[-1]), (stride, 1) if t.dim() == 2 else (1,))
-    view.copy_(t)
-    start = memory.data_ptr() // PAGE * PAGE
-    if _mprotect(start, memory.data_ptr() + memory.nbytes - start, READ_ONLY):
-        raise OSError(ctypes.get_errno(), "mprotect failed")
-    return view
-
-
-@contextmanager
-def guarded_allocations(flush: str) -> Iterator[None]:
-    """What kernels allocate lies flush too."""
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
-
-    def new(
-        *sizes: int | tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format | None = None,
-        device: str = "cpu",
-    ) -> Tensor:
-        assert torch.device(device).type == "cpu"
-        shape = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
-        if memory_format is torch.channels_last:
-            return guarded((shape[0], *shape[2:], shape[1]), dtype, flush).permute(0, 3, 1, 2)
-        return guarded(shape, dtype, flush)
-
-    def new_like(t: Tensor, *sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        return new(*(sizes or (tuple(t.shape),)), dtype=dtype or t.dtype)
-
-    torch.empty, torch.empty_like, Tensor.new_empty = new, lambda t, dtype=None: new_like(t, dtype=dtype), new_like
-    try:
-        yield
-    finally:
-        torch.empty, torch.empty_like, Tensor.new_empty = empty, empty_like, new_empty
-
-
-def scratch(flush: str) -> None:
-    def memory(size: int) -> tuple[Tensor, int]:
-        exact = guarded((size,), torch.uint8, flush)
-        return exact, exact.data_ptr()
-
-    linear.thread.memory = memory
-    linear._ZEROS = placed(torch.zeros(32), flush)
-
-
-def same(a: Tensor, b: Tensor) -> None:
-    if not torch.equal(a, b):
-        raise AssertionError("the result is another than on ordinary memory")
 
 
 def products(tell: Callable[[str], None]) -> None:
@@ -151,19 +64,21 @@ def products(tell: Callable[[str], None]) -> None:
         some_m = itertools.cycle((1, *MS[1 + i % 5 :: 5]))  # a tile is compiled for each number of rows: few for each format
         fmt, dtype = as_format(name), DTYPES[i % 3]  # each with int8 and with float compute
         compute, activation = ("float", "block") if way == "float" else ("int8", way)
+        if fmt.tight and not current().reads_tight:
+            continue
         inner = choose_linear(fmt, dtype, compute, current()).taken.inner
         for n in itertools.islice(some_n, 2):
             kernel, packed = LinearKernel(fmt, n, k, dtype, inner, activation), pack(random_codes(fmt, (n, k)))
             m = next(some_m)
-            x, bias = torch.randn(m, k).to(dtype), torch.randn(n)
-            wanted = [kernel(x, packed.data.data_ptr(), b, -9.0, 9.0) for b in (bias, None)]
+            x, bias, more = torch.randn(m, k).to(dtype), torch.randn(n), torch.randn(m, n).to(dtype)
+            wanted = [kernel(x, packed.data.data_ptr(), b, -9.0, 9.0, residual) for b, residual in ((bias, more), (None, None))]
             for flush in ENDS:
                 tell(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
                 scratch(flush)
                 linear.thread.calls.clear()  # they know where the zeros were that stand for a bias
                 rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
                 with guarded_allocations(flush):
-                    same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted[0])
+                    same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0, placed(more, flush)), wanted[0])
                     same(kernel(rows, data.data_ptr(), None, -9.0, 9.0), wanted[1])
 
 
@@ -254,13 +169,35 @@ def convolutions(tell: Callable[[str], None]) -> None:
             x = x.to(dtype)
             bias = conv_ops.conv_requantization_table(weight, None, **scales) if integer else torch.randn(sizes.out)
             run = DepthwiseKernel(sizes, dtype) if depthwise else ConvKernel(sizes, dtype, "int8", "block")
-            wanted = run(x.permute(0, 3, 1, 2), window, data, bias, -9.0, 9.0, outside=-3 if integer else 0)
+            how: dict[str, Any] = {"outside": -3 if integer else 0}
+            wanted = run(x.permute(0, 3, 1, 2), window, data, bias, -9.0, 9.0, **how)
+            added = None if integer else torch.randn(wanted.permute(0, 2, 3, 1).shape).to(dtype)
+            if added is not None:
+                wanted = run(x.permute(0, 3, 1, 2), window, data, bias, -9.0, 9.0, residual=added.permute(0, 3, 1, 2), **how)
             for flush in ENDS:
                 tell(f"conv {name} {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
                 images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
                 given = placed(data.flatten(), flush).view(data.shape), placed(bias.flatten(), flush).view(bias.shape)
+                if added is not None:
+                    how["residual"] = placed(added.flatten(), flush).view(added.shape).permute(0, 3, 1, 2)
                 with guarded_allocations(flush):
-                    same(run(images, window, *given, -9.0, 9.0, outside=-3 if integer else 0), wanted)
+                    same(run(images, window, *given, -9.0, 9.0, **how), wanted)
+
+
+def image_convolutions(tell: Callable[[str], None]) -> None:
+    """Of floats whose codes are made first."""
+    for number, (channels, groups, out, kernel, window) in some(enumerate(FILTERS[:8:3])):
+        dtype, sizes = DTYPES[number % 3], Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
+        weight = conv_ops.pack_conv(random_codes(sizes.format, sizes.codes_shape), kernel, groups)
+        x, bias = torch.randn(1 + number % 2, 9, 7, channels * groups).to(dtype), torch.randn(sizes.out)
+        run = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))
+        wanted = run(x.permute(0, 3, 1, 2), window, weight.data, bias, -9.0, 9.0)
+        for flush in ENDS:
+            tell(f"conv of images {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
+            images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
+            data, biases = placed(weight.data.flatten(), flush).view(weight.data.shape), placed(bias, flush)
+            with guarded_allocations(flush):
+                same(run(images, window, data, biases, -9.0, 9.0), wanted)
 
 
 # For kernels with weights of a form of their own: channels of a group, groups, outputs of a group, kernel, window.
@@ -394,7 +331,7 @@ def encoders_parts(tell: Callable[[str], None]) -> None:
 
 def weights(tell: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
-    names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32")
+    names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32", "int6_g16", "int5_g33_offset")
     for name, k, n in itertools.product(some(names), KS, (1, 31, 32, 33)):
         fmt, dtype = as_format(name), next(dtypes)
         packed, geo, ids = pack(random_codes(fmt, (n, k))), geometry(fmt, (n, k)), torch.tensor([n - 1, 0, n // 2])
@@ -436,12 +373,15 @@ def main(progress: str, one_too_far: bool) -> None:
         sparse_products(tell)
         integer_products(tell)
         convolutions(tell)
+        image_convolutions(tell)
         own_weights(tell)
         codes_alone(tell)
         matrix_convolutions(tell)
         attentions(tell)
         encoders_parts(tell)
         weights(tell)
+        for part in guarded_layers.ALL:
+            part(tell)
 
 
 if __name__ == "__main__":
