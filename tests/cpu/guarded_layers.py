@@ -14,14 +14,15 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.formats import as_format, ggml
-from halfbyte.kernels.cpu import decoder, elementwise, encoder, extract, grouped, linear, pack, runtime
+from halfbyte.kernels.cpu import decoder, elementwise, encoder, extract, grouped, halves, linear, pack, runtime
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.decoder import DecoderLayer, Heads
+from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer
@@ -183,10 +184,10 @@ class _Decoder:
         self.norms = [torch.rand(n) + 0.5 for n in ((k, k, dim, dim) if head_norms else (k, k))]
 
     def made(self, place: Place) -> DecoderLayer:
-        weights = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
-        first, second, *of_heads = map(place, self.norms)
+        *qkv, o, gate_up, down = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
+        first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
-        return DecoderLayer(weights, (first, second), (1e-5, 1e-6, 1e-6), heads)
+        return DecoderLayer(Attention(tuple(qkv), o, first, heads), Dense(gate_up, down, second))
 
 
 def decoders(tell: Tell) -> None:
@@ -291,23 +292,23 @@ def _allocating(flush: str | None) -> Iterator[None]:
         return
     kept: list[Tensor] = []
 
-    def shared(sizes: tuple[int, ...]) -> decoder._Memory:
+    def allocated(sizes: tuple[int, ...]) -> halves.Memory:
         parts = [guarded((max(size, 4),), torch.uint8, flush) for size in sizes]
         kept.extend(parts)
-        return decoder._Memory(parts[0], *(part.data_ptr() for part in parts))
+        return halves.Memory(parts[0], tuple(part.data_ptr() for part in parts))
 
     def of(room: encoder._Room, size: int) -> int:
         room.block = guarded((size,), torch.uint8, flush)
         room.start = room.block.data_ptr()
         return room.start
 
-    before = decoder._shared, encoder._Room.of
-    decoder._shared, encoder._Room.of = shared, of  # type: ignore[method-assign]
+    before = halves._allocated, halves._memories, encoder._Room.of
+    halves._allocated, halves._memories, encoder._Room.of = allocated, PlanCache(), of  # type: ignore[method-assign]
     try:
         with guarded_allocations(flush):
             yield
     finally:
-        decoder._shared, encoder._Room.of = before  # type: ignore[method-assign]
+        halves._allocated, halves._memories, encoder._Room.of = before  # type: ignore[method-assign]
 
 
 ALL = (
