@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench import integer, onnxruntime_peer, openvino_peer, torch_peers
+from halfbyte.bench import ggml_peer, integer, onnxruntime_peer, openvino_peer, torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -84,6 +84,8 @@ PEERS = (
     Contender("ov_int4_g32", "OpenVINO u4 g32", "int4_g32_zp", _INT8, partial(openvino_peer.compressed, format="int4_g32_zp")),
     Contender("ov_int4_g128", "OpenVINO u4 g128", "int4_g128_zp", _INT8, partial(openvino_peer.compressed, format="int4_g128_zp")),
     Contender("ov_int8", "OpenVINO i8", "int8_channel", _INT8, partial(openvino_peer.compressed, format="int8_channel")),
+    Contender("ggml_q4_0", "ggml q4_0", "q4_0", _INT8, partial(ggml_peer.mul_mat, format="q4_0")),
+    Contender("ggml_q8_0", "ggml q8_0", "q8_0", _INT8, partial(ggml_peer.mul_mat, format="q8_0")),
 )
 # int8 codes in, int8 codes out: the peers and halfbyte's own.
 _CODES = Arithmetic(lambda x: integer.ERROR, "dot_peak")

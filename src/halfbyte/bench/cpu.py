@@ -28,7 +28,7 @@ from halfbyte.bench.workload import Workload
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.machine import machine
 
-_PACKAGES = ("torch", "onnxruntime", "openvino", "llvmlite", "numpy")
+_PACKAGES = ("torch", "onnxruntime", "openvino", "llama_cpp", "llvmlite", "numpy")
 _MEMORY_CAP = 4 << 30
 # Assumed where the machine does not report its own.
 _USUAL_MEMORY, _USUAL_CACHE = 16 << 30, 32 << 20
