@@ -496,6 +496,8 @@ def test_memory_stays_below_the_quantized_model_and_one_tensor(tmp_path: Path) -
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     converting, loading, control = map(int, run.stdout.split())
-    assert converting <= 1.2 * (quantized + largest)
-    assert quantized / 2 <= loading <= 1.2 * (quantized + largest)  # it may reuse what converting gave back, but not most of it
-    assert control >= count * weight.nbytes, "the measure does not see the float model"
+    most = 1.2 * (quantized + largest)
+    assert converting <= most
+    assert quantized / 2 <= loading <= most  # it may reuse what converting gave back, but not most of it
+    # Not the size of the float model to the page: each CPU counts its own, and the system adds them up now and then.
+    assert control > most, "the measure does not see the float model"
