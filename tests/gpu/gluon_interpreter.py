@@ -18,7 +18,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ptx
 import torch
@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from halfbyte.kernels.gpu import launch
 
-SECONDS = 30.0  # that a barrier is waited for at most
+SECONDS = 30.0  # that a barrier is waited for at most while nothing comes to any barrier
 _TORCH = {
     real.int8: torch.int8, real.uint8: torch.uint8, real.int16: torch.int16, real.int32: torch.int32, real.int64: torch.int64,
     real.int1: torch.bool, real.float16: torch.float16, real.bfloat16: torch.bfloat16, real.float32: torch.float32,
@@ -200,6 +200,8 @@ class Shared:
 class Barrier:
     """A phase ends when all have arrived and all bytes are there."""
 
+    last: ClassVar[object] = None  # another one with each step of any barrier
+
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.phase = self.left = self.bytes = 0
@@ -210,6 +212,7 @@ class Barrier:
 
     def step(self, arrivals: int, nbytes: int) -> None:
         with self.changed:
+            Barrier.last = object()
             assert arrivals <= self.left, "more arrive than are expected"
             self.left, self.bytes = self.left - arrivals, self.bytes + nbytes
             if self.left == 0 and self.bytes == 0:
@@ -217,14 +220,17 @@ class Barrier:
                 self.changed.notify_all()
 
     def wait(self, parity: int) -> None:
+        last: object = None
+        still = 0  # tenths of a second without a step: a machine may be slow
         with self.changed:
-            for _ in range(int(10 * SECONDS)):
+            while still < 10 * SECONDS:
                 if self.changed.wait_for(lambda: self.phase & 1 != parity, 0.1):
                     while self.coming:
                         to, box = self.coming.pop(0)
                         to.copy_(box)
                     return
                 assert not _failed.is_set(), "another partition failed"
+                last, still = Barrier.last, still + 1 if last is Barrier.last else 0
         raise AssertionError("a barrier is waited for that nobody completes")
 
 
