@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.checkpoint import convert, load_tensors, save
-from halfbyte.checkpoint.folder import replacing
+from halfbyte.checkpoint import checkpoint_model, convert, load_tensors, save
+from halfbyte.checkpoint.folder import complete, replacing
+from halfbyte.checkpoint.manifest import read_manifest
 from halfbyte.errors import ArgumentError, CheckpointError
 
 
@@ -101,6 +103,35 @@ def test_a_nan_in_the_middle_leaves_the_old(folder: Path, tmp_path: Path) -> Non
 def test_two_writers_at_once(folder: Path) -> None:
     with replacing(folder), pytest.raises(CheckpointError, match="another process is writing to"):
         save(network(), folder)
+
+
+def test_a_reader_finds_the_new_checkpoint_that_is_written_while_it_opens_the_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced_meanwhile(*_: object) -> None:
+        monkeypatch.undo()
+        save(network(), folder)
+
+    monkeypatch.setattr(checkpoint_model, "complete", replaced_meanwhile)
+    assert contents(folder).keys() == network().state_dict().keys()
+    (weights,) = folder.glob("*.safetensors")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load_tensors(folder)
+
+
+def test_a_reader_does_not_stumble_over_a_writer_that_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which removes the folder that the reader looks through."""
+    manifest, scan = replace(read_manifest(folder)[1], staging=".halfbyte-01234567"), os.scandir
+    (folder / ".halfbyte-01234567" / "sub").mkdir(parents=True)
+
+    def removed_meanwhile(path: Any = ".") -> Any:
+        if os.path.basename(path) == "sub":
+            monkeypatch.undo()
+            shutil.rmtree(folder / ".halfbyte-01234567")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", removed_meanwhile)
+    complete(folder, manifest)
+    assert not (folder / ".halfbyte-01234567").exists()
 
 
 _HELPERS = """

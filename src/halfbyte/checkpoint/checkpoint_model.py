@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from halfbyte.checkpoint.folder import complete
-from halfbyte.checkpoint.manifest import read_manifest
+from halfbyte.checkpoint.manifest import Manifest, read_manifest
 from halfbyte.checkpoint.stored_model import StoredModel
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
@@ -20,13 +21,23 @@ from halfbyte.io.tensors import checksum
 from halfbyte.nn.report import Report, Row
 
 
+def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
+    """config.json without the section, the section, and the files that it names: the new ones, if a writer replaces them meanwhile."""
+    while True:
+        config, manifest = read_manifest(folder)
+        complete(folder, manifest)
+        try:
+            return config, manifest, Reader([folder / name for name in manifest.files])
+        except CheckpointError:
+            if read_manifest(folder)[1].files == manifest.files:
+                raise
+
+
 class Checkpoint(StoredModel):
     """Opening it reads config.json and the headers of the files, and checks that they fit together."""
 
     def __init__(self, folder: Path) -> None:
-        config, manifest = read_manifest(folder)
-        complete(folder, manifest)
-        reader = Reader([folder / name for name in manifest.files])
+        config, manifest, reader = _opened(folder)
         stored = (weight.stored(name, bytes_each=name in manifest.bytes_each) for name, weight in manifest.weights.items())
         parts = {part: spec for tensors in stored for part, spec in tensors.items()}
         if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):

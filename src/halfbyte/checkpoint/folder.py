@@ -176,7 +176,7 @@ def complete(folder: Path, manifest: Manifest) -> None:
     staged = folder / (manifest.staging or ".")
     if manifest.staging is None or not os.path.isdir(staged) or os.path.islink(staged):
         return
-    for path in sorted(staged.rglob("*")):
+    for path in [Path(parent, name) for parent, _, names in os.walk(staged) for name in names]:  # none where another process removed it
         name = path.relative_to(staged)
         target = folder / name
         if not path.is_file() or path.is_symlink() or name.as_posix() in (CONFIG, *manifest.files):
