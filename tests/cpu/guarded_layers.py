@@ -22,10 +22,11 @@ from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, FeedForward, Heads, Norm
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer
+from halfbyte.ops.experts import Experts, SharedExpert
 from halfbyte.ops.layers import LayerNorm, Weight
 
 Tell = Callable[[str], None]
@@ -187,7 +188,24 @@ class _Decoder:
         *qkv, o, gate_up, down = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
         first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
-        return DecoderLayer(Attention(tuple(qkv), o, first, heads), Dense(gate_up, down, second))
+        return DecoderLayer(Attention(tuple(qkv), o, first, heads), self.second(gate_up, down, second, place))
+
+    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
+        return Dense(gate_up, down, norm)
+
+
+class _Mixture(_Decoder):
+    """With experts, of a width of 32, beside what is dense, which all rows share."""
+
+    def __init__(self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, chosen: int, router: torch.dtype) -> None:
+        super().__init__(names, heads, k, inner, head_norms=False)
+        self.stacks = [ops.pack(ops.quantize(torch.randn(s) / 8, names[0])) for s in ((5, 64, k), (5, k, 32))]
+        self.chosen, self.router, self.gate = chosen, torch.randn(5, k).to(router), torch.randn(k).to(router)
+
+    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
+        shared = SharedExpert(gate_up, down, place(self.gate))
+        up, last = (_weight(stack, None, place) for stack in self.stacks)
+        return Experts(up, last, place(self.router), self.chosen, self.chosen > 1, norm, shared)
 
 
 def decoders(tell: Tell) -> None:
@@ -205,6 +223,15 @@ def decoders(tell: Tell) -> None:
         table, head = ops.pack(random_codes(as_format(names[-1]), (50, k))), ops.pack(random_codes(as_format(names[0]), (47, k)))
         for b, headed in ((1, True), (2, True), (1, False)):
             _stepped(tell, both, table, head if headed else None, kind, b)
+
+
+def mixtures(tell: Tell) -> None:
+    """Layers with experts, for one row and for several."""
+    cases = ("q4_0", (2, 1, 8), 40, 3, torch.float32), ("int8_channel", (2, 2, 16), 33, 1, torch.bfloat16)
+    for name, heads, k, chosen, kind in some(cases):
+        both = [_Mixture((name,), heads, k, 32, chosen, kind) for _ in range(2)]
+        for b, t in ((1, 1), (2, 3)):
+            _decoded(tell, both, k, torch.float32, (b, t, 5), masked=False)
 
 
 def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) -> Tensor:
@@ -319,4 +346,5 @@ ALL = (
     embeddings,
     encoders,
     decoders,
+    mixtures,
 )

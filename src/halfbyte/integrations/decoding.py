@@ -32,8 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding
 from halfbyte.integrations.ahead import expect
+from halfbyte.integrations.families import FAMILIES, family_of
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.shortened import Shortened, products_of, shorten, why_hooked, why_not_fused
+from halfbyte.integrations.mixtures import routed_of, why_not_routed
+from halfbyte.integrations.shortened import Shortened, original, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
@@ -46,7 +48,7 @@ from halfbyte.ops.functions import sparse_on
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DEVICES = ("cuda",)
 LONG = "one token takes the steps of transformers"
-ONE_CALL = "tokens take one call"
+ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 
 
@@ -94,11 +96,16 @@ def is_short(module: nn.Module) -> bool:
 
 def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     """Why `shorten_` does not change a decoder layer on a device of that type, or None."""
-    if type(layer) not in LAYERS and not is_short(layer):
-        return f"a {type(layer).__name__} is none of {', '.join(cls.__name__ for cls in LAYERS)}"
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = {name: [getattr(part, child) for child in name.split("+")] for name, part in ((QKV, attention), (GATE_UP, mlp))}
-    linears = {"o_proj": attention.o_proj, "down_proj": mlp.down_proj}
+    cls, known = original(layer), [*(of.__name__ for of in LAYERS)]
+    if device == "cpu":
+        known = [name.rpartition(".")[2] for name in FAMILIES]
+    if cls not in LAYERS and (device != "cpu" or family_of(layer) is None):
+        return f"a {cls.__name__} is none of {', '.join(known)}"
+    attention, mlp, routed = layer.self_attn, layer.mlp, routed_of(layer)
+    halves = [(QKV, attention), *([(GATE_UP, mlp)] if routed is None else [])]
+    groups = {name: [getattr(part, child) for child in name.split("+")] for name, part in halves}
+    linears = {"o_proj": attention.o_proj} | ({"down_proj": mlp.down_proj} if routed is None else {})
+    alone = [*linears]
     linears |= {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
     for name, linear in linears.items():
         if not isinstance(linear, QuantLinear):
@@ -110,12 +117,14 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
             continue  # one step each
         if (reason := why_not_fused(name, parts)) is not None:
             return reason
-    for name in ("o_proj", "down_proj"):
+    for name in alone:
         if type(linears[name]) is not QuantLinear:
             return f"its {name} is a {type(linears[name]).__name__}"
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, not silu"
-    if mlp.gate_proj.bias is not None:
+    if routed is not None and (reason := why_not_routed(layer, routed)) is not None:
+        return reason
+    if routed is None and mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
     return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if device == "cpu" else None)
 
@@ -156,7 +165,11 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     attention = Step("attention", "attend, with positions and the new entry of a float or 8-bit cache")
     qkv, (gates, _) = decoding_cpu.groups_of(layer)
     first = (Step(name, "with the norm") for name in products_of(*qkv) or {})
-    return *first, attention, Step("o_proj", added), Step(gates, gated), Step("down_proj", added)
+    if (routed := routed_of(layer)) is None:
+        return *first, attention, Step("o_proj", added), Step(gates, gated), Step("down_proj", added)
+    shared = [Step(routed.shared[0], f"{gated}, then down_proj")] if routed.shared is not None else []
+    experts = Step("experts", "silu(gate) * up, then down_proj, both of the chosen ones, by their weights, with the residual added")
+    return *first, attention, Step("o_proj", added), Step("gate", "with the norm"), *shared, experts
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:
@@ -183,7 +196,7 @@ class _OneToken(Shortened):
         if (reason := why_not_short(self, device.type)) is not None:
             return f"{LONG}: {reason}"
         if device.type == "cpu":
-            return ONE_CALL
+            return ONE_CALL if routed_of(self) is None else FEW_ONE_CALL
         if device.type not in DEVICES:
             return f"{LONG}: few kernels are for {' and '.join(DEVICES)}, not for {device.type}"
         lost = [f"{step.name}: {step.reason}" for step in steps(self, gpu(device.index or 0)) if step.reason]
@@ -245,6 +258,8 @@ def _norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
 
 def _in_floats(layer: Any) -> bool:
     """Whether these kernels also support a layer that was shortened, possibly for a CPU, and of which parts may have been replaced."""
+    if original(layer) not in LAYERS:
+        return False
     attention, mlp = layer.self_attn, layer.mlp
     together = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
     alone = attention.o_proj, mlp.down_proj

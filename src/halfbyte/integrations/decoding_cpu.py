@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
-from halfbyte.integrations import growing
+from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.cache import Int8Layer
 from halfbyte.integrations.families import known
+from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, Heads, Norm, run_layers, why_not
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, run_layers, why_not
 from halfbyte.ops.library import OPS
 
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
@@ -74,38 +74,45 @@ class _Entry:
 
 
 def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]:
-    """The linear layers of queries, keys and values, and of gates, each with their names joined by +."""
+    """The linear layers of queries, keys and values, and of gates, each with their names joined by +; no gates where there are experts."""
     family, attention, mlp = known(layer), layer.self_attn, layer.mlp
-    qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, family.qkv), (mlp, family.gates)))
-    return ("+".join(family.qkv), qkv), ("+".join(family.gates), gates)
+    of_mlp = family.gates if routed_of(layer) is None else ()
+    qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, family.qkv), (mlp, of_mlp)))
+    return ("+".join(family.qkv), qkv), ("+".join(of_mlp), gates)
 
 
-def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, QuantLinear, QuantLinear] | None:
-    """One layer for each product: those of queries, keys and values, o, gates and down; None where one was replaced by what is computed
-    otherwise."""
-    o, down = layer.self_attn.o_proj, layer.mlp.down_proj
-    qkv, gates = (products_of(*group) for group in groups_of(layer))
-    if qkv is None or gates is None or len(gates) > 1 or type(o) is not QuantLinear or type(down) is not QuantLinear:
+def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[QuantLinear, ...]] | None:
+    """One layer for each product: those of queries, keys and values, o, and gates and down, or none where there are experts; None where one
+    was replaced by what is computed otherwise."""
+    o, groups, routed = layer.self_attn.o_proj, groups_of(layer), routed_of(layer)
+    qkv = products_of(*groups[0])
+    if qkv is None or type(o) is not QuantLinear:
         return None
-    return tuple(qkv.values()), o, next(iter(gates.values())), down
+    if routed is not None:
+        return None if why_not_routed(layer, routed) is not None else (tuple(qkv.values()), o, ())
+    gates, down = products_of(*groups[1]), layer.mlp.down_proj
+    if gates is None or len(gates) > 1 or type(down) is not QuantLinear:
+        return None
+    return tuple(qkv.values()), o, (*gates.values(), down)
 
 
-def halves_of(layer: Any) -> tuple[Attention, Dense]:
+def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     """Of a layer that has `linears_of`."""
-    attention, linears = layer.self_attn, linears_of(layer)
+    attention, linears, routed = layer.self_attn, linears_of(layer), routed_of(layer)
     assert linears is not None
     before, between = map(_norm, _norms_of(layer))
-    qkv, (o, gate_up, down) = tuple(map(_weight, linears[0])), map(_weight, linears[1:])
+    qkv, o = tuple(map(weight_of, linears[0])), weight_of(linears[1])
+    second: FeedForward
+    if routed is None:
+        gate_up, down = map(weight_of, linears[2])
+        second = Dense(gate_up, down, between)
+    else:
+        second = half_of(layer, routed, between)
     dim = attention.head_dim
     query = o.packed.shape[1] // dim
     key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
     norms: Any = tuple(map(_norm, _of_heads(layer)))
-    return Attention(qkv, o, before, Heads(query, key, dim, attention.scaling, norms or None)), Dense(gate_up, down, between)
-
-
-def _weight(linear: QuantLinear) -> Weight:
-    packed, bias = linear.together
-    return Weight(packed, bias, linear.compute, linear.activation)  # type: ignore[arg-type]
+    return Attention(qkv, o, before, Heads(query, key, dim, attention.scaling, norms or None)), second
 
 
 def _norm(norm: Any) -> Norm:
@@ -114,7 +121,8 @@ def _norm(norm: Any) -> Norm:
 
 def why_not_one_call(layer: Any) -> str | None:
     """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
-    if any(part_of(linear) is not None for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)):
+    _, o, second = linears_of(layer) or ((), layer.self_attn.o_proj, ())
+    if any(part_of(linear) is not None for linear in (o, *second)):
         return "its weights are distributed over processes"
     return why_not(*halves_of(layer))
 
@@ -158,6 +166,8 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         if not _fits(one, x, mask, cache, rotary, settings):
             break
         made = computed(one)
+        if made is not None and made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows:
+            break
         entry = None if made is None else _Entry.into(cache, x, made.heads.key, made.heads.dim)
         if made is None or entry is None:
             break
@@ -203,14 +213,18 @@ _made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDic
 
 def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     """Those whose weights are read."""
-    qkv, *others = linears_of(layer) or ((),)
-    return *qkv, *others, *_norms_of(layer), *_of_heads(layer)
+    linears, routed = linears_of(layer), routed_of(layer)
+    products = () if linears is None else (*linears[0], linears[1], *linears[2])
+    experts = () if routed is None else mixtures.parts_of(layer, routed)
+    return *products, *experts, *_norms_of(layer), *_of_heads(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
     """Attributes that what it computes depends on, beside weights, and the objects that have them."""
-    norms = [part for part in parts_of(layer) if hasattr(part, "variance_epsilon")]
-    return [*((norm, "variance_epsilon") for norm in norms), *((layer.self_attn, name) for name in ("is_causal", "scaling", "layer_idx"))]
+    norms, routed = [*_norms_of(layer), *_of_heads(layer)], routed_of(layer)
+    of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
+    of_attention = ((layer.self_attn, name) for name in ("is_causal", "scaling", "layer_idx"))
+    return [*of_experts, *((norm, "variance_epsilon") for norm in norms), *of_attention]
 
 
 def computed(layer: Any) -> DecoderLayer | None:

@@ -18,8 +18,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
@@ -34,9 +42,11 @@ from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.library import plain
 
 # Their forward, and that of their `model`, is this file's formula.
-MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+OF_EXPERTS = (MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM)
+MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, *OF_EXPERTS)
+_WITH_A_WINDOW = (MistralForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM)  # of all layers, where there is one
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
-_EMPTY = vars(CausalLMOutputWithPast())
+_EMPTY = {cls: vars(cls()) for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast)}
 _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
 
 
@@ -69,7 +79,8 @@ class _OneCall(Shortened):
             if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
                 logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
                 if logits is not None:
-                    return _output(logits, past_key_values)
+                    cls = MoeCausalLMOutputWithPast if original(self) in OF_EXPERTS else CausalLMOutputWithPast
+                    return _output(cls, logits, past_key_values)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -84,13 +95,13 @@ class _OneCall(Shortened):
         )
 
 
-def _output(logits: Tensor, past: Any) -> CausalLMOutputWithPast:
-    """CausalLMOutputWithPast(logits=logits, past_key_values=past), which looks through its fields several times, in a tenth of the time."""
-    made: Any = CausalLMOutputWithPast.__new__(CausalLMOutputWithPast)
-    vars(made).update(_EMPTY, logits=logits, past_key_values=past)
+def _output(cls: Any, logits: Tensor, past: Any) -> Any:
+    """cls(logits=logits, past_key_values=past), which looks through its fields several times, in a tenth of the time."""
+    made: Any = cls.__new__(cls)
+    vars(made).update(_EMPTY[cls], logits=logits, past_key_values=past)
     OrderedDict.__setitem__(made, "logits", logits)
     OrderedDict.__setitem__(made, "past_key_values", past)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _is_unset(name: str, value: Any) -> bool:
@@ -106,6 +117,8 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
         return None
     layers = getattr(past, "layers", None)
     if not layers or type(layers[0]) not in growing.LAYERS or (held := _held(model)) is None or len(layers) != held.count:
+        return None
+    if batch > held.most_rows:
         return None
     cache = held.here
     if not cache.is_of(layers, batch) and not cache.take(held, layers, batch):
@@ -172,6 +185,7 @@ class _Held:
     def __init__(self, model: Any, layers: list[Any], computed: Sequence[DecoderLayer]) -> None:
         inner, head = model.model, model.lm_head
         embedding, norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
+        self.most_rows = min((layer.most_rows for layer in computed if layer.most_rows is not None), default=MOST_SEQUENCES)
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
         table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()
@@ -231,7 +245,9 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
     if any("forward" in vars(part) for part in model.modules() if part is not model):
         return True
     kinds = getattr(config, "layer_types", None) or ()
-    if any(kind != "full_attention" for kind in kinds) or (original(model) is MistralForCausalLM and config.sliding_window is not None):
+    if any(kind != "full_attention" for kind in kinds) or (original(model) in _WITH_A_WINDOW and config.sliding_window is not None):
+        return True
+    if getattr(config, "output_router_logits", False):
         return True
     if not all(isinstance(layer, Shortened) for layer in layers) or any(
         layer.training or not layer.self_attn.is_causal for layer in layers

@@ -12,16 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import QuantModule, check_compute
+from halfbyte.nn.modules import PART, QuantModule, check_compute, has_hooks
 from halfbyte.nn.transposed import turned
+from halfbyte.ops.experts import MOST_PAIRS, Mixture
+from halfbyte.ops.experts import why_not as why_not_one_call
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.library import plain
 
 _DOWN = "down_proj"
+_SPLIT_GATE = "_default_apply_gate"  # of transformers: act_fn(gate) * up, gates before what they are for
+_SILU = "SiLUActivation", "SiLU"
 
 
 class StackedExperts(nn.Module):
@@ -105,11 +112,41 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [M, H], the experts of each token and their weights [M, T] -> [M, H]."""
         module: Any = self._float[0]
+        if _few(hidden_states, top_k_index, top_k_weights) and (mixture := self._in_one_call()) is not None:
+            return mixture(hidden_states, top_k_index, top_k_weights)
         inner = self.get_submodule(self._up)(hidden_states, top_k_index, self._bias(self._up)).flatten(0, 1)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         y = self.get_submodule(_DOWN)(inner.unflatten(0, top_k_index.shape), top_k_index, self._bias(_DOWN))
         out: Tensor = (y * top_k_weights.unsqueeze(-1)).sum(1)
         return out.to(hidden_states.dtype)
+
+    def gated(self) -> tuple[Weight, Weight] | str:
+        """The quantized stacks, where nothing is computed but down(silu(gate) * up), gate, up = gate_up(x); or why that is not so."""
+        module: Any = self._float[0]
+        up, down = (self.get_submodule(name) for name in (self._up, _DOWN))
+        if type(up) is not QuantExperts or type(down) is not QuantExperts:
+            return "its experts are not quantized"
+        if any(map(_is_changed, self.children())):
+            return "its experts have hooks, or are distributed over processes"
+        if not module.has_gate or "_apply_gate" in vars(module) or type(module)._apply_gate.__name__ != _SPLIT_GATE:
+            return "its experts have other gates"
+        if type(module.act_fn).__name__ not in _SILU or _is_changed(module.act_fn):
+            return "the activation of its experts is not silu"
+        first, last = (
+            Weight(part.packed, self._bias(name), part.compute, part.activation)  # type: ignore[arg-type]
+            for part, name in ((up, self._up), (down, _DOWN))
+        )
+        return first, last
+
+    def _in_one_call(self) -> Mixture | None:
+        """The experts in one, as they are now; None where they are computed otherwise."""
+        stacks = self.gated()
+        if isinstance(stacks, str):
+            return None
+        made = _mixtures.get(self)
+        if made is None or any(a is not b for old, new in zip(made[0], stacks, strict=True) for a, b in zip(old, new, strict=True)):
+            made = _mixtures[self] = stacks, None if why_not_one_call(*stacks) is not None else Mixture(*stacks)
+        return made[1]
 
     def _bias(self, stack: str) -> Tensor | None:
         return self.get_parameter(f"{stack}_bias") if self.biased else None
@@ -136,6 +173,19 @@ class MixtureOfExperts(nn.Module):
         for name, bias in self.named_parameters(recurse=False):
             module.register_parameter(name, bias)
         return module
+
+
+_mixtures: WeakKeyDictionary[nn.Module, tuple[tuple[Weight, Weight], Mixture | None]] = WeakKeyDictionary()
+
+
+def _few(x: Tensor, ids: Tensor, weights: Tensor) -> bool:
+    """Whether so many rows are for one call on a CPU, and nothing but the result is asked for."""
+    few = x.is_cpu and 0 < ids.numel() <= MOST_PAIRS and x.dim() == 2
+    return few and not torch.is_grad_enabled() and all(map(plain, (x, ids, weights)))
+
+
+def _is_changed(part: nn.Module) -> bool:
+    return has_hooks(part) or "forward" in vars(part) or hasattr(part, PART)
 
 
 def stacks(module: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ library.py    the custom ops as torch sees them: schemas, shapes, gradients
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs; replay.py: launches made again
 conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
-grouped.py    mixture of experts, on all devices
+grouped.py    mixture of experts, on all devices; experts.py: few rows in one call on a CPU
 decoding.py   the steps of a decoder layer for one token, on all devices
 decoder.py    whole decoder layers in one call on a CPU; decoding_step.py: all of a model for one token
 encoder.py    whole encoder layers; embed.py: what is before them; layers.py: what these and decoder.py are made of

@@ -85,6 +85,10 @@ class FeedForward(Protocol):
     @property
     def k(self) -> int: ...
 
+    @property
+    def most_rows(self) -> int | None:
+        """That are better computed in one call than otherwise; None: there may be any number of them."""
+
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
 
@@ -110,6 +114,10 @@ class Dense(NamedTuple):
     @property
     def k(self) -> int:
         return self.down.packed.shape[0]
+
+    @property
+    def most_rows(self) -> None:
+        return None
 
     def why_not(self) -> str | None:
         from halfbyte.layouts.cpu_tiles import PANEL
@@ -142,7 +150,7 @@ class DecoderLayer:
 
         attention.check()
         feed_forward.check()
-        self.heads, self.k = attention.heads, attention.o.packed.shape[0]
+        self.heads, self.k, self.most_rows = attention.heads, attention.o.packed.shape[0], feed_forward.most_rows
         if feed_forward.k != self.k:
             raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {feed_forward.k}")
         if (reason := why_not(attention, feed_forward)) is not None:

@@ -71,12 +71,17 @@ class Addresses:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
+    def same(self, tensor: Tensor) -> int:
+        """The address of a contiguous tensor's elements, as they are."""
+        self._kept.append(tensor.detach())
+        return tensor.data_ptr()
+
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
-        """The product of float32 activations and this weight, followed by GELU if `gelu`."""
+        """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
         from halfbyte.dispatch.cpu import kernel_for
         from halfbyte.kernels.cpu.chain import Product
 
-        n, k = weight.packed.shape
+        n, k = weight.packed.shape[-2:]
         sparse = weight.packed.layout == cpu_tiles.SPARSE
         kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu, sparse=sparse)
         self._kept.append(weight.packed.data)

@@ -22,7 +22,7 @@ Convolutions and int8 networks
 
 Language models
   decoder.py, encoder.py     whole layers in one call; attend.py, attend_whole.py: their attention
-  attention_half.py, feed_forward.py    the halves of a decoder layer; halves.py: what they share
+  attention_half.py, feed_forward.py    the halves of a decoder layer; experts.py: the second of experts; halves.py: what they share
   decoding_step.py           one token through all of a model
   embed.py         rows of tables, added and normed
   exponential.py, gelu.py    functions of each lane

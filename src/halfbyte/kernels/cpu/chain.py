@@ -18,7 +18,7 @@ nobody waits long for the last.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,10 +83,10 @@ def _product(f: Function, isa: ISA, step: Step) -> None:
     linear = PRODUCT.load(args, "linear", "ptr")
     m = LINEAR.load(linear, "m")
     if step.kind == "rows":
-        _prepare(f, isa, step, linear, (thread * m // threads, (thread + 1) * m // threads))
+        prepare(f, isa, linear, (thread * m // threads, (thread + 1) * m // threads), centred=step.centred)
         return
     if step.kind == "product":
-        _prepare(f, isa, step, linear, (f.value("i64", 0), m))
+        prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred)
     _multiply(f, isa, linear, step.gated)
 
 
@@ -110,8 +110,8 @@ def _chain(f: Function) -> None:
             f.call_pointer(LINEAR.load(args, "openmp", "ptr").load("ptr", 8 * 3))
 
 
-def _prepare(f: Function, isa: ISA, step: Step, linear: Value, rows: tuple[Value, Value]) -> None:
-    """Rows first … stop - 1 of x, normed, into the order that tiles read; as `driver.py` does it."""
+def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, centred: bool = False) -> None:
+    """Rows first … stop - 1 of x, normed, into the order that tiles read, as `driver.py` does it; the arguments of `f` are PRODUCT's."""
     args, thread, _ = f.parameters
     x, stride, k = LINEAR.load(linear, "x", "ptr"), LINEAR.load(linear, "x_stride"), LINEAR.load(linear, "k")
     normed = PRODUCT.load(args, "normed", "ptr") + thread * PRODUCT.load(args, "normed_thread")
@@ -119,9 +119,8 @@ def _prepare(f: Function, isa: ISA, step: Step, linear: Value, rows: tuple[Value
     scratch = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
     row_bytes, big, count = (LINEAR.load(linear, field) for field in ("row_bytes", "tile_rows", "tiles"))
     split = big * count
-    norm = RowNorm(
-        f, isa, k, (PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")), args + PRODUCT.offset("eps"), step.centred
-    )
+    weights = PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")
+    norm = RowNorm(f, isa, k, weights, args + PRODUCT.offset("eps"), centred)
     plain = norm.weight.is_null()
     for r in f.loop(rows[1], rows[0]):
         row, to = x + r * stride, normed + r * PRODUCT.load(args, "normed_row")
@@ -192,32 +191,39 @@ class RowNorm:
 
 def _multiply(f: Function, isa: ISA, linear: Value, gated: bool) -> None:
     """Each thread its own first group, then whichever is left."""
-    args, thread, threads = f.parameters
-    groups, shares, gate = PRODUCT.load(args, "groups"), PRODUCT.load(args, "shares", "ptr"), PRODUCT.load(args, "gate")
+    args, thread, _ = f.parameters
+    gate = PRODUCT.load(args, "gate")
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
     out, weights, bias = (LINEAR.load(linear, name, "ptr") for name in ("out", "weights", "bias"))
     tiles = f.value("i64", 0), LINEAR.load(linear, "tiles") + LINEAR.load(linear, "lesser_tiles")
+    for start, stop in drawn_shares(f):
+        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else None)
+        if gated:
+            driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
+            for row in f.loop(LINEAR.load(linear, "m")):
+                gates = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
+                through_gates(f, isa, gates, (stop - start) * PANEL, gate * (4 * PANEL))
+
+
+def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
+    """`for start, stop in drawn_shares(f):` a thread's groups; the arguments of `f` are PRODUCT's."""
+    args, thread, threads = f.parameters
+    groups, shares = PRODUCT.load(args, "groups"), PRODUCT.load(args, "shares", "ptr")
     taken = f.variable(thread)
 
     def following() -> Value:
         return taken.value
 
     for group in f.draw(following, groups):
-        start, stop = ((shares + group * 8).load("i64", at, 8) for at in (0, 8))
-        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else None)
-        if gated:
-            driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
-            _gates(f, isa, linear, out, start * (4 * PANEL), (stop - start) * PANEL, gate * (4 * PANEL))
+        yield (shares + group * 8).load("i64", 0, 8), (shares + group * 8).load("i64", 8, 8)
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
 
 
-def _gates(f: Function, isa: ISA, linear: Value, out: Value, first: Value, count: Value, apart: Value) -> None:
-    """silu(gate) * up in the gates' place, `count` columns from byte `first` of each row on."""
-    for row in f.loop(LINEAR.load(linear, "m")):
-        gates = out + row * LINEAR.load(linear, "out_stride") + first
-        for i in f.loop(count, step=isa.lanes):
-            at = gates + i * 4
-            at.store(silu(f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
+def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value) -> None:
+    """silu(gate) * up in the gates' place, `count` columns of a row."""
+    for i in f.loop(count, step=isa.lanes):
+        at = gates + i * 4
+        at.store(silu(f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,91 @@
+"""The feed-forward half of decoder layers with experts, as `ops.experts` computes it on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.integrations.families import Routed, known
+from halfbyte.integrations.shortened import products_of, why_not_fused
+from halfbyte.nn.experts import MixtureOfExperts
+from halfbyte.nn.modules import QuantLinear
+from halfbyte.ops.decoder import Norm
+from halfbyte.ops.experts import Experts, SharedExpert
+from halfbyte.ops.layers import Weight
+
+
+def routed_of(layer: Any) -> Routed | None:
+    """Where a layer of a known family has what belongs to experts; None where it has none."""
+    return known(layer).routed if hasattr(layer.mlp, "experts") else None
+
+
+def why_not_routed(layer: Any, routed: Routed) -> str | None:
+    """Why `half_of` does not take a layer's mlp; None if it does."""
+    mlp = layer.mlp
+    if not isinstance(mlp.experts, MixtureOfExperts):
+        return "its experts are not quantized"
+    if isinstance(stacks := mlp.experts.gated(), str):
+        return stacks
+    if any(stack.bias is not None for stack in stacks):
+        return "its experts have biases"
+    if [*dict(mlp.gate.named_parameters())] != ["weight"] or any(not hasattr(mlp.gate, name) for _, name in settings_of(layer, routed)):
+        return "its router has other parts than a weight and how many experts it chooses"
+    return None if routed.shared is None else _why_not_shared(mlp, *routed.shared)
+
+
+def _why_not_shared(mlp: Any, expert: str, gate: str) -> str | None:
+    shared = getattr(mlp, expert)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if not isinstance(getattr(shared, name), QuantLinear):
+            return f"the {name} of its {expert} is not quantized"
+    if (reason := why_not_fused("gate_proj+up_proj", (shared.gate_proj, shared.up_proj))) is not None:
+        return f"in its {expert} {reason}"
+    if type(shared.down_proj) is not QuantLinear or shared.gate_proj.bias is not None:
+        return f"its {expert} is no down(silu(gate) * up)"
+    linear = getattr(mlp, gate)
+    return None if type(linear) in (nn.Linear, QuantLinear) and linear.bias is None else f"its {gate} is no linear layer without a bias"
+
+
+def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
+    """Those whose weights are read."""
+    mlp = layer.mlp
+    up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
+    if routed.shared is None:
+        return up, down, mlp.gate
+    shared, gate = (getattr(mlp, name) for name in routed.shared)
+    return up, down, mlp.gate, shared.gate_proj, shared.down_proj, gate
+
+
+def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
+    """Attributes that what is computed depends on."""
+    gate = layer.mlp.gate
+    return [(gate, "top_k"), *([] if routed.normalized is None else [(gate, routed.normalized)])]
+
+
+def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
+    """Of a layer for which `why_not_routed` has no reason."""
+    mlp = layer.mlp
+    stacks = mlp.experts.gated()
+    assert not isinstance(stacks, str)
+    shared, router = None, mlp.gate.weight.detach()
+    if routed.shared is not None:
+        expert, gate = (getattr(mlp, name) for name in routed.shared)
+        products = products_of("gate_proj+up_proj", (expert.gate_proj, expert.up_proj))
+        assert products is not None
+        (both,) = products.values()
+        shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), _row(gate, router))
+    normalized = routed.normalized is None or bool(getattr(mlp.gate, routed.normalized))
+    gate_up, down = stacks
+    return Experts(gate_up, down, router, mlp.gate.top_k, normalized, before, shared)
+
+
+def _row(gate: Any, router: Tensor) -> Tensor:
+    """The weight [K] of a gate with one output."""
+    weight: Tensor = gate.weight.detach()
+    return weight[0] if type(gate) is nn.Linear else weight.to(router.dtype, copy=True)[0]
+
+
+def weight_of(linear: QuantLinear) -> Weight:
+    packed, bias = linear.together
+    return Weight(packed, bias, linear.compute, linear.activation)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""Mixtures of experts in one call on a CPU, for few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.experts import PREFIX
+from halfbyte.ops.decoder import Dense, Norm
+from halfbyte.ops.layers import Addresses, Weight
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu import halves
+
+MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Mixture:
+    """y = sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]]),  g[t] = silu(gate) * up,
+    gate, up = x · Wgate_up[id[t]]ᵀ + bias[id[t]]
+
+    gate_up  [E, 2 I, K]: gates, then what they are for; biases [E, 2 I] or None
+    down     [E, K, I]; biases [E, K] or None
+
+    Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
+    """
+
+    def __init__(self, gate_up: Weight, down: Weight) -> None:
+        from halfbyte.kernels.cpu.experts import Mixture as Inner
+
+        check_stacks(gate_up, down)
+        if (reason := why_not(gate_up, down)) is not None:
+            raise ArgumentError(f"these experts are not computed in one call: {reason}")
+        self._experts, self._k, _ = down.packed.shape
+        self._tensors = Addresses()
+        self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [M, K], the experts of each row and their weights, [M, T] -> y [M, K] in x's dtype. No gradients.
+
+        Raises ArgumentError for other shapes, and for ids that are not in 0 … E - 1.
+        """
+        fits = x.dim() == ids.dim() == 2 and x.shape == (len(ids), self._k) and x.dtype in _DTYPES and ids.numel() > 0
+        if not fits or weights.shape != ids.shape or not (x.is_cpu and ids.is_cpu and weights.is_cpu):
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, ids, weights))
+            raise ArgumentError(f"these experts take on the CPU x [M, {self._k}], and ids and weights [M, T] of it, got {got}")
+        numbers = ids.flatten().tolist()
+        if min(numbers) < 0 or max(numbers) >= self._experts:
+            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {min(numbers)} … {max(numbers)}")
+        self._tensors.refresh()
+        x_float, of_rows = (t.to(torch.float32).contiguous() for t in (x, weights))
+        return self._inner(x_float, ids.to(torch.int64).contiguous(), of_rows).to(x.dtype)
+
+
+class SharedExpert(NamedTuple):
+    """sigmoid(x · gate) * down(silu(g) * u),  g, u = gate_up(x)
+
+    gate_up  [2 I, K]
+    down     [K, I]
+    gate     [K]
+    """
+
+    gate_up: Weight
+    down: Weight
+    gate: Tensor
+
+
+class Experts(NamedTuple):
+    """The feed-forward half of a decoder layer: y = h + `Mixture`(x) + shared(x),  x = norm(h), where ids are of the `chosen` largest of
+    router · x, weights their softmax, or their share of the softmax of all.
+
+    gate_up, down  stacks, as in `Mixture`
+    router         [E, K]
+    normalized     weights of a row add up to 1
+    before         the norm of h
+    """
+
+    gate_up: Weight
+    down: Weight
+    router: Tensor
+    chosen: int
+    normalized: bool
+    before: Norm
+    shared: SharedExpert | None = None
+
+    @property
+    def k(self) -> int:
+        return self.down.packed.shape[1]
+
+    @property
+    def most_rows(self) -> int:
+        return max(1, MOST_PAIRS // self.chosen)
+
+    def why_not(self) -> str | None:
+        """Why `DecoderLayer` does not support these weights; None if it does."""
+        reason = why_not(self.gate_up, self.down)
+        return reason if reason is not None or self.shared is None else self._dense(self.shared).why_not()
+
+    def _dense(self, shared: SharedExpert) -> Dense:
+        return Dense(shared.gate_up, shared.down, self.before)
+
+    def check(self) -> None:
+        """Raises ArgumentError for tensors that do not fit together."""
+        check_stacks(self.gate_up, self.down)
+        experts, k, _ = self.down.packed.shape
+        expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.before.weight.shape)]
+        if self.shared is not None:
+            self._dense(self.shared).check()
+            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared.down.packed.shape[0], k), tuple(self.shared.gate.shape)]
+        if expected != got or not 0 < self.chosen <= experts:
+            raise ArgumentError(
+                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm and what is shared of shapes {expected}, got "
+                f"{self.chosen} and {got}"
+            )
+
+    def inner(self, tensors: Addresses) -> halves.FeedForward:
+        """The same by the addresses of tensors, which these keep alive."""
+        from halfbyte.kernels.cpu import experts, halves
+        from halfbyte.kernels.cpu.linear import KINDS
+
+        rows = [self.router, *([] if self.shared is None else [self.shared.gate])]
+        alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
+        router, *gates = map(tensors.same if alike else tensors.of, rows)
+        kind = KINDS[self.router.dtype] if alike else "f32"
+        before = halves.Norm(tensors.of(self.before.weight), self.before.eps)
+        shared = None
+        if self.shared is not None:
+            shared = experts.SharedExpert(tensors.product(self.shared.gate_up), tensors.product(self.shared.down), gates[0])
+        return experts.Experts(
+            tensors.product(self.gate_up),
+            tensors.product(self.down),
+            len(self.router),
+            self.chosen,
+            experts.Router(before, router, kind, 0, self.normalized),
+            shared,
+        )
+
+
+def why_not(gate_up: Weight, down: Weight) -> str | None:
+    """Why stacks are not multiplied in one call; None if they are."""
+    gates = gate_up.packed.shape[1] // 2
+    if any(weight.packed.layout != PREFIX + cpu_tiles.NAME for weight in (gate_up, down)):
+        return "its experts are not packed for CPUs"
+    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
+        return "its packed experts do not begin at multiples of 64 bytes"
+    return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
+
+
+def check_stacks(gate_up: Weight, down: Weight) -> None:
+    """Raises ArgumentError for stacks and biases that do not fit together."""
+    shapes = [tuple(weight.packed.shape) for weight in (gate_up, down)]
+    fits = all(len(shape) == 3 and shape[0] > 0 for shape in shapes)
+    if fits:
+        (experts, _, k), inner = shapes[0], shapes[0][1] // 2
+        fits = shapes == [(experts, 2 * inner, k), (experts, k, inner)]
+    biases = [weight.bias for weight in (gate_up, down)]
+    pairs = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
+    if not fits or any(bias.shape != shape or not bias.is_cpu for bias, shape in pairs):
+        got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
+        raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on the CPU, got {got}")

@@ -1,0 +1,239 @@
+"""Few tokens through decoder layers with experts in one call on a CPU say what transformers' own layers say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from language_model import make_decoder
+from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from halfbyte.integrations import decoding, decoding_cpu, decoding_step
+from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.explain_model import explain_model
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import fuse_
+from halfbyte.nn.report import report
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
+SPARSE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+KINDS: dict[str, Callable[..., Any]] = {
+    "mixtral": partial(make_decoder, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": partial(make_decoder, "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=32),
+    "qwen3": partial(make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, norm_topk_prob=True),
+    "qwen3, one layer without experts": partial(
+        make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, num_hidden_layers=3, norm_topk_prob=False, mlp_only_layers=[1]
+    ),
+}
+LENGTH = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def pair(kind: str, compute: str = "float", fmt: str = "q4_0") -> tuple[Any, Any]:
+    """(as transformers computes it, in one call)"""
+    torch.manual_seed(7)
+    model = KINDS[kind]().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    model.set_attn_implementation("sdpa")
+    quantize_(model, Config(fmt, compute=compute))
+    fuse_(model)
+    short = shorten_(copy.deepcopy(model))
+    assert all(map(is_short, short.model.layers))
+    return model, short
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of tokens that took a call, of layers and of whole models, and how many layers it had."""
+    found: list[tuple[int, ...]] = []
+    plain, whole = decoding_cpu.run_layers, decoding_step.one_token
+
+    def counting(layers: Any, x: Tensor, *args: Any) -> Any:
+        found.append((*x.shape[:2], len(layers)))
+        return plain(layers, x, *args)
+
+    def counting_steps(model: Any, ids: Tensor, *args: Any) -> Tensor | None:
+        y = whole(model, ids, *args)
+        found.extend([(*ids.shape, len(model.model.layers))] * (y is not None))
+        return y
+
+    monkeypatch.setattr(decoding_cpu, "run_layers", counting)
+    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
+    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@torch.no_grad()
+def steps(model: Any, kept: Any, widths: tuple[int, ...], batch: int = 1) -> Tensor:
+    """Logits after so many tokens at a time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.cat([model(torch.randint(99, (batch, n), generator=generator), past_key_values=kept).logits[:, -1:] for n in widths])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", ["grows", "grows, layer by layer", "static"])
+def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = pair(kind)
+    if cache.endswith("layer"):
+        monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+    kept = [
+        DynamicCache(config=plain.config) if cache != "static" else StaticCache(config=plain.config, max_cache_len=90) for _ in range(2)
+    ]
+    widths = (13, 1, 1, 4, 70, 1)  # 70 tokens are for transformers' own layers
+    assert close(steps(short, kept[0], widths), steps(plain, kept[1], widths))
+    layers = len(plain.model.layers)
+    assert [call for call in calls if call[1] != 70] == [(1, width, layers) for width in (13, 1, 1, 4, 1)]
+    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length() == 90
+        assert close(mine.keys, theirs.keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", ["q4_0", "q8_0", "int4_g16_zp"])
+def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair(kind, fmt=fmt)
+    ids = torch.randint(3, 99, (3, 5), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    mine, theirs = (model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain))
+    assert torch.equal(mine, theirs)
+    assert calls.count((3, 1, len(plain.model.layers))) == 39
+
+
+def test_integers(calls: list[tuple[int, ...]]) -> None:
+    """A code that flips moves an activation by 1/127 of the largest of 32."""
+    plain, short = pair("qwen3", compute="int8")
+    found = [steps(model, DynamicCache(config=plain.config), (9, 1, 1, 1)) for model in (short, plain)]
+    assert float((found[0] - found[1]).norm()) <= 2e-2 * float(found[1].norm())
+    assert len(calls) == 4
+
+
+def test_more_sequences_than_are_worth_it(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("mixtral")
+    found = [steps(model, DynamicCache(config=plain.config), (2, 1), batch=40) for model in (short, plain)]
+    assert close(*found)
+    assert calls == []
+
+
+def test_what_the_output_is() -> None:
+    plain, short = pair("qwen3")
+    outputs = []
+    with torch.no_grad():
+        for model in (short, plain):
+            cache = DynamicCache(config=plain.config)
+            model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+            outputs.append(model(torch.tensor([[8]]), past_key_values=cache))
+    mine, theirs = outputs
+    assert type(mine) is type(theirs) is MoeCausalLMOutputWithPast
+    assert [*mine.keys()] == [*theirs.keys()]
+    assert vars(mine).keys() == vars(theirs).keys()
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+def test_the_router_may_be_asked(by_config: bool, calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("qwen3")
+    settings: dict[str, Any] = {} if by_config else {"output_router_logits": True}
+    found = []
+    with torch.no_grad():
+        for model in (short, plain):
+            model.config.output_router_logits = by_config
+            cache = DynamicCache(config=model.config)
+            model(torch.tensor([[5, 6, 7]]), past_key_values=cache, **settings)
+            found.append(model(torch.tensor([[8]]), past_key_values=cache, **settings))
+    assert len(found[0].router_logits) == len(found[1].router_logits) == 2
+    assert all(map(close, found[0].router_logits, found[1].router_logits))
+    assert close(found[0].logits, found[1].logits)
+    assert calls == []
+
+
+@torch.no_grad()
+def test_changes_are_seen(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("qwen2")
+
+    def same(count: int) -> None:
+        calls.clear()
+        found = [steps(model, DynamicCache(config=plain.config), (3, 1, 1)) for model in (short, plain)]
+        assert close(*found)
+        assert len(calls) == count
+
+    def change(what: Callable[[Any], None]) -> None:
+        before = steps(plain, DynamicCache(config=plain.config), (3, 1, 1))
+        for model in (short, plain):
+            what(model.model.layers[1].mlp)
+        assert not close(steps(plain, DynamicCache(config=plain.config), (3, 1, 1)), before)
+
+    same(3)
+    change(lambda mlp: mlp.gate.weight.mul_(0.5))
+    same(3)
+    change(lambda mlp: setattr(mlp.gate, "top_k", 2))
+    same(3)
+    change(lambda mlp: setattr(mlp.gate, "norm_topk_prob", True))
+    same(3)
+    change(lambda mlp: setattr(mlp.gate, "weight", torch.nn.Parameter(-mlp.gate.weight)))
+    same(3)
+    change(lambda mlp: setattr(mlp.experts, "down_proj", copy.deepcopy(short.model.layers[0].mlp.experts.down_proj)))
+    same(3)
+
+
+@torch.no_grad()
+def test_hooks_are_called(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("mixtral")
+    cache = DynamicCache(config=plain.config)
+    seen: list[Tensor] = []
+    steps(short, cache, (3, 1))
+    experts = short.model.layers[1].mlp.experts
+    for part in (experts, experts.down_proj, short.model.layers[1].mlp.gate):
+        calls.clear()
+        handle = part.register_forward_hook(lambda *_: seen.append(torch.empty(0)))
+        steps(short, cache, (1,))
+        handle.remove()
+        assert (1, 1, 2) not in calls
+        assert len(seen) == 1
+        seen.clear()
+    calls.clear()
+    steps(short, cache, (1,))
+    assert calls == [(1, 1, 2)]
+
+
+def test_gradients_take_the_other_way(calls: list[tuple[int, ...]]) -> None:
+    _, short = pair("qwen3")
+    embeds = torch.randn(1, 3, 48, requires_grad=True)
+    short(inputs_embeds=embeds, use_cache=False).logits.sum().backward()
+    assert embeds.grad is not None
+    assert embeds.grad.abs().sum() > 0
+    assert calls == []
+
+
+def test_what_is_said() -> None:
+    plain, short = pair("qwen2")
+    assert any(note.endswith("few tokens take one call") for note in report(short).notes)
+    said = str(explain_model(short))
+    for step in ("shared_expert", "experts", "gate"):
+        assert f"{step}" in said
+    layer = short.model.layers[0]
+    assert decoding.why_not_short(layer, "cpu") is None
+    expected = "a Qwen2MoeDecoderLayer is none of LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer"
+    assert decoding.why_not_short(layer) == decoding.why_not_short(plain.model.layers[0]) == expected
+    torch.manual_seed(7)
+    model = make_decoder("Mixtral", **{**SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
+    shorten_(fuse_(quantize_(model, "q4_0")))
+    assert not is_short(model.model.layers[0])
+    assert any("72 gates are not whole panels of 32" in note for note in report(model).notes)
+    kept = make_decoder("Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2).eval()
+    shorten_(fuse_(quantize_(kept, Config("q4_0", skip=["*.experts.*"]))))
+    assert any("its experts are not quantized" in note for note in report(kept).notes)
