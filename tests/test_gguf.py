@@ -105,17 +105,6 @@ def test_the_scales_of_k_quants_are_exact_products() -> None:
     assert bool(((products.half().double() - products).abs() <= products * 2**-11).all())
 
 
-def test_q5_0_is_written() -> None:
-    values = torch.arange(-16, 16, dtype=torch.int16).repeat(4, 3)[:, torch.randperm(96)]
-    codes = Codes.from_values(as_format("int8_g32"), values, torch.rand(4, 3).half())
-    blocks = ggml.encode_q5_0(codes)
-    assert np.array_equal(package.dequantize(blocks.numpy(), package.GGMLQuantizationType.Q5_0), codes.dequantize().numpy())
-    back = ggml.decode(ggml.TYPES[6], codes.shape, blocks)
-    assert torch.equal(back.data, codes.data)
-    with pytest.raises(FormatError, match="q5_0 holds"):
-        ggml.encode_q5_0(Codes.from_values(as_format("int8_g32"), values + 1, codes.scale))
-
-
 def test_rows_that_are_no_blocks() -> None:
     for number, k in ((2, 33), (12, 128), (6, 16)):
         with pytest.raises(FormatError, match="multiple"):

@@ -18,19 +18,17 @@ from halfbyte.checkpoint.gguf_names import Architecture, convolves, of_config, r
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import ggml
-from halfbyte.formats.blocks import to_blocks
-from halfbyte.formats.codes import Codes, unpack_nibbles
-from halfbyte.formats.spec import as_format
-from halfbyte.io.gguf import Value, plain_number
+from halfbyte.formats import ggml, ggml_encoding
+from halfbyte.formats.codes import Codes
+from halfbyte.io.gguf import Value, kind_name, plain_number
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.report import Row
 
 _IN_FLOATS = "llama.cpp computes it in float32"
 _BLOCK = 32
-_CHUNK = 1 << 20  # weights that are encoded at a time
-# llama.cpp's enum llama_ftype, by the type that most weights have.
-_FILE_TYPES = {0: 0, 1: 1, 2: 2, 3: 3, 8: 7, 6: 8, 30: 32}
+# llama.cpp's enum llama_ftype, by the type that most weights have. Of K-quants the middle one: it tells what the other weights are.
+_FILE_TYPES = {0: 0, 1: 1, 2: 2, 3: 3, 6: 8, 7: 9, 8: 7, 10: 10, 11: 12, 12: 15, 13: 17, 14: 18, 20: 25, 23: 30, 30: 32}
+_FILE_TYPES |= {35: 37, 39: 38, 40: 39}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Export:
 
 
 def plan(model: StoredModel) -> tuple[Export, list[str]]:
-    """The GGUF file for a model, and notes for the report. Only scales that are not float16 are read."""
+    """The GGUF file for a model, and notes for the report. Weights are read whose format alone does not tell which type holds them."""
     metadata, tensors = to_metadata(model.config)
     architecture = of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
@@ -87,6 +85,8 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
         raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
     unsure = [name for name in model.tied if architecture.to_gguf(name) != ("output.weight",)]
     notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
+    counts = Counter(kind_name(number) for number, _ in types.values())
+    notes.append(f"tensors in the file: {', '.join(f'{count} of {name}' for name, count in counts.most_common())}")
     return Export(metadata, types, items, types["token_embd.weight"][1][0]), notes
 
 
@@ -130,7 +130,7 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
 
 
 def _encoded(place: _Place, kind: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return place.cut(blocks(kind, codes))
+    return place.cut(ggml_encoding.encode(ggml.TYPES[ggml.NUMBERS[kind]], codes))
 
 
 def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plus: float) -> dict[str, Tensor]:
@@ -141,50 +141,25 @@ def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plu
 def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     """ggml's type for a weight, or the reason why none holds it (recognizable by its spaces).
 
-    q4_0, q5_0 and q8_0 hold symmetric codes, q4_1 those with offsets, q5_0 also those with zero points, as q - point; a block longer than
-    32 becomes several with the same scale. Scales are float16; those of another dtype are read with `read` and checked.
+    A block that is longer than the type's becomes several with the same scale, and codes with a zero point are written as q - point. Where
+    the format alone does not tell whether a type holds the weight, it is read with `read` and tried.
     """
-    fmt, k = weight.format.integers, weight.shape[-1]
+    fmt, k = weight.format, weight.shape[-1]
     if ordered:
         return "its columns are in activation order, which GGUF does not have"
-    if k % _BLOCK or fmt.block_size(k) % _BLOCK:
-        return f"blocks of {fmt.block_size(k)} in rows of {k} are not multiples of 32"
-    if fmt.zero == "none":
-        kind = "q5_0" if weight.format.tight == 5 else "q4_0" if fmt.bits == 4 else "q8_0"
-    elif fmt.bits == 8:
-        return f"GGUF has no 8-bit codes with {'zero points' if fmt.zero == 'point' else 'offsets'}"
-    else:
-        kind = "q5_0" if fmt.zero == "point" else "q4_1"
-    if fmt.scale != torch.float16:
-        codes = read()
-        for numbers in (codes.scale, codes.zero):
-            if numbers is not None and numbers.is_floating_point() and not torch.equal(numbers.half().to(numbers.dtype), numbers):
-                return f"its {fmt.scale} scales do not fit float16"
-    return kind
-
-
-def blocks(kind: str, codes: Codes) -> Tensor:
-    """The blocks of a weight, uint8 [..., N, bytes], for the type that `choose` chose."""
-    codes = codes.integers()
-    n, k = codes.rows, codes.shape[-1]
-    number, block = ggml.NUMBERS[kind], codes.format.block_size(k)
-    out = torch.empty(n, ggml.TYPES[number].row_bytes(k), dtype=torch.uint8, device="cpu")
-    data, *numbers = (codes.data.reshape(n, -1), codes.scale, codes.zero)
-    single = codes.format.block == "tensor"
-    scale, zero = (None if t is None else t.expand(n, 1) if single else t.reshape(n, -1) for t in numbers)
-    assert scale is not None
-    step = max(1, _CHUNK // max(1, k))
-    for first in range(0, n, step):
-        part = slice(first, min(n, first + step))
-        scales = scale[part].half().repeat_interleave(block // _BLOCK, dim=1)[:, : k // _BLOCK]
-        points = None if zero is None else zero[part].repeat_interleave(block // _BLOCK, dim=1)[:, : k // _BLOCK]
-        shape = (scales.shape[0], k)
-        if kind == "q5_0":
-            values = data[part]
-            if points is not None:
-                values = unpack_nibbles(values, k).to(torch.int16) - points.repeat_interleave(_BLOCK, dim=1)
-            out[part] = ggml.encode_q5_0(Codes.from_values(as_format("int8_g32"), values, scales))
-        else:
-            offsets = None if points is None else points.half()
-            out[part] = to_blocks(Codes(as_format(kind), shape, data[part], scales, offsets))
-    return out.reshape(*codes.shape[:-1], -1)
+    kinds = ggml_encoding.candidates(fmt, k)
+    if not kinds:
+        if fmt.zero != "none" and fmt.stored_bits > 4 + (fmt.zero == "offset"):
+            return f"GGUF has no {fmt.stored_bits}-bit codes with {'zero points' if fmt.zero == 'point' else 'offsets'}"
+        if k % _BLOCK:
+            return f"rows of {k} are not multiples of {_BLOCK}"
+        return f"blocks of {fmt.block_size(k)} in rows of {k} fit no type of GGUF"
+    codes: Codes | None = None
+    for kind in kinds:
+        if ggml_encoding.is_certain(kind, fmt):
+            return kind.name
+        codes = codes or read()
+        if ggml_encoding.holds(kind, codes):
+            return kind.name
+    names, dtype = ", ".join(kind.name for kind in kinds), str(fmt.scale).removeprefix("torch.")
+    return f"its {dtype} scales are not such as {names} would have"

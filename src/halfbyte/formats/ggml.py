@@ -21,7 +21,7 @@ ggml-common.h:
     nvfp4    64: 4 scales s, float8 e4m3 | 32 nibbles                                           s / 2 table[q]    fp4_g16
     iq…     256: codes that are looked up in tables of vectors: grids.py                        d m q             int8_g16_f32, int8_g32_f32
 
-Besides the types of blocks.py only q5_0 is written: its 5-bit codes hold every 4-bit code minus its zero point.
+All but tq1_0 and those of grids.py are written, too: ggml_encoding.py.
 """
 
 from __future__ import annotations
@@ -113,20 +113,6 @@ def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor, extract: Extra
     assert kind.decode is not None
     values, *numbers = kind.decode(blocks)
     return Codes.from_values(fmt, values.reshape(shape), *shaped(*numbers))
-
-
-def encode_q5_0(codes: Codes) -> Tensor:
-    """int5_g32 or int8_g32 codes [..., N, K], each in -16 … 15 -> the blocks of q5_0, uint8 [..., N, row_bytes]."""
-    kind, shape = TYPES[6], codes.shape
-    width = kind.row_bytes(shape[-1])
-    q = (codes.values() + 16).reshape(-1, 32)
-    if codes.format.integers != kind.format.integers or (q.numel() and not 0 <= int(q.min()) <= int(q.max()) < 32):
-        raise FormatError(f"q5_0 holds int5_g32 or int8_g32 codes in -16 … 15, got {codes.format} or others: write q8_0")
-    places = torch.arange(8, dtype=torch.int16, device="cpu").repeat(4)
-    bits = ((q >> 4) << places).to(torch.uint8).reshape(-1, 4, 8).sum(-1, dtype=torch.uint8)
-    low = (q & 15).to(torch.uint8)
-    parts = (codes.scale.reshape(-1, 1).contiguous().view(torch.uint8), bits, low[:, :16] | low[:, 16:] << 4)
-    return torch.cat(parts, dim=-1).reshape(*shape[:-1], width)
 
 
 def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
